@@ -1,0 +1,106 @@
+"""Partition rules: one table from logical axis names to mesh axes, from which every sharding is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.errors import MeshError
+from sharding.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Logical axis name → the mesh axes that dimension is split over; ``()`` keeps it whole.
+
+    To try another layout, replace entries: ``Rules.for_mesh(spec).replace(shared_width=())``.
+    """
+
+    table: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self):
+        object.__setattr__(self, "table", MappingProxyType({name: tuple(axes) for name, axes in self.table.items()}))
+        for name, axes in self.table.items():
+            if len(set(axes)) != len(axes):
+                raise MeshError(f"rule {name!r} → {axes}: a mesh axis can split a dimension once; name it once")
+
+    @classmethod
+    def for_mesh(cls, spec: MeshSpec) -> Rules:
+        """The layout of DESIGN: heads and widths over ``tp``, experts as ``spec`` says, the rest whole."""
+        return cls(
+            {
+                "layers": (),
+                "embed": (),
+                "vocab": spec.head_axes,
+                "heads": spec.head_axes,
+                "query_latent": (),
+                "latent": (),
+                "mlp_width": spec.head_axes,
+                "shared_width": spec.head_axes,
+                "experts": spec.expert_axes,
+                "expert_width": spec.expert_width_axes,
+                "router_experts": (),
+                "stack": (),
+                "ranks": spec.batch_axes,
+                "tokens": spec.token_axes,
+            }
+        )
+
+    def replace(self, **changes: tuple[str, ...]) -> Rules:
+        """A table with some entries changed; names must exist.
+
+        Raises:
+            MeshError: a name that no parameter uses.
+        """
+        unknown = sorted(set(changes) - set(self.table))
+        if unknown:
+            raise MeshError(f"no logical axis is called {unknown}; the names are {sorted(self.table)}")
+        return Rules({**self.table, **changes})
+
+    def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
+        """The ``PartitionSpec`` of an array with these logical axes (None: never split).
+
+        Raises:
+            MeshError: an unknown name, or two dimensions that claim the same mesh axis.
+        """
+        entries, taken = [], {}
+        for name in axes:
+            mesh_axes = () if name is None else self._lookup(name)
+            for axis in mesh_axes:
+                if axis in taken:
+                    raise MeshError(
+                        f"axes {axes}: {taken[axis]!r} and {name!r} are both split over mesh axis {axis!r}; "
+                        "change one of the two rules"
+                    )
+                taken[axis] = name
+            entries.append(mesh_axes or None)
+        return PartitionSpec(*entries)
+
+    def sharding(self, mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
+        """``NamedSharding`` of an array; checks that every split dimension divides.
+
+        Raises:
+            MeshError: naming the dimension, its size and the product of the mesh axes.
+        """
+        spec = self.spec(axes)
+        for name, size, entry in zip(axes, shape, spec, strict=True):
+            ways = 1
+            for axis in entry or ():
+                ways *= mesh.shape[axis]
+            if size % ways:
+                raise MeshError(
+                    f"axis {name!r} of size {size} is not divisible by {ways} (mesh axes {entry}); "
+                    f"choose a mesh whose product divides {size}, or Rules.replace({name}=())"
+                )
+        return NamedSharding(mesh, spec)
+
+    def _lookup(self, name: str) -> tuple[str, ...]:
+        if name not in self.table:
+            raise MeshError(f"no rule for logical axis {name!r}; the names are {sorted(self.table)}")
+        return self.table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table)
