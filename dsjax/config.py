@@ -1,0 +1,252 @@
+"""A model's configuration: one frozen dataclass with Hugging Face's field names, checked where it is made.
+
+    config = load_config("deepseek-v3")          # bundled name, directory, or path of a config.json
+    config.num_moe_layers, config.softmax_scale
+
+The family is DeepSeek-V3, V3.1, R1, Kimi-K2, Moonlight (sigmoid router, `noaux_tc`) and DeepSeek-V2, V2-Lite (softmax
+router, `greedy` or `group_limited_greedy`). Where DeepSeek's remote code and transformers differ, transformers counts.
+"""
+
+import dataclasses
+import importlib.resources
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dsjax.config_fields import (
+    check_boolean,
+    check_choice,
+    check_integer,
+    check_mapping,
+    check_number,
+    reject,
+)
+from dsjax.config_json import read_fields, write_fields
+from dsjax.errors import ConfigError
+from dsjax.quantization_config import QuantizationConfig
+from dsjax.rope_config import RopeConfig
+
+__all__ = ["ModelConfig", "QuantizationConfig", "RopeConfig", "bundled_models", "load_config"]
+
+# What each model type's router may be: topk_method -> scoring_func. Transformers' classes compute nothing else.
+_ROUTERS = {
+    "deepseek_v3": {"noaux_tc": "sigmoid"},
+    "kimi_k2": {"noaux_tc": "sigmoid"},
+    "deepseek_v2": {"greedy": "softmax", "group_limited_greedy": "softmax"},
+}
+
+# Least value of each integer field.
+_INTEGERS = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "intermediate_size": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "kv_lora_rank": 1,
+    "qk_nope_head_dim": 1,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 1,
+    "max_position_embeddings": 1,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,
+}
+_EXPERT_INTEGERS = {
+    "moe_intermediate_size": 1,
+    "n_shared_experts": 0,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Everything about a model's shape and arithmetic that `config.json` says. Names are Hugging Face's.
+
+    `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
+    nothing. `q_lora_rank = None`: queries are projected in one step. Raises `ConfigError`, naming the field, on
+    construction.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+
+    moe_intermediate_size: int = 0
+    n_routed_experts: int = 0
+    n_shared_experts: int = 0
+    num_experts_per_tok: int = 0
+    first_k_dense_replace: int = 0
+    moe_layer_freq: int = 1
+    n_group: int = 1
+    topk_group: int = 1
+    topk_method: str = "noaux_tc"
+    scoring_func: str = "sigmoid"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 4096
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    num_nextn_predict_layers: int = 0
+    quantization: QuantizationConfig | None = None
+    torch_dtype: str = "bfloat16"
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+    hidden_act: str = "silu"
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        check_choice("model_type", self.model_type, tuple(_ROUTERS))
+        for name, least in _INTEGERS.items():
+            check_integer(name, getattr(self, name), least)
+        check_integer("n_routed_experts", self.n_routed_experts, least=0)
+        if self.qk_rope_head_dim % 2:
+            raise reject("qk_rope_head_dim", self.qk_rope_head_dim, "an even number: rotary dimensions come in pairs")
+        if self.q_lora_rank is not None:
+            check_integer("q_lora_rank", self.q_lora_rank, least=1)
+        if self.moe_layer_freq != 1 or isinstance(self.moe_layer_freq, bool):
+            raise reject("moe_layer_freq", self.moe_layer_freq, "1: every layer after the dense ones has experts")
+        check_number("rms_norm_eps", self.rms_norm_eps, least=0, above=True)
+        check_number("initializer_range", self.initializer_range, least=0)
+        check_boolean("tie_word_embeddings", self.tie_word_embeddings)
+        check_boolean("attention_bias", self.attention_bias)
+        check_choice("torch_dtype", self.torch_dtype, ("float32", "bfloat16", "float16"))
+        check_choice("hidden_act", self.hidden_act, ("silu",))
+        self._check_tokens()
+        if self.model_type == "deepseek_v2" and not self.rope.interleave:
+            raise reject("rope_interleave", False, "true: deepseek_v2 rotates interleaved pairs only")
+        if self.is_moe:
+            self._check_experts()
+
+    def _check_tokens(self) -> None:
+        named = [("bos_token_id", self.bos_token_id)] if self.bos_token_id is not None else []
+        for name, token in named + [("eos_token_id", token) for token in self.eos_token_id]:
+            if check_integer(name, token, least=0) >= self.vocab_size:
+                raise reject(name, token, f"a token id below vocab_size, which is {self.vocab_size}")
+
+    def _check_experts(self) -> None:
+        for name, least in _EXPERT_INTEGERS.items():
+            check_integer(name, getattr(self, name), least)
+        check_boolean("norm_topk_prob", self.norm_topk_prob)
+        check_number("routed_scaling_factor", self.routed_scaling_factor, least=0, above=True)
+        routers = _ROUTERS[self.model_type]
+        check_choice("topk_method", self.topk_method, tuple(routers), f" in a {self.model_type} model")
+        scores = (routers[self.topk_method],)
+        check_choice("scoring_func", self.scoring_func, scores, f' with topk_method "{self.topk_method}"')
+        if self.model_type == "deepseek_v2" and self.norm_topk_prob:
+            raise reject("norm_topk_prob", True, "false: deepseek_v2 does not normalise the chosen weights")
+        experts, groups = self.n_routed_experts, self.n_group
+        if experts % groups:
+            raise reject("n_group", groups, f"a divisor of n_routed_experts, which is {experts}")
+        if self.topk_group > groups:
+            raise reject("topk_group", self.topk_group, f"at most n_group, which is {groups}")
+        if self.topk_method == "noaux_tc" and self.experts_per_group < 2:
+            raise reject(
+                "n_group", groups, f"at most {experts // 2}: a group is scored by its two best of {experts} experts"
+            )
+        selectable = experts if self.topk_method == "greedy" else self.topk_group * self.experts_per_group
+        if self.num_experts_per_tok > selectable:
+            raise reject(
+                "num_experts_per_tok",
+                self.num_experts_per_tok,
+                f"at most {selectable}, the experts a token can choose from "
+                f"({self.topk_group} of {groups} groups of {self.experts_per_group})",
+            )
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer has routed experts, MTP layers included."""
+        return self.n_routed_experts > 0
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers of the main model with a dense MLP; they come first."""
+        return min(self.first_k_dense_replace, self.num_hidden_layers) if self.is_moe else self.num_hidden_layers
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers of the main model with routed experts."""
+        return self.num_hidden_layers - self.num_dense_layers
+
+    @property
+    def experts_per_group(self) -> int:
+        """Routed experts in one of the router's groups."""
+        return self.n_routed_experts // self.n_group
+
+    @property
+    def query_compressed(self) -> bool:
+        """Whether queries go through a latent of width `q_lora_rank`."""
+        return self.q_lora_rank is not None
+
+    @property
+    def qk_head_dim(self) -> int:
+        """A head's query and key width: non-rotary plus rotary."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention scores are multiplied by before the softmax, YaRN's correction included."""
+        return self.qk_head_dim**-0.5 * self.rope.softmax_correction
+
+    @property
+    def latent_norm_eps(self) -> float:
+        """Epsilon of `q_a_norm` and `kv_a_norm`: 1e-6 whatever `rms_norm_eps` says, as in transformers' classes."""
+        return 1e-6
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """Read Hugging Face's `config.json`, in the original or the transformers-5 spelling.
+
+        Keys that cannot change inference are passed over; keys nobody knows are named in a warning; keys that would
+        change the arithmetic in a way that is not built here raise `ConfigError`.
+        """
+        return cls(**read_fields(check_mapping("config.json", raw)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Write Hugging Face's `config.json` in the original spelling; `from_dict` reads it back to an equal config."""
+        return write_fields(self)
+
+
+def bundled_models() -> tuple[str, ...]:
+    """Names that `load_config` knows: the folders of `configs/models` that hold a `config.json`."""
+    models = importlib.resources.files("configs") / "models"
+    return tuple(sorted(entry.name for entry in models.iterdir() if (entry / "config.json").is_file()))
+
+
+def load_config(name_or_path: str | Path) -> ModelConfig:
+    """Load a bundled name (`deepseek-v3`), a directory with `config.json`, or a `config.json`.
+
+    A bundled name wins over a directory of the same name; write `./demo` for the directory. Raises `ConfigError`.
+    """
+    if str(name_or_path) in bundled_models():
+        source = importlib.resources.files("configs") / "models" / str(name_or_path) / "config.json"
+        text = source.read_text(encoding="utf-8")
+    else:
+        path = Path(name_or_path).expanduser()
+        source = path / "config.json" if path.is_dir() else path
+        try:
+            text = source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConfigError(
+                f"no model configuration at {str(name_or_path)!r} ({source}: {reason}); expected a directory with "
+                f"config.json, the path of one, or a bundled name: {', '.join(bundled_models())}"
+            ) from error
+    try:
+        return ModelConfig.from_dict(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}: not valid JSON: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error

@@ -1,0 +1,55 @@
+"""Checks of single configuration values, with one form of message: the field, what was found, what is accepted."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dsjax.errors import ConfigError
+
+
+def reject(name: str, found: Any, accepted: str) -> ConfigError:
+    """Make the error for field `name`; the caller raises it. `accepted` completes "accepted is …"."""
+    return ConfigError(f"config field `{name}`: found {found!r}, accepted is {accepted}")
+
+
+def required(raw: Mapping[str, Any], name: str) -> Any:
+    """Return `raw[name]`; raise `ConfigError` where the key is missing (a null value is not missing)."""
+    if name not in raw:
+        raise ConfigError(f"config field `{name}`: not found in config.json, it must be given")
+    return raw[name]
+
+
+def check_integer(name: str, value: Any, least: int) -> int:
+    """Return `value` if it is an integer (no bool, no float) of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise reject(name, value, f"an integer of at least {least}")
+    return value
+
+
+def check_number(name: str, value: Any, least: float, above: bool = False) -> float:
+    """Return `value` as float if it is a finite number of at least `least` (`above`: greater than `least`)."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < least or (above and value == least):
+        raise reject(name, value, f"a finite number {'above' if above else 'of at least'} {least:g}")
+    return float(value)
+
+
+def check_boolean(name: str, value: Any) -> bool:
+    """Return `value` if it is a bool."""
+    if not isinstance(value, bool):
+        raise reject(name, value, "true or false")
+    return value
+
+
+def check_choice(name: str, value: Any, choices: Collection[str], why: str = "") -> str:
+    """Return `value` if it is one of `choices`; `why` is added to the message."""
+    if not isinstance(value, str) or value not in choices:
+        raise reject(name, value, " or ".join(f'"{choice}"' for choice in choices) + why)
+    return value
+
+
+def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """Return `value` if it is a JSON object."""
+    if not isinstance(value, Mapping):
+        raise reject(name, value, "a JSON object")
+    return value

@@ -1,0 +1,157 @@
+"""Between Hugging Face's `config.json` and the fields of `ModelConfig`: spellings, defaults, keys that do not matter."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from dsjax.config_fields import reject, required
+from dsjax.errors import ConfigError
+from dsjax.quantization_config import read_quantization
+from dsjax.rope_config import read_rope
+
+_REQUIRED = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+_REQUIRED_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+# Missing or null means the dataclass's default.
+_OPTIONAL = (
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "n_group",
+    "topk_group",
+    "topk_method",
+    "scoring_func",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "attention_bias",
+    "num_nextn_predict_layers",
+    "bos_token_id",
+    "hidden_act",
+    "initializer_range",
+)
+_ROUTER_DEFAULTS = {
+    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
+}
+# Read elsewhere in this file, or without any effect on inference.
+_KNOWN_OTHERS = frozenset(
+    """
+    rope_theta rope_scaling rope_parameters rope_interleave quantization_config torch_dtype dtype eos_token_id
+    num_mtp_layers num_experts num_local_experts qk_head_dim head_dim num_key_value_heads
+    _name_or_path architectures attention_dropout auto_map aux_loss_alpha chunk_size_feed_forward ep_size id2label
+    is_encoder_decoder label2id output_attentions output_hidden_states output_router_logits pad_token_id
+    pretraining_tp problem_type return_dict seq_aux transformers_version unsloth_fixed use_cache
+    """.split()
+)
+# Keys that would change the arithmetic, with the one value under which they do not.
+_NOT_BUILT = {
+    "mlp_bias": False,
+    "index_topk": None,
+    "sliding_window": None,
+    "layer_types": None,
+    "use_sliding_window": False,
+}
+
+_ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+}
+
+
+def read_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns of keys that nobody knows."""
+    fields = {name: required(raw, name) for name in _REQUIRED}
+    fields |= _ROUTER_DEFAULTS.get(fields["model_type"], {}) if isinstance(fields["model_type"], str) else {}
+    fields |= {name: raw[name] for name in _OPTIONAL if raw.get(name) is not None}
+    if fields.get("n_routed_experts"):
+        fields |= {name: required(raw, name) for name in _REQUIRED_WITH_EXPERTS}
+        if raw.get("topk_group") is None:
+            fields["topk_group"] = fields.get("n_group", 1)
+    if fields["model_type"] == "deepseek_v2" and fields["norm_topk_prob"] is True:
+        warnings.warn(
+            "config field `norm_topk_prob`: found true in a deepseek_v2 model; it is read as false, because "
+            "transformers' class ignores it there",
+            stacklevel=2,
+        )
+        fields["norm_topk_prob"] = False
+    fields["torch_dtype"] = _read_dtype(raw)
+    fields["eos_token_id"] = _read_tokens(raw.get("eos_token_id"))
+    fields["rope"] = read_rope(raw)
+    fields["quantization"] = read_quantization(raw)
+    _check_derived(raw, fields)
+    _check_unbuilt(raw)
+    return fields
+
+
+def _read_dtype(raw: Mapping[str, Any]) -> Any:
+    """The weights' dtype under either of its keys; float32 where neither is given, as in transformers."""
+    found = [raw[key] for key in ("torch_dtype", "dtype") if raw.get(key) is not None]
+    if len(found) == 2 and found[0] != found[1]:
+        raise reject("dtype", found[1], f"what `torch_dtype` says, which is {found[0]!r}, or none")
+    return found[0] if found else "float32"
+
+
+def _read_tokens(found: Any) -> tuple[Any, ...]:
+    """`eos_token_id` may be missing, one id, or a list of ids."""
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise where a key that follows from others (transformers writes some) contradicts them."""
+    rope, nope = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
+    derived = {
+        "num_key_value_heads": (fields["num_attention_heads"], "num_attention_heads: MLA has one key a query head"),
+        "head_dim": (rope, "qk_rope_head_dim, which transformers means by it"),
+        "num_mtp_layers": (raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers")), "num_nextn_predict_layers"),
+        "num_experts": (raw.get("n_routed_experts"), "n_routed_experts"),
+        "num_local_experts": (raw.get("n_routed_experts"), "n_routed_experts"),
+    }
+    if isinstance(rope, int) and isinstance(nope, int):
+        derived["qk_head_dim"] = (nope + rope, "qk_nope_head_dim + qk_rope_head_dim")
+    for key, (expected, why) in derived.items():
+        if raw.get(key) is not None and raw[key] != expected:
+            raise reject(key, raw[key], f"{expected!r}, equal to {why}")
+
+
+def _check_unbuilt(raw: Mapping[str, Any]) -> None:
+    for key, harmless in _NOT_BUILT.items():
+        if key in raw and raw[key] is not None and raw[key] != harmless:
+            raise ConfigError(f"config field `{key}`: found {raw[key]!r}; this architecture is not supported")
+    known = {*_REQUIRED, *_OPTIONAL, *_KNOWN_OTHERS, *_NOT_BUILT}
+    unknown = sorted(str(key) for key in raw if key not in known)
+    if unknown:
+        warnings.warn(f"config.json has keys that are unknown here and are ignored: {', '.join(unknown)}", stacklevel=4)
+
+
+def write_fields(config: Any) -> dict[str, Any]:
+    """Return `config.json` of a `ModelConfig` in the original spelling (`rope_theta`, `rope_scaling`, `torch_dtype`)."""
+    written: dict[str, Any] = {"architectures": [_ARCHITECTURES[config.model_type]]}
+    written |= {name: getattr(config, name) for name in (*_REQUIRED, *_OPTIONAL)}
+    written["num_key_value_heads"] = config.num_attention_heads
+    written["n_routed_experts"] = config.n_routed_experts or None
+    written |= config.rope.to_dict()
+    written["torch_dtype"] = config.torch_dtype
+    eos = config.eos_token_id
+    written["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
+    if config.quantization is not None:
+        written["quantization_config"] = config.quantization.to_dict()
+    return dict(sorted(written.items()))

@@ -1,0 +1,29 @@
+"""Environment of every test: 32 emulated CPU devices, set before anything imports JAX."""
+
+import os
+import sys
+
+# The number of emulated devices, and a stuck collective that aborts in a minute instead of hanging the suite.
+_XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=32",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=40",
+)
+
+
+def _wants_gpu(arguments: list[str]) -> bool:
+    """Whether the run is `pytest -m gpu`: then JAX chooses the platform."""
+    pairs = zip(arguments, arguments[1:], strict=False)
+    return ("-m", "gpu") in pairs or "-mgpu" in arguments
+
+
+def _set_environment() -> None:
+    if "jax" in sys.modules:
+        raise RuntimeError("jax was imported before tests/conftest.py could set its environment")
+    os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS)).strip()
+    os.environ.setdefault("PJRT_NPROC", "64")
+    if not _wants_gpu(sys.argv):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+_set_environment()
