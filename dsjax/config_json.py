@@ -1,4 +1,4 @@
-"""Between Hugging Face's `config.json` and the fields of `ModelConfig`: spellings, defaults, keys that do not matter."""
+"""Between Hugging Face's `config.json` and the fields of `ModelConfig`: spellings, defaults, keys without effect."""
 
 import warnings
 from collections.abc import Mapping
@@ -51,13 +51,43 @@ _ROUTER_DEFAULTS = {
 }
 # Read elsewhere in this file, or without any effect on inference.
 _KNOWN_OTHERS = frozenset(
-    """
-    rope_theta rope_scaling rope_parameters rope_interleave quantization_config torch_dtype dtype eos_token_id
-    num_mtp_layers num_experts num_local_experts qk_head_dim head_dim num_key_value_heads
-    _name_or_path architectures attention_dropout auto_map aux_loss_alpha chunk_size_feed_forward ep_size id2label
-    is_encoder_decoder label2id output_attentions output_hidden_states output_router_logits pad_token_id
-    pretraining_tp problem_type return_dict seq_aux transformers_version unsloth_fixed use_cache
-    """.split()
+    (
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_interleave",
+        "quantization_config",
+        "torch_dtype",
+        "dtype",
+        "eos_token_id",
+        "num_mtp_layers",
+        "num_experts",
+        "num_local_experts",
+        "qk_head_dim",
+        "head_dim",
+        "num_key_value_heads",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "aux_loss_alpha",
+        "chunk_size_feed_forward",
+        "ep_size",
+        "id2label",
+        "is_encoder_decoder",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "seq_aux",
+        "transformers_version",
+        "unsloth_fixed",
+        "use_cache",
+    )
 )
 # Keys that would change the arithmetic, with the one value under which they do not.
 _NOT_BUILT = {
@@ -65,7 +95,6 @@ _NOT_BUILT = {
     "index_topk": None,
     "sliding_window": None,
     "layer_types": None,
-    "use_sliding_window": False,
 }
 
 _ARCHITECTURES = {
@@ -143,7 +172,7 @@ def _check_unbuilt(raw: Mapping[str, Any]) -> None:
 
 
 def write_fields(config: Any) -> dict[str, Any]:
-    """Return `config.json` of a `ModelConfig` in the original spelling (`rope_theta`, `rope_scaling`, `torch_dtype`)."""
+    """Return `config.json` of a `ModelConfig` in the original spelling (`rope_scaling`, `torch_dtype`)."""
     written: dict[str, Any] = {"architectures": [_ARCHITECTURES[config.model_type]]}
     written |= {name: getattr(config, name) for name in (*_REQUIRED, *_OPTIONAL)}
     written["num_key_value_heads"] = config.num_attention_heads

@@ -1,6 +1,6 @@
 """Rotary embedding settings, and the two ways in which a `config.json` spells them.
 
-Original: `rope_theta` and `rope_scaling {"type": …}`. Transformers 5: `rope_parameters {"rope_type": …, "rope_theta": …}`.
+Original: `rope_theta` and `rope_scaling {"type": …}`. Transformers 5: `rope_parameters {"rope_type", "rope_theta", …}`.
 The frequencies themselves are computed in `dsjax/model/rope.py`.
 """
 
@@ -26,7 +26,7 @@ _YARN_KEYS = (
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's magnitude correction `0.1 · mscale · ln(factor) + 1`, 1 where nothing is stretched (arXiv 2309.00071, §3.4)."""
+    """YaRN's magnitude correction `0.1 · mscale · ln(factor) + 1`; 1 if nothing is stretched (arXiv 2309.00071, §3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -86,7 +86,7 @@ class RopeConfig:
 
     @property
     def softmax_correction(self) -> float:
-        """Factor on the softmax scale: `yarn_mscale(factor, mscale_all_dim)²` if `mscale_all_dim` is given and not zero.
+        """Factor on the softmax scale: `yarn_mscale(factor, mscale_all_dim)²` if `mscale_all_dim` is given, not zero.
 
         Transformers' V2 and V3 classes (`yarn_apply_mscale`) and DeepSeek's remote code agree.
         """

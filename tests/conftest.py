@@ -1,5 +1,6 @@
 """Environment of every test: 32 emulated CPU devices, set before anything imports JAX."""
 
+import itertools
 import os
 import sys
 
@@ -13,8 +14,7 @@ _XLA_FLAGS = (
 
 def _wants_gpu(arguments: list[str]) -> bool:
     """Whether the run is `pytest -m gpu`: then JAX chooses the platform."""
-    pairs = zip(arguments, arguments[1:], strict=False)
-    return ("-m", "gpu") in pairs or "-mgpu" in arguments
+    return ("-m", "gpu") in itertools.pairwise(arguments) or "-mgpu" in arguments
 
 
 def _set_environment() -> None:
