@@ -26,7 +26,7 @@ _YARN_KEYS = (
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's magnitude correction `0.1 · mscale · ln(factor) + 1`; 1 if nothing is stretched (arXiv 2309.00071, §3.4)."""
+    """YaRN magnitude `0.1 · mscale · ln(factor) + 1`; 1 if nothing is stretched (arXiv 2309.00071 §3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,0 +1,73 @@
+"""Rotary position embedding, plain and YaRN (arXiv 2104.09864; 2309.00071 §3).
+
+`O` is the rotary width of a head. Frequencies are worked out on the host from `RopeConfig`, in float32 and in
+transformers' order of operations: at position 4,096 one unit in the last place of a frequency already turns a pair by
+2e-4 radians, so computing them "better" would move logits away from the reference. The correction of the softmax
+scale that belongs to YaRN is `ModelConfig.softmax_scale`.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dsjax.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//2}"]:
+    """Radians per position of each rotated pair, float32: `theta^(-2i/dim)`, stretched where YaRN says so.
+
+    YaRN divides a frequency by `factor` (interpolation) where its wavelength is long against the original context,
+    keeps it (extrapolation) where it is short, and goes from one to the other on a linear ramp between the pairs that
+    turn `beta_fast` and `beta_slow` times in `original_max_position_embeddings` positions.
+    """
+    powers = np.float32(rope.theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    plain = np.float32(1) / powers
+    if rope.type == "default":
+        return plain
+    stretched = np.float32(1) / (np.float32(rope.factor) * powers)
+    keep = np.float32(1) - _ramp(rope, dim)
+    return stretched * (np.float32(1) - keep) + plain * keep
+
+
+def _ramp(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//2}"]:
+    """0 for the pairs that keep their frequency, 1 for those that are stretched in full, linear between."""
+
+    def pair_turning(turns: float) -> float:
+        context = rope.original_max_position_embeddings
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # A step instead of a ramp; the same tiny width as in the reference.
+    pairs = np.arange(dim // 2, dtype=np.float32)
+    return np.clip((pairs - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
+
+
+def rotate(x: Float[Array, "*batch O"], positions: Int[Array, "..."], rope: RopeConfig) -> Float[Array, "*batch O"]:
+    """Turn each pair of `x` by `position × frequency`, in float32, and return it in the dtype of `x`.
+
+    `positions` has the leading dimensions of `x`, or fewer: `x` may have a heads axis after them
+    (`[T, H, O]` with `[T]`). `rope.interleave` says which elements are a pair of the *input*: (0, 1), (2, 3), … or
+    (0, O/2), (1, O/2 + 1), …. The *output* has all first elements, then all second ones, in both cases: queries and
+    keys are permuted alike, so that scores are those of transformers' V3 class (which does the same) and of its V2
+    class (which leaves the pairs in place).
+    """
+    angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(rope, x.shape[-1])
+    angles = angles.reshape(*positions.shape, *(1,) * (x.ndim - positions.ndim - 1), -1)
+    cos, sin = jnp.cos(angles) * rope.cos_sin_scale, jnp.sin(angles) * rope.cos_sin_scale
+    first, second = _pairs(x.astype(jnp.float32), rope.interleave)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _pairs(x: Float[Array, "*batch O"], interleave: bool) -> tuple[Array, Array]:
+    """The first and the second elements of the pairs, each `[..., O/2]`."""
+    if interleave:
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
