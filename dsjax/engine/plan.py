@@ -1,0 +1,97 @@
+"""The contract between scheduler and runner: what to compute in a step, and what comes back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from dsjax.engine.request import Request
+
+
+class ScheduledRow(NamedTuple):
+    """Tokens [start, start + length) of `request.token_ids`, to be computed in this step."""
+
+    request: Request
+    start: int
+    length: int
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the row reaches the end of the known tokens and so yields the next one (until that is appended)."""
+        return self.start + self.length == len(self.request.token_ids)
+
+
+class RankPlan(NamedTuple):
+    """One rank's work in a step. Both lists are empty on an idle rank, which still takes part.
+
+    `decodes` are rows of one token that yield the next one; `prefills` are all other rows.
+    """
+
+    decodes: list[ScheduledRow]
+    prefills: list[ScheduledRow]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding not counted."""
+        return len(self.decodes) + sum(row.length for row in self.prefills)
+
+
+class StepPlan(NamedTuple):
+    """One step's work: one `RankPlan` for every DP rank, idle ones included."""
+
+    ranks: list[RankPlan]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has anything to do."""
+        return not any(rank.decodes or rank.prefills for rank in self.ranks)
+
+
+class RowResult(NamedTuple):
+    """What a sampled row yielded.
+
+    Attributes:
+        token_id: the next token.
+        logprob: its log-probability under the raw logits; None where the request asked for none.
+        top_logprobs: (token, log-probability), most probable first, as many as the request asked for.
+        finite: False where the logits held a NaN or an infinity; the request then fails.
+        rank: the token's place among all tokens by probability, 1 for the most probable; None where not computed.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+    finite: bool = True
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """The shapes a runner has room for, all per DP rank. Page 0 of each rank is never allocated."""
+
+    max_rows_decode: int
+    max_rows_prefill: int
+    max_chunk: int
+    page_size: int
+    pages_per_rank: int
+    num_ranks: int
+    max_model_len: int
+    vocab_size: int
+
+
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, label)` while a runner warms up."""
+
+
+class Runner(Protocol):
+    """Computes steps. All its methods are called from one thread."""
+
+    limits: RunnerLimits
+
+    def execute(self, plan: StepPlan) -> dict[str, RowResult]:
+        """Compute a step and give the result of every row that is `sampled`, by request id."""
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every shape that `execute` can meet."""
+
+    def shutdown(self) -> None:
+        """Give back what the runner holds."""

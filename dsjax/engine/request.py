@@ -1,0 +1,93 @@
+"""One completion being made: its tokens, where it runs, and how much of it is computed."""
+
+import enum
+from dataclasses import dataclass, field
+
+from dsjax.engine.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # in a rank's queue; holds no page and no slot
+    RUNNING = "running"  # holds a slot, and pages for every known token
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # the client went away, or the server is closing
+    ERROR = "error"  # the model gave non-finite values
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One completion. `SamplingParams.n` > 1 makes as many requests of it.
+
+    The first group of fields is the caller's and never changes; the second is written by the scheduler alone.
+
+    Attributes:
+        request_id: unique among unfinished requests.
+        token_ids: the prompt, then the output, in one list that only grows at its end.
+        num_prompt_tokens: how many of them are the prompt.
+        params: how to continue.
+        max_tokens: `params.max_tokens`, with None resolved to what model and cache hold.
+        seed: uint32, resolved.
+        stop_ids: tokens that end the request: `params.stop_token_ids`, and the model's end-of-sequence tokens unless
+            `ignore_eos`. The sampler never takes one of them while `suppresses_stop_ids`.
+        arrival_time: seconds on the engine's clock.
+        priority: lower runs first under the `priority` policy.
+        order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
+        rank: DP rank, for the whole life of the request.
+        slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
+        admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
+            was preempted may come back to the same slot with other pages.
+        pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
+        num_computed_tokens: how many of `token_ids` are in the cache.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    arrival_time: float = 0.0
+    priority: int = 0
+
+    order: tuple[int, float, int] = (0, 0.0, 0)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    rank: int = -1
+    slot: int = -1
+    admissions: int = 0
+    pages: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy of the prompt's tokens."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the tokens made so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were made so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def suppresses_stop_ids(self) -> bool:
+        """Whether the next token may not be one of `stop_ids`, because `min_tokens` is not reached."""
+        return self.num_output_tokens < self.params.min_tokens

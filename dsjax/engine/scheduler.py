@@ -1,0 +1,215 @@
+"""`Scheduler`: which tokens of which requests every DP rank computes in the next step. Plain Python, no JAX."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from dsjax.engine.pages import PagePool
+from dsjax.engine.plan import RowResult, RunnerLimits, StepPlan
+from dsjax.engine.rank import Rank
+from dsjax.engine.request import FinishReason, Request, Status
+from dsjax.errors import UserError
+
+
+class AdmissionError(UserError):
+    """A request that this engine could never finish."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Sizes and policy; every number is per DP rank.
+
+    Attributes:
+        max_num_seqs: most running requests.
+        max_num_batched_tokens: most tokens in a step, padding not counted.
+        prefill_chunk: most tokens of one prompt in a step.
+        max_prefill_rows: most prompts in a step.
+        policy: `fcfs`: by arrival; `priority`: lower `Request.priority` first, then by arrival.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    max_prefill_rows: int
+    page_size: int
+    pages_per_rank: int
+    max_model_len: int
+    policy: Literal["fcfs", "priority"] = "fcfs"
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_prefill_rows", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
+                "so running requests would stall each other; raise the first or lower the second"
+            )
+        if self.policy not in ("fcfs", "priority"):
+            raise UserError(f"scheduling policy {self.policy!r} is unknown, expected fcfs or priority")
+
+    @classmethod
+    def from_limits(
+        cls,
+        limits: RunnerLimits,
+        *,
+        max_num_batched_tokens: int,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+    ) -> "SchedulerConfig":
+        """Use all the room that a runner has."""
+        return cls(
+            max_num_seqs=limits.max_rows_decode,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefill_chunk=limits.max_chunk,
+            max_prefill_rows=limits.max_rows_prefill,
+            page_size=limits.page_size,
+            pages_per_rank=limits.pages_per_rank,
+            max_model_len=limits.max_model_len,
+            policy=policy,
+        )
+
+    @property
+    def max_tokens_in_cache(self) -> int:
+        """Most tokens that one request can have in a rank's cache."""
+        return (self.pages_per_rank - 1) * self.page_size
+
+    @property
+    def max_request_len(self) -> int:
+        """Longest prompt + output. The last token made is never written to the cache, hence the one more."""
+        return min(self.max_model_len, self.max_tokens_in_cache + 1)
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuse a request that could never finish.
+
+        Raises:
+            AdmissionError: the model's length or the rank's pages cannot hold prompt + max_tokens.
+        """
+        total = num_prompt_tokens + max_tokens
+        found = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together {total}"
+        if total > self.max_model_len:
+            raise AdmissionError(
+                f"{found}, but the maximum context length of this model is {self.max_model_len} tokens; shorten the "
+                "prompt or lower max_tokens"
+            )
+        if total > self.max_request_len:
+            raise AdmissionError(
+                f"{found}, but the cache of a rank holds {self.max_tokens_in_cache} ({self.pages_per_rank - 1} pages "
+                f"of {self.page_size} tokens); shorten the prompt, lower max_tokens or raise --cache-tokens"
+            )
+
+
+class Update(NamedTuple):
+    """What a step did to one request. `result` is None for a request that was aborted."""
+
+    request: Request
+    result: RowResult | None
+    finish_reason: FinishReason | None
+
+
+class Scheduler:
+    """Gives requests to ranks and plans each step.
+
+    The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. Times are any
+    clock's seconds: the planner's simulator passes virtual ones.
+    """
+
+    def __init__(self, config: SchedulerConfig, num_ranks: int):
+        self.config = config
+        self.ranks = [
+            Rank(
+                pool=PagePool(config.pages_per_rank, config.page_size),
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                prefill_chunk=config.prefill_chunk,
+                max_prefill_rows=config.max_prefill_rows,
+            )
+            for _ in range(num_ranks)
+        ]
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a request on the rank with the least load, which is the tokens of all its requests; ties: lowest index.
+
+        Raises:
+            AdmissionError: it could never finish.
+            ValueError: its id is taken by an unfinished request.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        self.config.check_fits(request.num_prompt_tokens, request.max_tokens)
+        priority = request.priority if self.config.policy == "priority" else 0
+        request.order = (priority, request.arrival_time, self._arrivals)
+        self._arrivals += 1
+        request.rank = min(range(len(self.ranks)), key=lambda index: self.ranks[index].load)
+        self._requests[request.request_id] = request
+        self.ranks[request.rank].add(request)
+
+    def abort(self, request_id: str, now: float = 0.0) -> Update | None:
+        """End a request and free its pages at once; None where it is unknown or has finished."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        self.ranks[request.rank].remove(request)
+        _finish(request, FinishReason.ABORT, now)
+        return Update(request, None, FinishReason.ABORT)
+
+    def schedule(self, now: float = 0.0) -> StepPlan:
+        """Plan the next step. It is empty only when no request is unfinished."""
+        return StepPlan([rank.schedule(now) for rank in self.ranks])
+
+    def update(self, plan: StepPlan, results: dict[str, RowResult], now: float = 0.0) -> list[Update]:
+        """Enter a step's results; give an `Update` for each request that got a token or failed.
+
+        Requests that were aborted while the step ran are passed over.
+        """
+        updates: list[Update] = []
+        for rank, rank_plan in zip(self.ranks, plan.ranks, strict=True):
+            finished: list[Request] = []
+            sampled = 0
+            for rows in rank_plan:
+                for request, start, length in rows:
+                    if request.status is not Status.RUNNING:
+                        continue
+                    request.num_computed_tokens = start + length
+                    tokens = request.token_ids
+                    if start + length < len(tokens):
+                        continue
+                    result = results[request.request_id]
+                    if result.finite:
+                        tokens.append(result.token_id)
+                        sampled += 1
+                        if request.first_token_time is None:
+                            request.first_token_time = now
+                    reason = _finish_reason(request, result)
+                    if reason is not None:
+                        _finish(request, reason, now)
+                        finished.append(request)
+                        del self._requests[request.request_id]
+                    updates.append(Update(request, result, reason))
+            rank.load += sampled
+            if finished:
+                rank.remove_finished(finished)
+        return updates
+
+
+def _finish_reason(request: Request, result: RowResult) -> FinishReason | None:
+    """Whether the token just appended ends the request. Stop strings are found later, where the text is made."""
+    if not result.finite:
+        return FinishReason.ERROR
+    num_output = len(request.token_ids) - request.num_prompt_tokens
+    if result.token_id in request.stop_ids and num_output > request.params.min_tokens:
+        return FinishReason.STOP
+    if num_output >= request.max_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def _finish(request: Request, reason: FinishReason, now: float) -> None:
+    request.status = Status.FINISHED
+    request.finish_reason = reason
+    request.finish_time = now
