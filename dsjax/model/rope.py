@@ -7,7 +7,9 @@ scale that belongs to YaRN is `ModelConfig.softmax_scale`.
 """
 
 import math
+from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -22,7 +24,9 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//
     keeps it (extrapolation) where it is short, and goes from one to the other on a linear ramp between the pairs that
     turn `beta_fast` and `beta_slow` times in `original_max_position_embeddings` positions.
     """
-    powers = np.float32(rope.theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    # The power alone is taken in float64 and rounded once: NumPy's own float32 power is a unit off in some places.
+    powers = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1) / powers
     if rope.type == "default":
         return plain
@@ -48,21 +52,38 @@ def _ramp(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//2}"]:
     return np.clip((pairs - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
 
 
-def rotate(x: Float[Array, "*batch O"], positions: Int[Array, "..."], rope: RopeConfig) -> Float[Array, "*batch O"]:
-    """Turn each pair of `x` by `position × frequency`, in float32, and return it in the dtype of `x`.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of some tokens' positions: computed once a step, applied in every layer.
 
-    `positions` has the leading dimensions of `x`, or fewer: `x` may have a heads axis after them
-    (`[T, H, O]` with `[T]`). `rope.interleave` says which elements are a pair of the *input*: (0, 1), (2, 3), … or
-    (0, O/2), (1, O/2 + 1), …. The *output* has all first elements, then all second ones, in both cases: queries and
-    keys are permuted alike, so that scores are those of transformers' V3 class (which does the same) and of its V2
-    class (which leaves the pairs in place).
+    ``Rotation.at(positions, rope, O)(x)`` turns each pair of ``x`` by ``position × frequency``, in float32, and returns
+    it in the dtype of ``x``. ``x`` has the leading dimensions of ``positions``, then possibly a heads axis.
+
+    ``rope.interleave`` says which elements are a pair of the *input*: (0, 1), (2, 3), … or (0, O/2), (1, O/2 + 1), …
+    The *output* has all first elements, then all second ones, in both cases: queries and keys are permuted alike, so
+    that scores are those of transformers' V3 class (which does the same) and of its V2 class (which leaves the pairs
+    in place).
     """
-    angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(rope, x.shape[-1])
-    angles = angles.reshape(*positions.shape, *(1,) * (x.ndim - positions.ndim - 1), -1)
-    cos, sin = jnp.cos(angles) * rope.cos_sin_scale, jnp.sin(angles) * rope.cos_sin_scale
-    first, second = _pairs(x.astype(jnp.float32), rope.interleave)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+
+    cos: Float[Array, "*b O/2"]
+    sin: Float[Array, "*b O/2"]
+    interleave: bool = field(metadata={"static": True})
+
+    @classmethod
+    def at(cls, positions: Int[Array, "*b"], rope: RopeConfig, dim: int) -> "Rotation":
+        """The rotation of tokens at ``positions``, for rotary parts of width ``dim``."""
+        angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(rope, dim)
+        return cls(jnp.cos(angles) * rope.cos_sin_scale, jnp.sin(angles) * rope.cos_sin_scale, rope.interleave)
+
+    def __call__(self, x: Float[Array, "*batch O"]) -> Float[Array, "*batch O"]:
+        """Turn ``x``."""
+        heads = (1,) * (x.ndim - self.cos.ndim)
+        shape = (*self.cos.shape[:-1], *heads, self.cos.shape[-1])
+        cos, sin = self.cos.reshape(shape), self.sin.reshape(shape)
+        first, second = _pairs(x.astype(jnp.float32), self.interleave)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return turned.astype(x.dtype)
 
 
 def _pairs(x: Float[Array, "*batch O"], interleave: bool) -> tuple[Array, Array]:

@@ -1,0 +1,139 @@
+"""What one MLA layer costs in each of its five forms: cache, floating-point operations, bytes moved.
+
+Plain arithmetic on `ModelConfig`, for the planner and the documentation. Letters as in `docs/glossary.md`: `R` rows of
+`C` query tokens each, `S` context positions of a row. A multiply-add is two operations; norms, rotation and softmax,
+which are linear in the activations, are not counted.
+
+Over V3's 61 layers one decoded token at context `S` costs 16.99 M × S operations of attention in the absorbed forms,
+5.00 M × S with a decompressed cache (`CD`), and 2,047 M × S more where latents are expanded anew (`CC`); the cache
+holds 1,152 bytes a token and layer in bf16, or 81,920 decompressed.
+"""
+
+from dataclasses import dataclass
+
+from dsjax.config import ModelConfig
+from dsjax.model.forms import Form
+
+
+@dataclass(frozen=True)
+class MLACost:
+    """One layer, one row group, one device. Operations and bytes, as integers."""
+
+    linear_flops: int
+    """Projections of the query tokens, with absorbed or materialised products where the form has them."""
+    expansion_flops: int
+    """`CC` only: latents of the whole context expanded to keys and values."""
+    attention_flops: int
+    """Scores and weighted sums: proportional to the context."""
+    weight_bytes: int
+    """Weight matrices, each read once."""
+    cache_read_bytes: int
+    """Context entries, each read once for a row (all heads and queries of the row share the read)."""
+    cache_write_bytes: int
+    """Entries of the new tokens."""
+    activation_bytes: int
+    """Every product's operands and result that are neither weights nor cache, written once and read once. Scores are
+    left out: attention is fused."""
+
+    @property
+    def flops(self) -> int:
+        """All operations."""
+        return self.linear_flops + self.expansion_flops + self.attention_flops
+
+    @property
+    def bytes(self) -> int:
+        """All bytes to and from memory."""
+        return self.weight_bytes + self.cache_read_bytes + self.cache_write_bytes + self.activation_bytes
+
+
+def cache_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
+    """Numbers that the cache of a form keeps for a token in a layer, on one device of a `tp`-wide replica.
+
+    `CD`: `H/tp · (N+O+U)`, its heads are divided. The others: `M + O`, which every device keeps whole.
+    """
+    if form == "CD":
+        return config.num_attention_heads // tp * (config.qk_head_dim + config.v_head_dim)
+    return config.kv_lora_rank + config.qk_rope_head_dim
+
+
+def cache_bytes(config: ModelConfig, form: Form, itemsize: int = 2, tp: int = 1) -> int:
+    """Bytes that the cache of a form takes for a token in a layer, on one device; `itemsize` 2 is bf16."""
+    return cache_values(config, form, tp) * itemsize
+
+
+def weight_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
+    """Matrix elements that a form multiplies by in one layer, on one device (equal to half its linear operations).
+
+    Per head: `W^UQ, W^QR [Q, N+O]`, `W^UK [M, N]`, `W^UV [M, U]`, `W^O [U, D]`; in `AM_CC_ME` instead
+    `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and `W^UV·W^O [M, D]` (V3: 583 M instead of 172 M in all heads). For all heads,
+    and so on every device of the replica: `W^DQ [D, Q]`, `W^DKV, W^KR [D, M+O]`. Without query compression Q is D, and
+    there is no `W^DQ`.
+    """
+    heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    query = config.q_lora_rank or width
+    shared = width * (rank + rope) + (width * query if config.query_compressed else 0)
+    if form == "AM_CC_ME":
+        return shared + heads * (query * rank + query * rope + rank * width)
+    return shared + heads * (query * (nope + rope) + rank * (nope + value) + value * width)
+
+
+def mla_cost(
+    config: ModelConfig,
+    form: Form,
+    *,
+    rows: int,
+    chunk: int,
+    context: int,
+    attended: float | None = None,
+    weight_itemsize: int = 2,
+    cache_itemsize: int = 2,
+    activation_itemsize: int = 2,
+    tp: int = 1,
+) -> MLACost:
+    """Cost of one layer for `rows` × `chunk` query tokens, each row with `context` positions in its cache.
+
+    `attended`: positions that a query sees, on average over the chunk; default `context`. For a whole prompt of `n`
+    tokens in one chunk pass `(n + 1) / 2`. `tp`: devices that share the heads; the figures are one device's. Itemsizes
+    in bytes; FP8 weights are 1 (their scales add 1/4096).
+    """
+    heads, rank, rope = config.num_attention_heads // tp, config.kv_lora_rank, config.qk_rope_head_dim
+    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    tokens, positions = rows * chunk, rows * context
+    weights = weight_values(config, form, tp)
+    expanded_weights = heads * rank * (nope + value)
+    absorbed = form not in ("CD", "CC")
+
+    linear = 2 * tokens * weights
+    expansion = 0
+    if form == "CC":
+        # W^UK and W^UV act on the context, not on the query tokens.
+        linear -= 2 * tokens * expanded_weights
+        expansion = 2 * positions * expanded_weights
+    per_pair = (2 * rank + rope) if absorbed else (nope + rope + value)
+    pairs = tokens * (context if attended is None else attended)
+    return MLACost(
+        linear_flops=linear,
+        expansion_flops=expansion,
+        attention_flops=round(2 * heads * per_pair * pairs),
+        weight_bytes=weights * weight_itemsize,
+        cache_read_bytes=positions * cache_bytes(config, form, cache_itemsize, tp),
+        cache_write_bytes=tokens * cache_bytes(config, form, cache_itemsize, tp),
+        activation_bytes=activation_itemsize * _activations(config, form, tokens, positions, heads),
+    )
+
+
+def _activations(config: ModelConfig, form: Form, tokens: int, positions: int, heads: int) -> int:
+    """Elements that the products hand to one another, each written and read; input read, output written."""
+    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    latents = rank + rope + (config.q_lora_rank or 0)
+    per_head = {
+        "CD": nope + rope + value,
+        "CC": nope + rope + value,
+        "A_CC": nope + rope + value + 2 * rank,
+        "A_CC_ME": nope + rope + value + 2 * rank,
+        "AM_CC_ME": rope + 2 * rank,
+    }[form]
+    expanded = positions * heads * (nope + value) if form == "CC" else 0
+    return 2 * tokens * (config.hidden_size + latents + heads * per_head) + 2 * expanded
