@@ -1,0 +1,54 @@
+"""``DispatchConfig``: which way tokens travel to their experts, and how wide the buffers are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sharding.errors import MeshError
+
+METHODS = ("auto", "gather", "padded", "ragged")
+WIRES = ("compute", "fp8")
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """How rows are exchanged inside an EP group. Every setting gives the same result; they differ in cost.
+
+    method: ``gather``, ``padded``, ``ragged``, or ``auto`` (``sharding.dispatch.choice`` has the rule).
+    capacity: rows that one rank may send to another in one round of ``padded`` or of the emulated ``ragged``;
+        None applies ``default_capacity``. Tokens over capacity go in further rounds.
+    wire: ``compute`` sends rows in their own dtype; ``fp8`` sends e4m3 with a float32 scale per 128 values. The way
+        back is always in the compute dtype.
+    chunk_tokens: most tokens of a rank in one exchange; larger inputs go through a ``lax.scan``. None: no bound.
+    report: whether ``dispatch`` also returns counts (tokens per expert, rows, rounds).
+    """
+
+    method: Literal["auto", "gather", "padded", "ragged"] = "auto"
+    capacity: int | None = None
+    wire: Literal["compute", "fp8"] = "compute"
+    chunk_tokens: int | None = None
+    report: bool = False
+
+    def __post_init__(self):
+        if self.method not in METHODS:
+            raise MeshError(f"dispatch method {self.method!r}; expected one of {METHODS}")
+        if self.wire not in WIRES:
+            raise MeshError(f"dispatch wire {self.wire!r}; expected one of {WIRES}")
+        for name in ("capacity", "chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise MeshError(f"dispatch {name}={value}; expected at least 1, or None for the default")
+
+
+def default_capacity(tokens: int, top_k: int, ranks: int) -> int:
+    """Rows that a rank may send to one other rank per round, when none is configured.
+
+    tokens: tokens of the sending rank; ranks: size of the EP group. With even routing a token has an expert on a given
+    rank with probability ``p = 1 - (1 - 1/ranks)^top_k``; the rule takes the mean ``tokens * p`` plus four standard
+    deviations, so that a further round (two more collectives for the whole group) is rare under even routing, rounds
+    it up to a multiple of 8 and never exceeds ``tokens``, at which no second round is possible.
+    """
+    p = 1.0 - (1.0 - 1.0 / ranks) ** top_k
+    wanted = tokens * p + 4.0 * (tokens * p * (1.0 - p)) ** 0.5
+    return max(1, min(tokens, 8 * -(-int(wanted + 0.999) // 8)))

@@ -1,0 +1,35 @@
+"""``gather``: every rank sees every token of the EP group, computes what its experts add, and the sums are scattered.
+
+Two collectives whatever the routing: one ``all_gather`` of packed rows, one reduce-scatter. It moves each token to
+all ranks, so it suits few tokens per rank (decode), where a fixed number of small messages beats fewer bytes.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from sharding.dispatch.group import ExpertGroup, Product, fewer_columns
+from sharding.dispatch.wire import WireFormat
+
+
+def gather_dispatch(
+    group: ExpertGroup,
+    wire: WireFormat,
+    x_TD: Float[Array, "T D"],
+    slots_TK: Int[Array, "T K"],
+    weights_TK: Float[Array, "T K"],
+    product: Product,
+) -> Float[Array, "T D"]:
+    """Inside ``shard_map``: this rank's T tokens in, their weighted expert outputs back.
+
+    Where an expert's width is split over ``tp``, the gather and the scatter simply run over those ranks too: each
+    holds a part of the width, so the one reduction adds parts of widths and parts of experts alike.
+    """
+    packed = wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0))
+    rows_NW = lax.all_gather(packed, group.all_axes, axis=0, tiled=True)
+    x_ND, slots_NK, weights_NK, _ = wire.unpack(rows_NW)
+    ids, weights = fewer_columns(group.local_ids(slots_NK), weights_NK, group.experts)
+    partial_ND = product(x_ND, ids, weights)
+    return lax.psum_scatter(partial_ND, group.all_axes, scatter_dimension=0, tiled=True)

@@ -1,0 +1,135 @@
+"""The wire format: a token's row, its experts and their weights in ONE array of unsigned words.
+
+One array means one collective each way. Words are unsigned integers of the payload's width, because the CPU backend
+sends bfloat16 as float32 and FP8 as float16, and because no backend touches the bits of an integer.
+
+A packed row is ``[payload | scales | weights | ids | extra]``: D values in the compute dtype or e4m3; float32 scales (only
+with FP8); K float32 weights; K physical expert ids; one int32 the exchange may use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt
+
+FP8_BLOCK = 128
+FP8_MAX = 448.0
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """Widths and dtypes of a packed row.
+
+    width: D; top_k: K; dtype: the compute dtype; fp8: whether the payload travels as e4m3 with block scales.
+    """
+
+    width: int
+    top_k: int
+    dtype: jnp.dtype
+    fp8: bool = False
+
+    @property
+    def word(self) -> jnp.dtype:
+        """The unsigned integer that a row is made of."""
+        return jnp.dtype(_WORDS[1 if self.fp8 else np.dtype(self.dtype).itemsize])
+
+    @property
+    def fields(self) -> tuple[tuple[int, jnp.dtype], ...]:
+        """``(count, dtype)`` of payload, scales, weights, ids and extra, in the order they lie in a row."""
+        payload = jnp.float8_e4m3fn if self.fp8 else self.dtype
+        scales = -(-self.width // FP8_BLOCK) if self.fp8 else 0
+        # Expert ids fit 16 bits; in 32-bit words that would need pairing, so they stay 32-bit there.
+        id_dtype = jnp.int32 if self.word.itemsize == 4 else jnp.int16
+        return (
+            (self.width, jnp.dtype(payload)),
+            (scales, jnp.dtype(jnp.float32)),
+            (self.top_k, jnp.dtype(jnp.float32)),
+            (self.top_k, jnp.dtype(id_dtype)),
+            (1, jnp.dtype(jnp.int32)),
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a packed row."""
+        return sum(count * dtype.itemsize for count, dtype in self.fields)
+
+    @property
+    def row_words(self) -> int:
+        """Words of a packed row."""
+        return self.row_bytes // self.word.itemsize
+
+    def pack(
+        self,
+        x_ND: Float[Array, "N D"],
+        ids_NK: Int[Array, "N K"],
+        weights_NK: Float[Array, "N K"],
+        extra: Int[Array, ""],
+    ) -> UInt[Array, "N W"]:
+        """Rows, ids, weights and one number (the same in every row) as words ``[N, row_words]``."""
+        payload, scales = _quantise(x_ND) if self.fp8 else (x_ND, None)
+        values = [payload, scales, weights_NK, ids_NK, jnp.broadcast_to(extra, (x_ND.shape[0], 1))]
+        words = [
+            _to_words(value.astype(dtype), self.word)
+            for value, (count, dtype) in zip(values, self.fields, strict=True)
+            if count
+        ]
+        return jnp.concatenate(words, axis=1)
+
+    def unpack(
+        self, words_NW: UInt[Array, "N W"]
+    ) -> tuple[Float[Array, "N D"], Int[Array, "N K"], Float[Array, "N K"], Int[Array, "N"]]:
+        """``(x, ids, weights, extra)`` of packed rows; x in the compute dtype, weights float32, ids and extra int32."""
+        values, at = [], 0
+        for count, dtype in self.fields:
+            size = count * dtype.itemsize // self.word.itemsize
+            values.append(_from_words(words_NW[:, at : at + size], dtype) if count else None)
+            at += size
+        payload, scales, weights, ids, extra = values
+        x = _dequantise(payload, scales).astype(self.dtype) if self.fp8 else payload
+        return x, ids.astype(jnp.int32), weights, extra[:, 0]
+
+    def empty_row(self) -> UInt[Array, "1 W"]:
+        """A row that uses no expert: zeros with ids -1."""
+        shape = (1, self.top_k)
+        return self.pack(
+            jnp.zeros((1, self.width), self.dtype), jnp.full(shape, -1), jnp.zeros(shape), jnp.zeros((), jnp.int32)
+        )
+
+
+def _to_words(value: jax.Array, word: jnp.dtype) -> jax.Array:
+    words = lax.bitcast_convert_type(value, word)
+    return words.reshape(value.shape[0], -1)
+
+
+def _from_words(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    ratio = dtype.itemsize // words.dtype.itemsize
+    if ratio > 1:
+        words = words.reshape(words.shape[0], -1, ratio)
+    return lax.bitcast_convert_type(words, dtype)
+
+
+def _blocks(x_ND: jax.Array) -> jax.Array:
+    """[N, D] as [N, ceil(D / 128), 128], zero-padded."""
+    pad = -x_ND.shape[1] % FP8_BLOCK
+    return jnp.pad(x_ND, ((0, 0), (0, pad))).reshape(x_ND.shape[0], -1, FP8_BLOCK)
+
+
+def _quantise(x_ND: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """e4m3 values and one float32 scale per 1 × 128 block (DeepSeek-V3 report, section 3.3.2); value = e4m3 × scale."""
+    x_NBC = _blocks(x_ND.astype(jnp.float32))
+    largest = jnp.max(jnp.abs(x_NBC), axis=2)
+    scale = jnp.where(largest > 0, largest / FP8_MAX, 1.0)
+    # Above 464 e4m3 has no number but NaN, and a rounded quotient can exceed 448: clip.
+    quantised = jnp.clip(x_NBC / scale[:, :, None], -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
+    return quantised.reshape(x_ND.shape[0], -1)[:, : x_ND.shape[1]], scale
+
+
+def _dequantise(quantised_ND: jax.Array, scale_NB: jax.Array) -> jax.Array:
+    scale_ND = jnp.repeat(scale_NB, FP8_BLOCK, axis=1)[:, : quantised_ND.shape[1]]
+    return quantised_ND.astype(jnp.float32) * scale_ND
