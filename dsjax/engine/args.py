@@ -1,0 +1,91 @@
+"""`EngineArgs`: every option of an engine, once, for `LLM(...)`, `dsjax serve` and `dsjax generate` alike."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.errors import UserError
+
+MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None, least: int | None = None) -> Any:
+    """A field that the command line shows with this help, and that `EngineArgs` checks against choices or least value."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "least": least})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank."""
+
+    model: str = option(
+        "demo", "bundled name, or a directory with config.json and weights, or an Orbax directory of ours"
+    )
+    mesh: str = option("dp=1", "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (default dp × tp)")
+    revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
+    dtype: str = option(
+        "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
+    )
+    weights: str = option("auto", "auto: in dtype; fp8: FP8 weights stay FP8 in memory", ("auto", "fp8"))
+    kv_dtype: str = option("auto", "of the latent cache; auto: as dtype", ("auto", "float32", "bfloat16"))
+    max_model_len: int | None = option(None, "longest prompt + output; default: the model's maximum", least=1)
+    max_num_seqs: int = option(64, "most running requests of a DP rank", least=1)
+    max_num_batched_tokens: int = option(512, "most tokens of a DP rank in one step", least=1)
+    prefill_chunk: int = option(256, "most tokens of one prompt in one step", least=1)
+    page_size: int = option(16, "token slots of a page of the latent cache", least=1)
+    cache_tokens: int | None = option(None, "token slots of a DP rank's cache; default: what memory allows", least=1)
+    scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
+    dispatch: str = option("auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged"))
+    moe_chunk_tokens: int | None = option(None, "most tokens of a rank dispatched at once; bounds buffers", least=1)
+    mla_prefill: str = option("CC", "MLA form of prompts", MLA_FORMS)
+    mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)
+    redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
+    seed: int = option(0, "from which requests without a seed draw theirs", least=0)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
+                "so running requests would stall each other; raise the first or lower the second"
+            )
+        from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+
+        MeshSpec.parse(self.mesh)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineArgs":
+        """From keyword arguments such as `LLM`'s.
+
+        Raises:
+            UserError: an unknown option, or a value that cannot be.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(options.keys() - set(known))
+        if unknown:
+            raise UserError(f"unknown engine option {', '.join(unknown)}; the options are {', '.join(known)}")
+        return cls(**options)
+
+    def scheduler_config(self, limits: RunnerLimits) -> SchedulerConfig:
+        """The scheduler's sizes for a runner made from these options."""
+        return SchedulerConfig.from_limits(
+            limits, max_num_batched_tokens=self.max_num_batched_tokens, policy=self.scheduling_policy
+        )
+
+
+def _check(field: dataclasses.Field, value: Any) -> None:
+    flag = f"--{field.name.replace('_', '-')}"
+    choices, least = field.metadata["choices"], field.metadata["least"]
+    if choices is not None and value not in choices:
+        raise UserError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")
+    if least is None:
+        if choices is None and not (isinstance(value, str) or (value is None and field.default is None)):
+            raise UserError(f"{flag} is {value!r}, expected text")
+    elif value is None:
+        if field.default is not None:
+            raise UserError(f"{flag} is None, expected an integer of at least {least}")
+    elif isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{flag} is {value!r}, expected an integer of at least {least}")

@@ -1,0 +1,96 @@
+"""`Completion`: one completion's tokens, text and log-probabilities, as they grow."""
+
+from dsjax.engine.detokenizer import IncrementalDetokenizer
+from dsjax.engine.outputs import CompletionOutput, Logprob, TokenLogprobs
+from dsjax.engine.plan import RowResult
+from dsjax.engine.request import FinishReason, Request
+from dsjax.engine.sampling_params import OutputKind
+from dsjax.engine.scheduler import Update
+from dsjax.engine.stop import StopStrings
+from dsjax.engine.tokenizer import Tokenizer
+
+NON_FINITE = "the model gave values that are not finite for this request"
+
+
+class Completion:
+    """Takes a completion's updates one by one; `take` gives what the caller asked to see."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None):
+        self.index = index
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        params = request.params
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._detokenizer = (
+            IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens) if self._tokenizer else None
+        )
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self._taken_tokens = 0
+        self._taken_text = 0
+
+    def append(self, update: Update) -> None:
+        """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too."""
+        result, reason = update.result, update.finish_reason
+        if result is not None and result.finite:
+            self._token_ids.append(result.token_id)
+            if self._logprobs is not None:
+                self._logprobs.append(self._token_logprobs(result))
+                self._cumulative_logprob += result.logprob
+            if self._detokenizer is not None:
+                self._append_text(result.token_id, reason)
+        if self._stops.matched is not None:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, self._stops.matched
+        elif reason is not None:
+            self._finish(reason, result)
+
+    def take(self, kind: OutputKind) -> CompletionOutput:
+        """What the caller sees now: all so far, or with `DELTA` what came since the last time."""
+        first_token, first_char = (self._taken_tokens, self._taken_text) if kind is OutputKind.DELTA else (0, 0)
+        self._taken_tokens, self._taken_text = len(self._token_ids), len(self._text)
+        return CompletionOutput(
+            index=self.index,
+            text=self._text[first_char:],
+            token_ids=self._token_ids[first_token:],
+            cumulative_logprob=self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else self._logprobs[first_token:],
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def _append_text(self, token_id: int, reason: FinishReason | None) -> None:
+        params = self.request.params
+        text = ""
+        if reason is not FinishReason.STOP or params.include_stop_str_in_output:
+            text = self._detokenizer.push(token_id)
+        if reason is not None:
+            text += self._detokenizer.flush()
+        if len(self._token_ids) <= params.min_tokens:
+            self._text += self._stops.flush() + text  # stop strings do not count yet
+        else:
+            self._text += self._stops.push(text)
+
+    def _finish(self, reason: FinishReason, result: RowResult | None) -> None:
+        self.finish_reason = reason
+        self._text += self._stops.flush()
+        if reason is FinishReason.ERROR:
+            self._stop_reason = NON_FINITE
+        elif reason is FinishReason.STOP and result.token_id in self.request.params.stop_token_ids:
+            self._stop_reason = result.token_id
+
+    def _token_logprobs(self, result: RowResult) -> TokenLogprobs:
+        """The token taken first, then the most probable ones; in a tie the token taken keeps its own entry."""
+        ranked = {token: place for place, (token, _) in enumerate(result.top_logprobs or (), start=1)}
+        place = result.rank if result.rank is not None else ranked.get(result.token_id)
+        found = {result.token_id: Logprob(result.logprob, place, self._token_text(result.token_id))}
+        for token_id, logprob in result.top_logprobs or ():
+            if token_id not in found:
+                found[token_id] = Logprob(logprob, ranked[token_id], self._token_text(token_id))
+        return found
+
+    def _token_text(self, token_id: int) -> str | None:
+        return self._tokenizer.token_text(token_id) if self._tokenizer else None

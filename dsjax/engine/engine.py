@@ -1,0 +1,86 @@
+"""`LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
+
+import time
+from collections.abc import Sequence
+
+from dsjax.engine.core import EngineCore
+from dsjax.engine.input_processor import InputProcessor, Prompt
+from dsjax.engine.output_processor import OutputProcessor
+from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.plan import Progress, Runner
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.tokenizer import Tokenizer
+
+
+class LLMEngine:
+    """The engine without threads: `LLM.generate` and the tests drive it; the server drives its parts.
+
+    ::
+
+        engine.add_request("a", "def main(", SamplingParams(temperature=0))
+        while engine.has_unfinished():
+            for output in engine.step():
+                ...
+
+    Args:
+        eos_token_ids: tokens that end a completion unless it ignores them.
+        seed: requests without a seed draw theirs from it, in the order of their coming.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        scheduler_config: SchedulerConfig,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+    ):
+        self.tokenizer = tokenizer
+        self.core = EngineCore(runner, scheduler_config)
+        self.inputs = InputProcessor(tokenizer, scheduler_config, runner.limits.vocab_size, eos_token_ids, seed)
+        self.outputs = OutputProcessor(tokenizer)
+        self._aborted: list[RequestOutput] = []
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            UserError: something in the request cannot be; nothing of it stays behind.
+            ValueError: the id is taken by an unfinished request.
+        """
+        prepared = self.inputs.prepare(
+            request_id, prompt, params or SamplingParams(), arrival_time=time.monotonic(), priority=priority
+        )
+        self.outputs.add(prepared)
+        for request in prepared.completions:
+            self.core.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its pages are free at once, and the next `step` gives its last output. No-op if it has ended."""
+        updates = [self.core.abort(completion_id) for completion_id in self.outputs.completion_ids(request_id)]
+        outputs, _ = self.outputs.process(update for update in updates if update)
+        self._aborted += outputs
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step and give the outputs of the requests it changed, as their `output_kind` says."""
+        outputs, to_abort = self.outputs.process(self.core.step())
+        for completion_id in to_abort:
+            self.core.abort(completion_id)
+        aborted, self._aborted = self._aborted, []
+        return aborted + outputs
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits, runs, or has an output to give."""
+        return self.core.has_unfinished or bool(self._aborted)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every shape before the first request."""
+        self.core.runner.warm_up(progress)
+
+    def shutdown(self) -> None:
+        """Give back what the runner holds."""
+        self.core.runner.shutdown()

@@ -1,0 +1,127 @@
+"""`InputProcessor`: prompts and parameters, checked and turned into requests, before anything reaches a device."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import SamplingError, SamplingParams
+from dsjax.engine.scheduler import AdmissionError, SchedulerConfig
+from dsjax.engine.tokenizer import Tokenizer
+from dsjax.errors import UserError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
+
+
+class PromptError(UserError):
+    """A prompt that cannot be computed."""
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A checked request: one `Request` for each of its `n` completions, the index of each its place in the list."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    completions: list[Request]
+
+
+class InputProcessor:
+    """Makes requests. Has no other state than the generator of seeds for requests without one."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        scheduler_config: SchedulerConfig,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+    ):
+        self._tokenizer = tokenizer
+        self._config = scheduler_config
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._seeds = random.Random(seed)
+
+    def prepare(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival_time: float = 0.0, priority: int = 0
+    ) -> PreparedRequest:
+        """Check everything that can be wrong with a request.
+
+        Raises:
+            PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
+            SamplingError: a stop token outside the vocabulary, or text asked for without a tokenizer.
+            AdmissionError: more tokens than model or cache hold.
+        """
+        text, token_ids = self._tokens(prompt)
+        stop_ids = self._stop_ids(params)
+        max_tokens = self._max_tokens(len(token_ids), params)
+        base_seed = self._seeds.getrandbits(32) if params.seed is None else _uint32(params.seed)
+        completions = [
+            Request(
+                request_id=request_id if params.n == 1 else f"{index}_{request_id}",
+                token_ids=list(token_ids),
+                num_prompt_tokens=len(token_ids),
+                params=params,
+                max_tokens=max_tokens,
+                seed=(base_seed + index) % 2**32,
+                stop_ids=stop_ids,
+                arrival_time=arrival_time,
+                priority=priority,
+            )
+            for index in range(params.n)
+        ]
+        return PreparedRequest(request_id, text, token_ids, params, completions)
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        if isinstance(prompt, Mapping):
+            known = {"prompt", "prompt_token_ids"} & prompt.keys()
+            if len(known) != 1 or len(prompt) != 1:
+                raise PromptError(
+                    f"the prompt has the keys {sorted(prompt)}, expected prompt or prompt_token_ids, one of them"
+                )
+            prompt = prompt[known.pop()]
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise PromptError("the prompt is text, but this model has no tokenizer; give prompt_token_ids")
+            text, token_ids = prompt, self._tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+            for position, token_id in enumerate(token_ids):
+                # A device would clamp a wrong id and go on, so it must not get there.
+                if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
+                    raise PromptError(
+                        f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self._vocab_size - 1}"
+                    )
+        if not token_ids:
+            raise PromptError("the prompt is empty, expected at least one token")
+        return text, token_ids
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise SamplingError("stop_token_ids", f"found {token_id}, expected 0 to {self._vocab_size - 1}")
+        if params.stop and self._tokenizer is None:
+            raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
+        return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self._eos_token_ids)
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        if params.max_tokens is not None:
+            self._config.check_fits(num_prompt_tokens, params.max_tokens)
+            return params.max_tokens
+        self._config.check_fits(num_prompt_tokens, max(1, params.min_tokens))
+        return self._config.max_request_len - num_prompt_tokens
+
+
+def _uint32(seed: int) -> int:
+    """Fold a 64-bit seed into 32 bits; seeds below 2**32 stay as they are."""
+    seed %= 2**64
+    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+
+
+__all__ = ["AdmissionError", "InputProcessor", "PreparedRequest", "Prompt", "PromptError"]

@@ -1,0 +1,118 @@
+"""`OutputProcessor`: a step's tokens to text, stop strings, log-probabilities and `RequestOutput`s."""
+
+from collections.abc import Iterable
+
+from dsjax.engine.completion import Completion
+from dsjax.engine.input_processor import PreparedRequest
+from dsjax.engine.outputs import RequestMetrics, RequestOutput
+from dsjax.engine.sampling_params import OutputKind
+from dsjax.engine.scheduler import Update
+from dsjax.engine.tokenizer import Tokenizer
+
+
+class _Group:
+    """The completions of one request."""
+
+    def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None):
+        self.prepared = prepared
+        self.completions = [Completion(index, r, tokenizer) for index, r in enumerate(prepared.completions)]
+        self.open = len(self.completions)
+
+    def output(self, changed: list[Completion]) -> RequestOutput:
+        """Tell of the completions that changed, or of all with `FINAL_ONLY`."""
+        prepared = self.prepared
+        if prepared.params.output_kind is OutputKind.FINAL_ONLY:
+            changed = self.completions
+        return RequestOutput(
+            request_id=prepared.request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=prepared.prompt_token_ids,
+            outputs=[completion.take(prepared.params.output_kind) for completion in changed],
+            finished=self.open == 0,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        requests = self.prepared.completions
+        return RequestMetrics(
+            arrival_time=requests[0].arrival_time,
+            first_scheduled_time=_least(r.first_scheduled_time for r in requests),
+            first_token_time=_least(r.first_token_time for r in requests),
+            finish_time=max(r.finish_time or 0.0 for r in requests) if self.open == 0 else None,
+            num_preemptions=sum(r.num_preemptions for r in requests),
+        )
+
+
+class OutputProcessor:
+    """Follows every request from its admission to its last token. May run in another thread than the engine's core.
+
+    A stop string is found here, after the core has gone on; `process` names the requests that the core must then end,
+    and passes over whatever it has made of them since.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._groups: dict[str, _Group] = {}
+        self._by_completion: dict[str, tuple[_Group, Completion]] = {}
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Follow a request.
+
+        Raises:
+            ValueError: its id is taken by an unfinished request.
+        """
+        ids = [prepared.request_id, *(request.request_id for request in prepared.completions)]
+        if prepared.request_id in self._groups or any(i in self._by_completion for i in ids):
+            raise ValueError(f"request id {prepared.request_id!r} is in use")
+        group = self._groups[prepared.request_id] = _Group(prepared, self._tokenizer)
+        for completion in group.completions:
+            self._by_completion[completion.request.request_id] = (group, completion)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._groups)
+
+    def completion_ids(self, request_id: str) -> list[str]:
+        """The core's ids of a request's unfinished completions; none where it is unknown or has ended."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        return [c.request.request_id for c in group.completions if c.finish_reason is None]
+
+    def forget(self, request_id: str) -> None:
+        """Follow a request no longer; nobody wants its output."""
+        group = self._groups.pop(request_id, None)
+        for completion in group.completions if group else ():
+            self._by_completion.pop(completion.request.request_id, None)
+
+    def process(self, updates: Iterable[Update]) -> tuple[list[RequestOutput], list[str]]:
+        """Give the outputs to pass on, and the core's ids of requests that a stop string has ended."""
+        changed: dict[_Group, list[Completion]] = {}
+        to_abort: list[str] = []
+        for update in updates:
+            completion_id = update.request.request_id
+            found = self._by_completion.get(completion_id)
+            if found is None or found[1].request is not update.request:
+                continue
+            group, completion = found
+            completion.append(update)
+            if completion.finish_reason is not None:
+                if update.finish_reason is None:
+                    to_abort.append(completion_id)
+                del self._by_completion[completion_id]
+                group.open -= 1
+            changed.setdefault(group, []).append(completion)
+        outputs: list[RequestOutput] = []
+        for group, completions in changed.items():
+            params = group.prepared.params
+            if group.open == 0:
+                del self._groups[group.prepared.request_id]
+            elif params.output_kind is OutputKind.FINAL_ONLY:
+                continue
+            outputs.append(group.output(completions))
+        return outputs, to_abort
+
+
+def _least(times: Iterable[float | None]) -> float | None:
+    return min((time for time in times if time is not None), default=None)
