@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -87,15 +88,17 @@ class Rules:
         """
         spec = self.spec(axes)
         for name, size, entry in zip(axes, shape, spec, strict=True):
-            ways = 1
-            for axis in entry or ():
-                ways *= mesh.shape[axis]
+            ways = math.prod(mesh.shape[axis] for axis in axes_of(entry))
             if size % ways:
                 raise MeshError(
                     f"axis {name!r} of size {size} is not divisible by {ways} (mesh axes {entry}); "
                     f"choose a mesh whose product divides {size}, or Rules.replace({name}=())"
                 )
         return NamedSharding(mesh, spec)
+
+    def ways(self, mesh: Mesh, name: str) -> int:
+        """Into how many pieces a logical axis is cut on ``mesh``."""
+        return math.prod(mesh.shape[axis] for axis in self._lookup(name))
 
     def _lookup(self, name: str) -> tuple[str, ...]:
         if name not in self.table:
@@ -104,3 +107,10 @@ class Rules:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.table)
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of a ``PartitionSpec``, which JAX abbreviates."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else entry

@@ -1,0 +1,220 @@
+"""MLA over the paged cache, in five forms (see ``forms.py``), for one row group of a step.
+
+Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. Reading and writing the cache is explicit
+(``shard_map``): a page table holds page numbers of its own rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from dsjax.config import ModelConfig
+from dsjax.model import paging
+from dsjax.model.forms import Form, Layout
+from dsjax.model.mla import MLA, Projections
+from dsjax.model.parameters import reinterpret, value_of
+from dsjax.model.softmax import attend_in_blocks
+from sharding import MeshSpec
+
+Cache = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Rows:
+    """Where a row group's tokens stand: positions, and the pages that hold their context."""
+
+    positions: Int[Array, "B R C"]
+    tables: Int[Array, "B R Pr"]
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Attention of one layer against the cache, for a mesh and a cache layout."""
+
+    mesh: Mesh
+    spec: MeshSpec
+    config: ModelConfig
+    layout: Layout
+    cache_dtype: jnp.dtype
+    block_tokens: int
+    """Context positions read at once; longer contexts are accumulated block by block."""
+
+    def write(self, mla: MLA, cache: Cache, layer: Int[Array, ""], slots: Int[Array, "B T"], p: Projections) -> Cache:
+        """Store what this layer's cache keeps of each token."""
+        with jax.named_scope("cache_write"):
+            values = self._cached_values(mla, p)
+            heads = self.spec.head_axes if self.layout == "decompressed" else None
+            batch = self.spec.batch_axes
+
+            def local(cache, layer, slots, values):
+                return {
+                    name: paging.write(array, layer, slots[0], _store(values[name][0], self.cache_dtype, array.dtype))
+                    for name, array in cache.items()
+                }
+
+            cache_specs = {name: P(None, batch, None, heads) for name in cache}
+            value_specs = {name: P(batch, None, heads) for name in cache}
+            return self._shard_map(local, (cache_specs, P(), P(batch), value_specs), cache_specs)(
+                cache, layer, slots, values
+            )
+
+    def attend(
+        self, mla: MLA, form: Form, cache: Cache, layer: Int[Array, ""], rows: Rows, p: Projections
+    ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
+        """Attention of a row group (``p`` with leading ``[B, R, C]``).
+
+        Returns the heads' values, or for ``AM_CC_ME`` the layer's output itself (without bias).
+        """
+        with jax.named_scope(f"attend_{form}"):
+            dtype = p.latent.dtype
+            scale = self.config.softmax_scale
+            if form == "CD":
+                q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
+                return self._over_context(_decompressed(scale), (q,), (), cache, layer, rows)
+            if form == "CC":
+                q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
+                weights = mla.key_value_weight(dtype)
+                return self._over_context(_expanded(scale), (q,), weights, cache, layer, rows)
+            if form == "AM_CC_ME":
+                q_latent = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(dtype))
+                heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
+                return jnp.einsum("brchm,hmd->brcd", heads, value_of(mla.value_output).astype(dtype))
+            up_key, up_value = mla.key_value_weight(dtype)
+            q_latent = jnp.einsum("brchn,mhn->brchm", p.q_nope, up_key)
+            if form == "A_CC":
+                q = jnp.concatenate([q_latent, p.q_rope], axis=-1)
+                heads = self._over_context(_joined(scale, self.config.kv_lora_rank), (q,), (), cache, layer, rows)
+            else:
+                heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
+            return jnp.einsum("brchm,mhu->brchu", heads, up_value)
+
+    def _cached_values(self, mla: MLA, p: Projections) -> Cache:
+        if self.layout == "split":
+            return {"latent": p.latent, "rope": p.k_rope}
+        if self.layout == "joined":
+            return {"joined": jnp.concatenate([p.latent, p.k_rope], axis=-1)}
+        keys, values = expand(p.latent, p.k_rope, *mla.key_value_weight(p.latent.dtype))
+        return {"key": keys, "value": values}
+
+    def _over_context(self, kernel, queries, weights, cache: Cache, layer, rows: Rows) -> Float[Array, "B R C H W"]:
+        """Run ``kernel`` on each rank over its rows' context, block by block."""
+        batch, heads = self.spec.batch_axes, self.spec.head_axes
+        G = next(iter(cache.values())).shape[2]
+        pages = rows.tables.shape[-1]
+        block_pages = max(1, min(pages, self.block_tokens // G))
+        num_blocks = -(-pages // block_pages)
+
+        def local(queries, weights, cache, layer, positions, tables):
+            # Pages past a row's table are page 0: no query sees their positions.
+            tables = jnp.pad(tables[0], ((0, 0), (0, num_blocks * block_pages - pages)))
+
+            def fetch(index):
+                part = jax.lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
+                return {
+                    name: reinterpret(paging.read(array, layer, part), self.cache_dtype).astype(queries[0].dtype)
+                    for name, array in cache.items()
+                }
+
+            score, weigh = kernel([q[0] for q in queries], weights)
+            out = attend_in_blocks(positions[0], fetch, score, weigh, num_blocks=num_blocks, block=block_pages * G)
+            return out[None].astype(queries[0].dtype)
+
+        cache_heads = heads if self.layout == "decompressed" else None
+        specs = (
+            [P(batch, None, None, heads)] * len(queries),
+            [P(None, heads)] * len(weights),
+            {name: P(None, batch, None, cache_heads) for name in cache},
+            P(),
+            P(batch),
+            P(batch),
+        )
+        return self._shard_map(local, specs, P(batch, None, None, heads))(
+            list(queries), list(weights), cache, layer, rows.positions, rows.tables
+        )
+
+    def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def expand(latent: Array, k_rope: Array, up_key: Array, up_value: Array) -> tuple[Array, Array]:
+    """Keys ``[..., H, N+O]`` and values ``[..., H, U]`` of all heads from latents ``[..., M]``, rotary keys ``[..., O]``."""
+    k_nope = jnp.einsum("...m,mhn->...hn", latent, up_key)
+    shared = jnp.broadcast_to(k_rope[..., None, :], (*k_nope.shape[:-1], k_rope.shape[-1]))
+    return jnp.concatenate([k_nope, shared], axis=-1), jnp.einsum("...m,mhu->...hu", latent, up_value)
+
+
+def _product(equation: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+
+def _decompressed(scale: float):
+    def kernel(queries, weights):
+        (q,) = queries
+        return (
+            lambda c: _product("rchw,rshw->rhcs", q, c["key"]) * scale,
+            lambda probs, c: _product("rhcs,rshu->rchu", probs.astype(q.dtype), c["value"]),
+        )
+
+    return kernel
+
+
+def _expanded(scale: float):
+    def kernel(queries, weights):
+        (q,), (up_key, up_value) = queries, weights
+        M, N = up_key.shape[0], up_key.shape[-1]
+
+        def parts(c):
+            return (c["joined"][..., :M], c["joined"][..., M:]) if "joined" in c else (c["latent"], c["rope"])
+
+        def score(c):
+            latent, k_rope = parts(c)
+            k_nope = jnp.einsum("rsm,mhn->rshn", latent, up_key)
+            return (
+                _product("rchn,rshn->rhcs", q[..., :N], k_nope) + _product("rcho,rso->rhcs", q[..., N:], k_rope)
+            ) * scale
+
+        def weigh(probs, c):
+            values = jnp.einsum("rsm,mhu->rshu", parts(c)[0], up_value)
+            return _product("rhcs,rshu->rchu", probs.astype(q.dtype), values)
+
+        return score, weigh
+
+    return kernel
+
+
+def _joined(scale: float, latent_width: int):
+    def kernel(queries, weights):
+        (q,) = queries
+        return (
+            lambda c: _product("rchw,rsw->rhcs", q, c["joined"]) * scale,
+            lambda probs, c: _product("rhcs,rsm->rchm", probs.astype(q.dtype), c["joined"][..., :latent_width]),
+        )
+
+    return kernel
+
+
+def _apart(scale: float):
+    def kernel(queries, weights):
+        q_latent, q_rope = queries
+
+        def score(c):
+            scores = _product("rchm,rsm->rhcs", q_latent, c["latent"])
+            return (scores + _product("rcho,rso->rhcs", q_rope, c["rope"])) * scale
+
+        return score, lambda probs, c: _product("rhcs,rsm->rchm", probs.astype(q_rope.dtype), c["latent"])
+
+    return kernel
+
+
+def _store(values: Array, dtype: jnp.dtype, stored: jnp.dtype) -> Array:
+    """Round to the cache's dtype, then to the bits that lie in memory."""
+    rounded = values.astype(dtype)
+    return rounded if stored == dtype else jax.lax.bitcast_convert_type(rounded, stored)

@@ -1,0 +1,146 @@
+"""The model on whole sequences at once, without a cache: differentiable, for training and as the plain reference.
+
+One device, causal attention in the naive form over the sequence itself. Experts are applied by a callable, so that
+training brings a product that has a gradient, and a test the plainest loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dsjax.config import ModelConfig
+from dsjax.model.attention import expand
+from dsjax.model.mla import MLA
+from dsjax.model.moe import RoutedExperts
+from dsjax.model.parameters import ParameterTable
+from dsjax.model.rope import Rotation
+from dsjax.model.router import Routing
+from dsjax.model.transformer import DecoderLayer, Transformer
+
+ExpertsFunction = Callable[
+    [RoutedExperts, Float[Array, "T D"], Int[Array, "T K"], Float[Array, "T K"]], Float[Array, "T D"]
+]
+
+
+class Output(NamedTuple):
+    """What a pass gives: last ``hidden`` states before and logits after the final norm, and all layers' routing."""
+
+    logits: Float[Array, "B S V"]
+    hidden: Float[Array, "B S D"]
+    """Before the final norm: what the MTP module takes."""
+    routing: Routing | None
+    """Stacked over MoE layers: ids and weights ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts."""
+
+
+def every_expert(experts: RoutedExperts, x_TD, ids_TK, weights_TK):
+    """The plainest product: every expert on every token, weighted by 0 where it was not chosen."""
+    gate_up, down = experts.gate_up.value(x_TD.dtype), experts.down.value(x_TD.dtype)
+    hidden = jnp.einsum("td,edgf->tegf", x_TD, gate_up)
+    out = jnp.einsum("tef,efd->ted", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], down)
+    chosen = jax.nn.one_hot(ids_TK, down.shape[0], dtype=jnp.float32) * weights_TK[..., None]
+    return jnp.einsum("ted,te->td", out.astype(jnp.float32), chosen.sum(axis=1)).astype(x_TD.dtype)
+
+
+def forward(
+    params: Mapping[str, Array],
+    table: ParameterTable,
+    config: ModelConfig,
+    tokens: Int[Array, "B S"],
+    *,
+    experts: ExpertsFunction = every_expert,
+    dtype: jnp.dtype = jnp.float32,
+    remat: bool = False,
+) -> Output:
+    """Logits of every position. ``table`` is the ``parameter_table`` that ``params`` belong to.
+
+    remat: recompute each layer in the backward pass instead of keeping its activations.
+    """
+    model: Transformer = table.bind(params)
+    rotation = _rotation(config, tokens.shape)
+    x, routings = model.embed(tokens, dtype), None
+    for stack in model.stacks:
+        x, found = _run_stack(stack, x, rotation, experts, remat)
+        routings = found if found is not None else routings
+    logits = project_to_vocabulary(model, model.final_norm(x))
+    return Output(logits, x, routings)
+
+
+def predict_further(
+    params: Mapping[str, Array],
+    table: ParameterTable,
+    config: ModelConfig,
+    hidden: Float[Array, "B S D"],
+    next_tokens: Int[Array, "B S"],
+    *,
+    depth: int = 0,
+    experts: ExpertsFunction = every_expert,
+) -> Output:
+    """The MTP module ``depth``: from hidden states and the tokens after them, logits one token further.
+
+    ``h' = M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, one decoder layer, its own final norm, the shared head (V3 report
+    §2.2, equations 21 to 23; the two halves in the order of the released weights, embedding first). ``hidden`` comes
+    from ``forward`` or from the module before; its positions are kept.
+    """
+    model: Transformer = table.bind(params)
+    mtp = _slice_layer(model.mtp, depth)
+    embedded = mtp.embed_norm(model.embed(next_tokens, hidden.dtype))
+    joined = jnp.concatenate([embedded, mtp.hidden_norm(hidden)], axis=-1)
+    x = joined @ mtp.eh_proj.value(hidden.dtype)
+    x, routing = _layer(mtp.layers, x, _rotation(config, next_tokens.shape), experts)
+    return Output(project_to_vocabulary(model, mtp.final_norm(x)), x, routing)
+
+
+def project_to_vocabulary(model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+    """Float32 logits."""
+    return jnp.einsum("bsd,dv->bsv", x, model.head_weight(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _rotation(config: ModelConfig, shape: tuple[int, int]) -> Rotation:
+    positions = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    return Rotation.at(positions, config.rope, config.qk_rope_head_dim)
+
+
+def _slice_layer(stack: nnx.Module, index: int) -> nnx.Module:
+    graph, weights = nnx.split(stack)
+    return nnx.merge(graph, jax.tree.map(lambda a: a[index], weights))
+
+
+def _run_stack(stack: DecoderLayer, x, rotation, experts, remat: bool):
+    graph, weights = nnx.split(stack)
+
+    def body(x, weights):
+        return _layer(nnx.merge(graph, weights), x, rotation, experts)
+
+    return jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
+
+
+def _layer(block: DecoderLayer, x, rotation: Rotation, experts: ExpertsFunction):
+    x = x + _attend(block.attn, block.attn_norm(x), rotation)
+    normed = block.mlp_norm(x)
+    if hasattr(block, "mlp"):
+        return x + block.mlp(normed), None
+
+    def apply(weights, x, routing):
+        flat = (a.reshape(-1, a.shape[-1]) for a in (x, routing.ids, routing.weights))
+        return experts(weights, *flat).reshape(x.shape), None
+
+    y, routing, _ = block.moe(normed, apply)
+    return x + y, routing
+
+
+def _attend(mla: MLA, x: Float[Array, "B S D"], rotation: Rotation) -> Float[Array, "B S D"]:
+    """Causal attention of a sequence to itself, keys and values expanded per head."""
+    p = mla.project(x, rotation)
+    q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
+    keys, values = expand(p.latent, p.k_rope, *mla.key_value_weight(x.dtype))
+    scores = jnp.einsum("bqhn,bkhn->bhqk", q, keys, preferred_element_type=jnp.float32) * mla.config.softmax_scale
+    positions = jnp.arange(x.shape[1])
+    scores = jnp.where(positions[:, None] >= positions, scores, -jnp.inf)
+    probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    return mla.output(jnp.einsum("bhqk,bkhu->bqhu", probs, values))

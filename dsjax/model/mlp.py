@@ -1,0 +1,23 @@
+"""SwiGLU MLP: the dense layers', and the experts that every token passes through."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dsjax.model.parameters import Declaration, Matrix
+
+
+class MLP(nnx.Module):
+    """``down(silu(gate(x)) × up(x))``, gate and up fused into one product."""
+
+    def __init__(self, declare: Declaration, width: int, hidden: int, width_axis: str):
+        self.gate_up = Matrix(declare, (width, 2, hidden), ("embed", "stack", width_axis))
+        self.down = Matrix(declare, (hidden, width), (width_axis, "embed"))
+
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Apply to each token."""
+        with jax.named_scope("mlp"):
+            gate_up = jnp.einsum("...d,dgf->...gf", x, self.gate_up.value(x.dtype))
+            hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+            return hidden @ self.down.value(x.dtype)

@@ -1,0 +1,53 @@
+"""A mixture-of-experts layer: the router, the routed experts' weights, and the experts that every token uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dsjax.config import ModelConfig
+from dsjax.model.mlp import MLP
+from dsjax.model.parameters import Declaration, Matrix
+from dsjax.model.router import Router, Routing
+
+
+class RoutedExperts(nnx.Module):
+    """Weights of the physical experts: SwiGLU MLPs, stacked."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
+        D, F = config.hidden_size, config.moe_intermediate_size
+        self.gate_up = Matrix(declare, (num_physical, D, 2, F), ("experts", "embed", "stack", "expert_width"))
+        self.down = Matrix(declare, (num_physical, F, D), ("experts", "expert_width", "embed"))
+
+    def stored(self) -> dict[str, Array]:
+        """The arrays as they lie in memory, as the expert product takes them: ``gate_up.weight``, ``down.weight``, scales."""
+        matrices = {"gate_up": self.gate_up, "down": self.down}
+        found = {f"{name}.weight": matrix.weight[...] for name, matrix in matrices.items()}
+        found |= {f"{name}.scale": matrix.scale[...] for name, matrix in matrices.items() if hasattr(matrix, "scale")}
+        return found
+
+
+ApplyExperts = Callable[[RoutedExperts, Float[Array, "*b D"], Routing], tuple[Float[Array, "*b D"], Any]]
+"""Sends tokens to their experts: ``(experts, x, routing) -> (y, report)``."""
+
+
+class MoE(nnx.Module):
+    """``x → Σ_k w_k Expert_k(x) + Shared(x)`` (V3 report, equation 12)."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
+        self.router = Router(declare, config)
+        self.experts = RoutedExperts(declare, config, num_physical)
+        if config.n_shared_experts:
+            hidden = config.n_shared_experts * config.moe_intermediate_size
+            self.shared = MLP(declare, config.hidden_size, hidden, "shared_width")
+
+    def __call__(self, x: Float[Array, "*b D"], apply: ApplyExperts) -> tuple[Float[Array, "*b D"], Routing, Any]:
+        """Route, apply the routed experts as ``apply`` does it, add the shared ones."""
+        routing = self.router(x)
+        with jax.named_scope("experts"):
+            y, report = apply(self.experts, x, routing)
+        return (y + self.shared(x) if hasattr(self, "shared") else y), routing, report

@@ -1,0 +1,25 @@
+"""RMSNorm."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dsjax.model.parameters import Declaration, value_of
+
+LATENT_EPS = 1e-6
+"""Of the norms on the query and key-value latents: the reference gives them this, whatever ``rms_norm_eps`` says."""
+
+
+class RMSNorm(nnx.Module):
+    """``x / sqrt(mean(x²) + eps) × scale`` over the last dimension, computed in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, declare: Declaration, width: int, eps: float, axis: str = "embed"):
+        self.scale = declare.parameter((width,), (axis,), init="ones")
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """Normalise; keeps the dtype of ``x``."""
+        x_f32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + self.eps)
+        return value_of(self.scale).astype(x.dtype) * (x_f32 * inverse).astype(x.dtype)

@@ -1,0 +1,27 @@
+"""Reading and writing the paged cache inside ``shard_map``: every array here is one DP rank's own.
+
+A cache array is ``[L, P_all, G, ...]``: layers, pages of this rank, slots of a page. All layers are one array, so that a
+scan over layers can carry it and update it in place.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def write(
+    cache: Float[Array, "L P G *w"], layer: Int[Array, ""], slots: Int[Array, "T"], values: Float[Array, "T *w"]
+) -> Float[Array, "L P G *w"]:
+    """Put each token's entry into its slot (``page × G + offset``); −1 writes nothing."""
+    L, pages, G = cache.shape[:3]
+    flat = cache.reshape(L * pages * G, *cache.shape[3:])
+    # Negative indices wrap around in JAX; one past the end is dropped.
+    index = jnp.where(slots < 0, L * pages * G, layer * (pages * G) + slots)
+    return flat.at[index].set(values.astype(cache.dtype), mode="drop").reshape(cache.shape)
+
+
+def read(cache: Float[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Array, "R Pr"]) -> Float[Array, "R S *w"]:
+    """The entries of each row's pages, in order: ``S = Pr × G`` context positions."""
+    L, pages, G = cache.shape[:3]
+    flat = cache.reshape(L * pages, G, *cache.shape[3:])
+    found = jnp.take(flat, layer * pages + tables, axis=0, mode="clip")
+    return found.reshape(tables.shape[0], tables.shape[1] * G, *cache.shape[3:])

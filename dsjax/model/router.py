@@ -1,0 +1,75 @@
+"""The router: which experts a token uses, and with what weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dsjax.config import ModelConfig
+from dsjax.model.parameters import Declaration, value_of
+
+
+class Routing(NamedTuple):
+    """A token's experts: ``ids`` and ``weights`` ``[..., K]``, and all experts' ``scores`` ``[..., E]`` in float32."""
+
+    ids: Int[Array, "*b K"]
+    weights: Float[Array, "*b K"]
+    scores: Float[Array, "*b E"]
+
+
+class Router(nnx.Module):
+    """Sigmoid routing with a correction bias (V3: ``noaux_tc``), or softmax routing (V2), limited to groups of experts."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        self.config = config
+        self.weight = declare.parameter((config.hidden_size, config.n_routed_experts), ("embed", "router_experts"))
+        if config.topk_method == "noaux_tc":
+            self.bias = declare.parameter(
+                (config.n_routed_experts,), ("router_experts",), init="zeros", dtype=jnp.dtype(jnp.float32)
+            )
+
+    def __call__(self, x: Float[Array, "*b D"]) -> Routing:
+        """Route each token, in float32 whatever the dtype of ``x``."""
+        with jax.named_scope("router"):
+            logits = jnp.einsum(
+                "...d,de->...e",
+                x.astype(jnp.float32),
+                value_of(self.weight).astype(jnp.float32),
+                precision=jax.lax.Precision.HIGHEST,
+            )
+            bias = value_of(self.bias) if self.config.topk_method == "noaux_tc" else None
+            return route(logits, bias, self.config)
+
+
+def route(logits: Float[Array, "*b E"], bias: Float[Array, "E"] | None, config: ModelConfig) -> Routing:
+    """Experts and weights from router logits (V3 report, equations 12 to 16; V2 report §2.1.2).
+
+    The bias decides which experts are chosen, never their weights. Groups that are not chosen are masked with −inf:
+    with a negative bias every choice score of a chosen group may be below 0.
+    """
+    scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    choice = scores if bias is None else scores + bias
+    if config.topk_method != "greedy" and config.n_group > 1:
+        choice = _mask_groups(choice, config)
+    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if config.norm_topk_prob and config.num_experts_per_tok > 1:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return Routing(ids, weights * config.routed_scaling_factor, scores)
+
+
+def _mask_groups(choice: Float[Array, "*b E"], config: ModelConfig) -> Float[Array, "*b E"]:
+    """−inf for experts outside the ``topk_group`` best groups.
+
+    A group's score is the sum of its two best experts' (``noaux_tc``), or its best expert's (``group_limited_greedy``).
+    """
+    grouped = choice.reshape(*choice.shape[:-1], config.n_group, -1)
+    best = min(2, grouped.shape[-1]) if config.topk_method == "noaux_tc" else 1
+    group_scores = jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1)
+    chosen = jax.lax.top_k(group_scores, config.topk_group)[1]
+    keep = jnp.any(chosen[..., None] == jnp.arange(config.n_group), axis=-2)
+    return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(choice.shape)

@@ -1,0 +1,107 @@
+"""The model's parts put together: decoder layers in two stacks, embedding, head, and the MTP modules."""
+
+from __future__ import annotations
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dsjax.config import ModelConfig
+from dsjax.model.mla import MLA
+from dsjax.model.mlp import MLP
+from dsjax.model.moe import MoE
+from dsjax.model.norm import RMSNorm
+from dsjax.model.parameters import Declaration, Matrix, ParameterInfo, ParameterTable, Weights, value_of
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and an MLP or experts, each behind a norm and beside a residual. Declared with a leading ``layers`` axis."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int = 0, materialise: bool = False):
+        D = config.hidden_size
+        self.attn_norm = RMSNorm(declare, D, config.rms_norm_eps)
+        self.attn = MLA(declare, config, materialise=materialise)
+        self.mlp_norm = RMSNorm(declare, D, config.rms_norm_eps)
+        if num_physical:
+            self.moe = MoE(declare, config, num_physical)
+        else:
+            self.mlp = MLP(declare, D, config.intermediate_size, "mlp_width")
+
+
+class Embedding(nnx.Module):
+    """Token embedding table."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        self.weight = declare.parameter((config.vocab_size, config.hidden_size), ("vocab", "embed"))
+
+    def __call__(self, tokens: Int[Array, "*b"], dtype) -> Float[Array, "*b D"]:
+        """Rows of the table, in the compute dtype."""
+        return value_of(self.weight)[tokens].astype(dtype)
+
+
+class MTP(nnx.Module):
+    """Multi-token prediction modules (V3 report §2.2): what they own beside the shared embedding and head."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
+        D, depth = config.hidden_size, config.num_nextn_predict_layers
+        stacked = declare.stacked(depth)
+        self.embed_norm = RMSNorm(stacked, D, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(stacked, D, config.rms_norm_eps)
+        self.eh_proj = Matrix(stacked, (2 * D, D), (None, "embed"), quantise=False)
+        self.layers = DecoderLayer(stacked, config, num_physical=num_physical)
+        self.final_norm = RMSNorm(stacked, D, config.rms_norm_eps)
+
+
+class Transformer(nnx.Module):
+    """All parameters of a model. The ways to run it are ``step.py`` (serving) and ``dense.py`` (training, reference)."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int, materialise: bool, mtp: bool):
+        self.config = config
+        self.embed = Embedding(declare, config)
+        if config.num_dense_layers:
+            self.dense_layers = DecoderLayer(declare.stacked(config.num_dense_layers), config, materialise=materialise)
+        if config.num_moe_layers:
+            self.moe_layers = DecoderLayer(
+                declare.stacked(config.num_moe_layers), config, num_physical=num_physical, materialise=materialise
+            )
+        self.final_norm = RMSNorm(declare, config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.head = Matrix(declare, (config.hidden_size, config.vocab_size), ("embed", "vocab"), quantise=False)
+        if mtp and config.num_nextn_predict_layers:
+            self.mtp = MTP(declare, config, num_physical)
+
+    @property
+    def stacks(self) -> list[DecoderLayer]:
+        """The stacks of layers in order, with their leading ``layers`` axis."""
+        return [getattr(self, name) for name in ("dense_layers", "moe_layers") if hasattr(self, name)]
+
+    def head_weight(self, dtype) -> Float[Array, "D V"]:
+        """The output projection; the embedding's transpose where they are tied."""
+        if self.config.tie_word_embeddings:
+            return value_of(self.embed.weight).astype(dtype).T
+        return self.head.value(dtype)
+
+
+def parameter_table(
+    config: ModelConfig,
+    *,
+    weights: Weights = "bf16",
+    platform: str = "cpu",
+    num_physical: int | None = None,
+    materialise: bool = False,
+    mtp: bool = True,
+) -> ParameterTable:
+    """The model's structure and its parameters, holding no memory.
+
+    weights: how matrices are kept; platform: where (see ``parameters.storage_dtype``); num_physical: physical experts,
+    default the logical ones; materialise: with the products that the MLA form ``AM_CC_ME`` wants, which are derived
+    from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any.
+    """
+    num_physical = config.n_routed_experts if num_physical is None else num_physical
+    declare = Declaration(weights, platform)
+    model = Transformer(declare, config, num_physical=num_physical, materialise=materialise, mtp=mtp)
+    return ParameterTable.of(model)
+
+
+def abstract_parameters(config: ModelConfig, **options) -> dict[str, ParameterInfo]:
+    """``{path: ParameterInfo}`` of a model; options as ``parameter_table``'s."""
+    return dict(parameter_table(config, **options).infos)
