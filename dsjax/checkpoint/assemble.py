@@ -1,0 +1,174 @@
+"""Putting a region of a parameter together from Hugging Face tensors: slice, check, convert, transpose, strip by strip.
+
+Works on strips of 128 rows, so that what is made on the way (a float32 strip of a dequantised matrix) stays in the
+processor's cache and memory holds little beyond the result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Protocol
+
+import numpy as np
+
+from dsjax.checkpoint.names import SCALE_SUFFIX, Piece, TensorNames, scaled_weight
+from dsjax.checkpoint.quantise import FP8, block_scales, dequantise, quantise
+from dsjax.model.parameters import BLOCK
+
+# Bits that are all set in an infinity or a NaN (e4m3 has no infinities, and one NaN of either sign).
+_EXPONENTS = {"bfloat16": (np.uint16, 0x7F80), "float8_e4m3fn": (np.uint8, 0x7F)}
+# How much of a tensor that is not in memory yet to fetch at a time.
+_FETCH_BYTES = 32 << 20
+_COPIED_ROWS = 32
+
+
+class Tensor(Protocol):
+    """A NumPy array, or something that becomes one when sliced."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray: ...
+
+
+class Assembler:
+    """Fills arrays with regions of parameters; what it finds wrong with values is in ``problems`` afterwards.
+
+    Args:
+        names: where each parameter comes from, and in which dtype it is wanted.
+        tensors: the checkpoint, Hugging Face name → tensor; structure checked before (``check.structure``).
+        executor: runs the pieces of a region side by side; default: one after the other.
+    """
+
+    def __init__(self, names: TensorNames, tensors: Mapping[str, Tensor], executor: Executor | None = None):
+        self.names = names
+        self.tensors = tensors
+        self._executor = executor
+        self._found: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def problems(self) -> list[str]:
+        """One line for each tensor with values that cannot be."""
+        return [f"{name}: {what}" for name, what in sorted(self._found.items())]
+
+    def fill(self, out: np.ndarray, path: str, region: Sequence[slice]) -> None:
+        """Set ``out`` to ``parameter[region]``; ``out`` has the region's shape and the parameter's dtype or storage dtype."""
+        info = self.names.parameters[path]
+        region = [slice(*part.indices(size)[:2]) for part, size in zip(region, info.shape, strict=True)]
+        values = out.view(info.dtype)
+        pieces = self.names.pieces(path, region)
+        if self._executor is None:
+            for piece in pieces:
+                self._fill_piece(values, path, piece, region)
+        else:
+            for _ in self._executor.map(lambda piece: self._fill_piece(values, path, piece, region), pieces):
+                pass
+
+    def _fill_piece(self, out: np.ndarray, path: str, piece: Piece, region: Sequence[slice]) -> None:
+        """One piece's share of ``out``, in the orientation of the Hugging Face tensor."""
+        kept = [part for part, at in zip(region, piece.index, strict=True) if isinstance(at, slice)]
+        place = tuple(
+            at if isinstance(at, slice) else at - part.start for part, at in zip(region, piece.index, strict=True)
+        )
+        target = out[place]
+        if target.ndim == 1:
+            block = np.asarray(self.tensors[piece.name][tuple(kept)])
+            self._check(piece.name, block)
+            target[...] = block.astype(target.dtype)
+            return
+        target_dtype = target.dtype
+        if piece.transposed:
+            target, kept = target.T, kept[::-1]
+        rows, columns = kept
+        # Unsigned integers are copied faster than ml_dtypes' own types, and a transpose in runs of 32 rows is twice as
+        # fast as in strips: the lines it writes to stay in the processor's first cache.
+        bits = np.dtype(f"u{target.dtype.itemsize}")
+        target = target.view(bits) if not piece.transposed else target.T.view(bits).T
+        for start, strip in self._strips(path, piece.name, rows, columns, target_dtype):
+            for row in range(0, len(strip), _COPIED_ROWS):
+                run = strip[row : row + _COPIED_ROWS].view(bits)
+                target[start - rows.start + row :][: len(run)] = run
+
+    def _strips(
+        self, path: str, name: str, rows: slice, columns: slice, dtype: np.dtype
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, values in ``dtype``) of consecutive strips that cover ``[rows, columns]`` of a tensor."""
+        if scaled_weight(path, self.names.parameters) is not None:
+            yield from self._scale_strips(name, rows, columns)
+            return
+        tensor = self.tensors[name]
+        scale = self._scale(name) if tensor.dtype == FP8 else None
+        if dtype == FP8 and scale is None:
+            columns_read = _whole_blocks(columns, tensor.shape[1])
+            for start, block in self._read(name, _whole_blocks(rows, tensor.shape[0]), columns_read):
+                first, last = max(start, rows.start), min(start + len(block), rows.stop)
+                inside = slice(columns.start - columns_read.start, columns.stop - columns_read.start)
+                yield first, quantise(block)[0][first - start : last - start, inside]
+            return
+        for start, block in self._read(name, rows, columns):
+            if dtype != FP8 and scale is not None:
+                block = dequantise(block, scale, start, columns.start)
+            yield start, block.astype(dtype, copy=False)
+
+    def _scale_strips(self, name: str, rows: slice, columns: slice) -> Iterator[tuple[int, np.ndarray]]:
+        """Block scales: the checkpoint's own, or those that quantising its weight gives. Rows and columns are blocks."""
+        weight_name = name.removesuffix(SCALE_SUFFIX)
+        weight = self.tensors[weight_name]
+        if weight.dtype == FP8:
+            yield rows.start, self._scale(weight_name)[rows, columns]
+            return
+        elements = [
+            slice(part.start * BLOCK, min(part.stop * BLOCK, size))
+            for part, size in zip((rows, columns), weight.shape, strict=True)
+        ]
+        for start, block in self._read(weight_name, *elements):
+            yield start // BLOCK, block_scales(block)
+
+    def _read(self, name: str, rows: slice, columns: slice) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, values as they are stored) of strips that end where blocks end; all values are checked."""
+        tensor = self.tensors[name]
+        in_memory = isinstance(tensor, np.ndarray)
+        row_bytes = max((columns.stop - columns.start) * tensor.dtype.itemsize, 1)
+        band = rows.stop if in_memory else max(_FETCH_BYTES // row_bytes // BLOCK, 1) * BLOCK
+        for top in range(rows.start - rows.start % BLOCK, rows.stop, band):
+            first, last = max(top, rows.start), min(top + band, rows.stop)
+            fetched = tensor[first:last, columns]
+            start = first
+            while start < last:
+                stop = min(start - start % BLOCK + BLOCK, last)
+                strip = fetched[start - first : stop - first]
+                self._check(name, strip)
+                yield start, strip
+                start = stop
+
+    def _scale(self, name: str) -> np.ndarray:
+        """The whole block scales of an FP8 tensor; they are 1/16,384 of its values."""
+        scale = np.asarray(self.tensors[name + SCALE_SUFFIX][:, :])
+        self._check(name + SCALE_SUFFIX, scale)
+        if (scale < 0).any():
+            self._report(name + SCALE_SUFFIX, "has negative block scales")
+        return scale
+
+    def _check(self, name: str, values: np.ndarray) -> None:
+        if not all_finite(values):
+            self._report(name, "has values that are not finite (NaN or infinity)")
+
+    def _report(self, name: str, what: str) -> None:
+        with self._lock:
+            self._found.setdefault(name, what)
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite, for the dtypes of checkpoints."""
+    if values.dtype.name in _EXPONENTS:
+        unsigned, mask = _EXPONENTS[values.dtype.name]
+        return not ((values.view(unsigned) & unsigned(mask)) == mask).any()
+    return bool(np.isfinite(values).all())
+
+
+def _whole_blocks(part: slice, size: int) -> slice:
+    """The smallest run of whole blocks that holds ``part``."""
+    return slice(part.start - part.start % BLOCK, min(-(-part.stop // BLOCK) * BLOCK, size))

@@ -1,0 +1,168 @@
+"""Whether a checkpoint holds what a configuration's model needs: found out from headers alone, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
+from dsjax.checkpoint.names import SCALE_SUFFIX, TensorNames
+from dsjax.checkpoint.quantise import FP8
+from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.config import ModelConfig
+from dsjax.model.parameters import blocks
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_NAMED = 20
+
+
+def check_structure(
+    source: object,
+    names: TensorNames,
+    specs: Mapping[str, TensorSpec],
+    *,
+    problems: Iterable[str] = (),
+    unreadable: Iterable[str] = (),
+) -> None:
+    """Compare names, shapes and dtypes with what the model needs; warn of extras that cannot matter.
+
+    Args:
+        source: what messages call the checkpoint.
+        names: what the model needs.
+        specs: what the checkpoint's headers promise.
+        problems: what was wrong already when it was opened, to be listed in the same error.
+        unreadable: tensors that are lost with a damaged file, and so not to be called missing on top.
+
+    Raises:
+        CheckpointError: listing every problem.
+    """
+    places = {name: place for name, place in names.places().items() if not name.endswith(SCALE_SUFFIX)}
+    expected = {name: piece.shape(names.parameters[path].shape) for name, (path, piece) in places.items()}
+    copies, unreadable, scales, found = names.copies(), set(unreadable), set(), [*problems]
+    for name, shape in expected.items():
+        if name in specs:
+            is_matrix = places[name][1].transposed
+            found += _mismatches(name, shape, specs[name], is_matrix)
+            if specs[name].dtype == FP8 and is_matrix:
+                scales.add(name + SCALE_SUFFIX)
+                found += _scale_mismatches(name, specs, unreadable)
+        elif name not in unreadable:
+            found.append(f"{name}: missing, expected shape {list(shape)}")
+    for name, original in copies.items():
+        if name in specs and original in expected and specs[name].shape != expected[original]:
+            found.append(f"{name}: shape {list(specs[name].shape)}, expected {original}'s, {list(expected[original])}")
+    extras = [
+        name
+        for name in specs
+        if name not in expected and name not in copies and name not in scales and not names.is_computed(name)
+    ]
+    found += _contradictions(names, extras)
+    if found:
+        raise CheckpointError(
+            source, found, "Check that config.json and the safetensors belong together and are complete."
+        )
+    _warn_of_extras(source, [name for name in extras if not names.belongs_to_mtp(name)])
+
+
+def check_copies(source: object, names: TensorNames, tensors: Mapping[str, np.ndarray]) -> None:
+    """Warn of tensors that should equal another and do not (an MTP module's own embedding or head): they are not used."""
+    for name, original in names.copies().items():
+        if name in tensors and original in tensors and not _equal(tensors[name], tensors[original]):
+            message = f"checkpoint {source}: {name} differs from {original}; the model uses {original} for both"
+            warnings.warn(message, CheckpointWarning, stacklevel=3)
+
+
+def settle_mtp(source: object, config: ModelConfig, present: Iterable[str]) -> ModelConfig:
+    """The configuration without MTP modules where the checkpoint holds no tensor of them, with a warning.
+
+    transformers saves ``num_nextn_predict_layers: 1`` and drops the module itself.
+    """
+    if not config.num_nextn_predict_layers:
+        return config
+    behind = re.compile(r"model\.layers\.(\d+)\.")
+    for name in present:
+        match = behind.match(name)
+        if match and int(match.group(1)) >= config.num_hidden_layers:
+            return config
+    message = (
+        f"checkpoint {source}: config.json has num_nextn_predict_layers={config.num_nextn_predict_layers}, but there is no "
+        f"tensor of layer {config.num_hidden_layers}; going on without multi-token prediction"
+    )
+    warnings.warn(message, CheckpointWarning, stacklevel=3)
+    return dataclasses.replace(config, num_nextn_predict_layers=0)
+
+
+def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: bool) -> list[str]:
+    """Wrong shape or dtype of one tensor."""
+    problems = []
+    if spec.shape != shape:
+        problems.append(f"{name}: shape {list(spec.shape)}, expected {list(shape)}")
+    allowed = (*_FLOATS, FP8.name) if is_matrix else _FLOATS
+    if spec.dtype.name not in allowed:
+        problems.append(f"{name}: dtype {spec.dtype.name}, expected one of {', '.join(allowed)}")
+    return problems
+
+
+def _scale_mismatches(name: str, specs: Mapping[str, TensorSpec], unreadable: set[str]) -> list[str]:
+    """What is wrong with the block scales of an FP8 weight."""
+    scale, shape = name + SCALE_SUFFIX, tuple(blocks(size) for size in specs[name].shape)
+    if scale in unreadable:
+        return []
+    if scale not in specs:
+        return [f"{scale}: missing, and {name} is FP8; expected float32{list(shape)}, one scale per 128 × 128 block"]
+    if specs[scale].shape != shape:
+        return [f"{scale}: shape {list(specs[scale].shape)}, expected {list(shape)}, one per 128 × 128 block"]
+    if specs[scale].dtype != np.float32:
+        return [f"{scale}: dtype {specs[scale].dtype.name}, expected float32"]
+    return []
+
+
+def _contradictions(names: TensorNames, extras: list[str]) -> list[str]:
+    """Extra tensors that show the configuration to be of another model: more experts, or more layers."""
+    config, problems = names.config, []
+    experts = [int(match.group(1)) for name in extras if (match := re.search(r"\.mlp\.experts\.(\d+)\.", name))]
+    if experts and max(experts) >= config.n_routed_experts:
+        problems.append(
+            f"config.json has n_routed_experts={config.n_routed_experts}, but there are tensors of expert {max(experts)}"
+        )
+    behind: dict[int, set[str]] = {}
+    for name in extras:
+        match = re.match(r"model\.layers\.(\d+)\.(.+)", name)
+        if match and int(match.group(1)) >= names.end_of_mtp:
+            behind.setdefault(int(match.group(1)), set()).add(match.group(2))
+    # With num_nextn_predict_layers = 0 a module may still be there; it is recognised by its eh_proj.
+    ordinary = [layer for layer, parts in behind.items() if "eh_proj.weight" not in parts]
+    if ordinary:
+        problems.append(
+            f"config.json has num_hidden_layers={config.num_hidden_layers}, but there are tensors of layer {max(ordinary)}, "
+            "which is no multi-token prediction module (it has no eh_proj)"
+        )
+    return problems
+
+
+def _warn_of_extras(source: object, extras: list[str]) -> None:
+    if extras:
+        listed = ", ".join(sorted(extras)[:_NAMED])
+        more = f" and {len(extras) - _NAMED} more" if len(extras) > _NAMED else ""
+        message = (
+            f"checkpoint {source}: {len(extras)} tensors are not part of the model and are left out: {listed}{more}"
+        )
+        warnings.warn(message, CheckpointWarning, stacklevel=4)
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two matrices are the same to the bit, compared in bands of rows."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    bits = f"u{one.dtype.itemsize}"
+    band = max((32 << 20) // max(one.shape[1] * one.dtype.itemsize, 1), 1)
+    for row in range(0, one.shape[0], band):
+        rows = slice(row, row + band)
+        first, second = (np.ascontiguousarray(matrix[rows, :]).view(bits) for matrix in (one, other))
+        if not np.array_equal(first, second):
+            return False
+    return True

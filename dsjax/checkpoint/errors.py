@@ -1,0 +1,30 @@
+"""The one error that a checkpoint's faults end in."""
+
+from collections.abc import Sequence
+
+from dsjax.errors import UserError
+
+_SHOWN = 40
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used: every fault found, in one message.
+
+    ``problems`` holds all of them, one line each; the message shows the first few dozen and counts the rest.
+    """
+
+    def __init__(self, source: object, problems: Sequence[str], advice: str = ""):
+        self.source = str(source)
+        self.problems = list(problems)
+        count = len(self.problems)
+        lines = [f"checkpoint {source} cannot be used: {count} problem{'s' if count != 1 else ''}"]
+        lines += [f"  - {problem}" for problem in self.problems[:_SHOWN]]
+        if count > _SHOWN:
+            lines.append(f"  … and {count - _SHOWN} more")
+        if advice:
+            lines.append(advice)
+        super().__init__("\n".join(lines))
+
+
+class CheckpointWarning(UserWarning):
+    """Something in a checkpoint that loading goes on without, and that the user should know of."""

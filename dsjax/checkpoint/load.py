@@ -1,0 +1,139 @@
+"""Parameters from a checkpoint: onto a mesh, where each device gets only its shard; or into host memory, for tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from dsjax.checkpoint.assemble import Assembler, Tensor
+from dsjax.checkpoint.check import check_copies, check_structure
+from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.names import TensorNames
+from dsjax.checkpoint.place import Region, local_bytes, place, progress_bar
+from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.source import Checkpoint, open_checkpoint
+from dsjax.config import ModelConfig
+from dsjax.model.parameters import Weights
+from dsjax.model.transformer import abstract_parameters
+from sharding.placement import Placement
+from sharding.rules import Rules
+
+_MAX_THREADS = 16
+
+
+def load(
+    config: ModelConfig,
+    checkpoint: Checkpoint | str | Path,
+    mesh: Mesh,
+    rules: Rules,
+    *,
+    weights: Weights | Literal["auto"] = "auto",
+    placement: Placement | None = None,
+    mtp: bool = True,
+    progress: bool = False,
+) -> dict[str, jax.Array]:
+    """Load a checkpoint's parameters onto ``mesh``, sharded by ``rules``, in the platform's storage dtypes.
+
+        checkpoint = open_checkpoint("path/to/model")
+        params = load(checkpoint.config, checkpoint, mesh, Rules.for_mesh(spec), weights="fp8")
+
+    Args:
+        config: the model's configuration, in most cases ``checkpoint.config``.
+        checkpoint: what ``open_checkpoint`` returned, or a directory.
+        mesh, rules: where each parameter goes. Of a host's devices, each distinct shard is read once.
+        weights: how matrices are kept: ``bf16``, ``f32``, or ``fp8`` (with their block scales; a checkpoint that
+            is not FP8 is quantised). An FP8 checkpoint is dequantised otherwise, exactly: ``float32(fp8) × scale``,
+            then rounded to the dtype. ``auto`` is ``f32`` for a float32 checkpoint, else ``bf16``.
+        placement: the logical expert of each physical slot; default: one copy of each, in order.
+        mtp: whether to load the MTP modules, where the configuration has any.
+        progress: whether to draw a progress bar on standard error.
+
+    Returns:
+        ``{path: array}``, for every path of ``abstract_parameters`` that a checkpoint holds.
+
+    Raises:
+        CheckpointError: listing all missing, misshapen, wrong-dtype and damaged tensors (nothing was read), or
+            all that have non-finite values.
+        MeshError: a dimension that the mesh does not divide.
+    """
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    parameters = abstract_parameters(
+        config,
+        weights=checkpoint.natural_weights if weights == "auto" else weights,
+        platform=mesh.devices.flat[0].platform,
+        num_physical=placement.n_physical if placement else None,
+        mtp=mtp,
+    )
+    names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
+    check_structure(
+        checkpoint.directory,
+        names,
+        checkpoint.specs,
+        problems=checkpoint.problems,
+        unreadable=checkpoint.unreadable,
+    )
+    total = local_bytes(names.parameters, mesh, rules)
+    executor = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="checkpoint")
+    try:
+        assembler = Assembler(names, checkpoint.tensors, executor)
+
+        def fill(out: np.ndarray, path: str, region: Region) -> None:
+            assembler.fill(out, path, region)
+            checkpoint.release()
+
+        with progress_bar("Loading weights", total, progress) as advance:
+            placed = place(names.parameters, mesh, rules, fill, advance)
+        if assembler.problems:
+            raise CheckpointError(
+                checkpoint.directory, assembler.problems, "The values are damaged; get the files again."
+            )
+        if jax.process_index() == 0:
+            check_copies(checkpoint.directory, names, checkpoint.tensors)
+            checkpoint.release()
+    finally:
+        # An interrupt must not wait for what is queued.
+        executor.shutdown(wait=False, cancel_futures=True)
+    return placed
+
+
+def from_hf_tensors(
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    weights: Weights = "f32",
+    platform: str = "cpu",
+    placement: Placement | None = None,
+    mtp: bool = True,
+) -> dict[str, np.ndarray]:
+    """Parameters in host memory from Hugging Face tensors in host memory; arguments and errors as ``load``'s.
+
+    Values are in the storage dtype of ``platform``: for bf16 on ``cpu``, ``uint16`` of the same bits.
+    """
+    parameters = abstract_parameters(
+        config,
+        weights=weights,
+        platform=platform,
+        num_physical=placement.n_physical if placement else None,
+        mtp=mtp,
+    )
+    names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
+    source = "in memory"
+    check_structure(
+        source, names, {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+    )
+    assembler = Assembler(names, tensors)
+    filled = {}
+    for path, info in names.parameters.items():
+        filled[path] = np.empty(info.shape, info.storage_dtype)
+        assembler.fill(filled[path], path, tuple(slice(0, size) for size in info.shape))
+    if assembler.problems:
+        raise CheckpointError(source, assembler.problems)
+    check_copies(source, names, tensors)
+    return filled

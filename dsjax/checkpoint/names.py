@@ -1,0 +1,206 @@
+"""Hugging Face's tensor names and our parameter paths: one table, read in both directions.
+
+A parameter of ours is put together from *pieces*: each is one Hugging Face tensor, its place in the parameter (layer,
+physical expert, gate or up), and whether it lies transposed there (``torch.nn.Linear`` keeps ``[out, in]``, we keep
+``[in, out]``). Everything else, reading, checking, writing back, is a walk over the pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dsjax.config import ModelConfig
+from dsjax.model.parameters import ParameterInfo
+
+SCALE_SUFFIX = "_scale_inv"
+
+# Our path within the whole model → Hugging Face's name.
+_MODEL = {
+    "embed.weight": "model.embed_tokens.weight",
+    "final_norm.scale": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+# Our path within a stack of layers → Hugging Face's names within a layer; two names are gate and up, stacked.
+_LAYER = {
+    "attn_norm.scale": ("input_layernorm.weight",),
+    "attn.q.weight": ("self_attn.q_proj.weight",),
+    "attn.q_a.weight": ("self_attn.q_a_proj.weight",),
+    "attn.q_a_bias": ("self_attn.q_a_proj.bias",),
+    "attn.q_a_norm.scale": ("self_attn.q_a_layernorm.weight",),
+    "attn.q_b.weight": ("self_attn.q_b_proj.weight",),
+    "attn.kv_a.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "attn.kv_a_bias": ("self_attn.kv_a_proj_with_mqa.bias",),
+    "attn.kv_a_norm.scale": ("self_attn.kv_a_layernorm.weight",),
+    "attn.kv_b.weight": ("self_attn.kv_b_proj.weight",),
+    "attn.o.weight": ("self_attn.o_proj.weight",),
+    "attn.o_bias": ("self_attn.o_proj.bias",),
+    "mlp_norm.scale": ("post_attention_layernorm.weight",),
+    "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.down.weight": ("mlp.down_proj.weight",),
+    "moe.router.weight": ("mlp.gate.weight",),
+    "moe.router.bias": ("mlp.gate.e_score_correction_bias",),
+    "moe.experts.gate_up.weight": ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+    "moe.experts.down.weight": ("mlp.experts.{expert}.down_proj.weight",),
+    "moe.shared.gate_up.weight": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    "moe.shared.down.weight": ("mlp.shared_experts.down_proj.weight",),
+}
+# Our path within the stack of MTP modules → Hugging Face's name within that layer.
+_MTP = {
+    "embed_norm.scale": "enorm.weight",
+    "hidden_norm.scale": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "final_norm.scale": "shared_head.norm.weight",
+}
+_STACKS = ("dense_layers.", "moe_layers.", "mtp.layers.")
+# Saved by old versions of the remote code, and computed here from the configuration.
+_COMPUTED = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One Hugging Face tensor's place in a parameter: ``parameter[index]`` is the tensor, or its transpose."""
+
+    name: str
+    index: tuple[int | slice, ...]
+    transposed: bool
+
+    def shape(self, parameter_shape: Sequence[int]) -> tuple[int, ...]:
+        """The tensor's own shape, given the parameter's."""
+        kept = [size for size, at in zip(parameter_shape, self.index, strict=True) if isinstance(at, slice)]
+        return tuple(reversed(kept)) if self.transposed else tuple(kept)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a parameter comes from: name templates, with ``{layer}`` and ``{expert}`` to fill in."""
+
+    templates: tuple[str, ...]
+    first_layer: int | None
+    transposed: bool
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.templates[0]
+
+
+class TensorNames:
+    """The correspondence for one configuration and the parameters that its model declares.
+
+    Args:
+        config: the model's configuration.
+        parameters: its table of parameters (``abstract_parameters``), of any ``weights``; those that are derived from
+            others are left out, as no checkpoint holds them.
+        experts: the logical expert in each physical slot; default: as many slots as experts, in order.
+
+    Raises:
+        KeyError: a parameter that the table above does not know, which is a fault of the program.
+    """
+
+    def __init__(
+        self, config: ModelConfig, parameters: Mapping[str, ParameterInfo], experts: Sequence[int] | None = None
+    ):
+        self.config = config
+        self.parameters = {path: info for path, info in parameters.items() if info.init != "derived"}
+        self.experts = tuple(experts) if experts is not None else tuple(range(config.n_routed_experts))
+        self._sources = {path: _source(config, path, self.parameters) for path in self.parameters}
+
+    def pieces(self, path: str, region: Sequence[slice] | None = None) -> Iterator[Piece]:
+        """The pieces of a parameter, in its order; with ``region``, only those that touch it."""
+        source, shape = self._sources[path], self.parameters[path].shape
+        region = region if region is not None else [slice(0, size) for size in shape]
+        axes = []
+        if source.first_layer is not None:
+            axes.append(range(*region[0].indices(shape[0])))
+        if source.per_expert:
+            axes.append(range(*region[1].indices(shape[1])))
+        stack_axis = len(shape) - 2 if len(source.templates) == 2 else None
+        parts = range(*region[stack_axis].indices(2)) if stack_axis is not None else (0,)
+        for lead in itertools.product(*axes):
+            for part in parts:
+                name = source.templates[part].format(
+                    layer=source.first_layer + lead[0] if source.first_layer is not None else "",
+                    expert=self.experts[lead[1]] if source.per_expert else "",
+                )
+                index: list[int | slice] = [*lead, *[slice(None)] * (len(shape) - len(lead))]
+                if stack_axis is not None:
+                    index[stack_axis] = part
+                yield Piece(name, tuple(index), source.transposed)
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor the parameters are made of, with its shape."""
+        return {name: piece.shape(self.parameters[path].shape) for name, (path, piece) in self.places().items()}
+
+    def places(self) -> dict[str, tuple[str, Piece]]:
+        """Hugging Face name → (path, piece). Of an expert's redundant copies, the first."""
+        found: dict[str, tuple[str, Piece]] = {}
+        for path in self.parameters:
+            for piece in self.pieces(path):
+                found.setdefault(piece.name, (path, piece))
+        return found
+
+    @property
+    def end_of_mtp(self) -> int:
+        """The first layer index behind the main model's layers and its MTP modules."""
+        return self.config.num_hidden_layers + self.config.num_nextn_predict_layers
+
+    def copies(self) -> dict[str, str]:
+        """Tensors that a checkpoint may hold beside the ones above → the one each must equal.
+
+        DeepSeek's MTP layers carry the main model's embedding and head along; tied models may carry the head.
+        """
+        main = {"embed_tokens.weight": _MODEL["embed.weight"], "shared_head.head.weight": self._head_name()}
+        layers = range(self.config.num_hidden_layers, self.end_of_mtp)
+        found = {f"model.layers.{layer}.{name}": original for layer in layers for name, original in main.items()}
+        if self.config.tie_word_embeddings:
+            found[_MODEL["head.weight"]] = _MODEL["embed.weight"]
+        return found
+
+    def belongs_to_mtp(self, name: str) -> bool:
+        """Whether the tensor is of a layer behind the main model's: of an MTP module, loaded or not."""
+        parts = name.split(".")
+        return (
+            name.startswith("model.layers.")
+            and len(parts) > 3
+            and parts[2].isdigit()
+            and int(parts[2]) >= self.config.num_hidden_layers
+        )
+
+    def is_computed(self, name: str) -> bool:
+        """Whether the tensor is one that some checkpoints hold and that follows from the configuration."""
+        return name.endswith(_COMPUTED)
+
+    def _head_name(self) -> str:
+        return _MODEL["embed.weight" if self.config.tie_word_embeddings else "head.weight"]
+
+
+def scaled_weight(path: str, parameters: Mapping[str, ParameterInfo]) -> str | None:
+    """The path of the FP8 weight whose block scales ``path`` holds; None where it holds none (a norm's scale)."""
+    if not path.endswith(".scale"):
+        return None
+    weight = path.removesuffix("scale") + "weight"
+    return weight if weight in parameters and parameters[weight].quantised else None
+
+
+def _source(config: ModelConfig, path: str, parameters: Mapping[str, ParameterInfo]) -> _Source:
+    """Look a path up in the tables."""
+    weight = scaled_weight(path, parameters)
+    if weight is not None:
+        source = _source(config, weight, parameters)
+        names = tuple(template + SCALE_SUFFIX for template in source.templates)
+        return _Source(names, source.first_layer, source.transposed)
+    matrix = path.endswith(".weight") and path != "embed.weight"
+    if path in _MODEL:
+        return _Source((_MODEL[path],), None, matrix)
+    first = {
+        "dense_layers.": 0,
+        "moe_layers.": config.num_dense_layers,
+        "mtp.layers.": config.num_hidden_layers,
+        "mtp.": config.num_hidden_layers,
+    }
+    for stack in _STACKS:
+        if path.startswith(stack):
+            names = _LAYER[path.removeprefix(stack)]
+            return _Source(tuple(f"model.layers.{{layer}}.{name}" for name in names), first[stack], matrix)
+    return _Source((f"model.layers.{{layer}}.{_MTP[path.removeprefix('mtp.')]}",), first["mtp."], matrix)

@@ -1,0 +1,116 @@
+"""Putting parameters on a mesh from the host: each distinct shard is made once, and every device that wants it shares it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from dsjax.model.parameters import ParameterInfo
+from sharding.rules import Rules
+
+Region = tuple[slice, ...]
+Fill = Callable[[np.ndarray, str, Region], None]
+"""``fill(out, path, region)`` sets ``out`` to ``parameter[region]``; ``out`` has the storage dtype."""
+Advance = Callable[[int], None]
+"""Told of bytes done."""
+
+# XLA's CPU client uses a NumPy buffer as it is, without a copy, if it is aligned to this.
+_ALIGNMENT = 64
+
+
+def place(
+    parameters: Mapping[str, ParameterInfo], mesh: Mesh, rules: Rules, fill: Fill, advance: Advance = lambda _: None
+) -> dict[str, jax.Array]:
+    """Make every parameter as an array sharded over ``mesh`` as ``rules`` say; only local devices' shards are made.
+
+    A shard is filled layer by layer. On the CPU platform the arrays of all devices that hold the same shard are the one
+    host buffer; on others, a host buffer lives until its shard is on its devices.
+
+    Raises:
+        MeshError: a dimension that the mesh does not divide, before anything is filled.
+    """
+    shardings = {path: rules.sharding(mesh, info.logical_axes, info.shape) for path, info in parameters.items()}
+    placed = {}
+    for path, info in parameters.items():
+        shards = []
+        for region, devices in local_shards(info, shardings[path]).items():
+            buffer = aligned_empty([stop - start for start, stop in region], info.storage_dtype)
+            _fill_by_layer(buffer, path, info, region, fill, advance)
+            buffer.flags.writeable = False
+            shards += [jax.device_put(buffer, device, may_alias=True) for device in devices]
+            if devices[0].platform != "cpu":
+                jax.block_until_ready(shards[-len(devices) :])
+        placed[path] = jax.make_array_from_single_device_arrays(info.shape, shardings[path], shards)
+    return placed
+
+
+def local_shards(info: ParameterInfo, sharding: NamedSharding) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
+    """The distinct shards that this host's devices hold, as (start, stop) of each dimension, and who holds each."""
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(info.shape).items():
+        region = tuple(part.indices(size)[:2] for part, size in zip(index, info.shape, strict=True))
+        holders.setdefault(region, []).append(device)
+    return holders
+
+
+def local_bytes(parameters: Mapping[str, ParameterInfo], mesh: Mesh, rules: Rules) -> int:
+    """Bytes of the distinct shards that this host's devices hold: what ``place`` advances by in all."""
+    total = 0
+    for info in parameters.values():
+        shards = local_shards(info, rules.sharding(mesh, info.logical_axes, info.shape))
+        total += sum(math.prod(stop - start for start, stop in region) for region in shards) * info.dtype.itemsize
+    return total
+
+
+def _fill_by_layer(
+    buffer: np.ndarray,
+    path: str,
+    info: ParameterInfo,
+    region: Sequence[tuple[int, int]],
+    fill: Fill,
+    advance: Advance,
+) -> None:
+    """Fill a shard one layer at a time, so that what reading leaves behind can be dropped in between."""
+    whole = tuple(slice(start, stop) for start, stop in region)
+    if info.logical_axes[0] != "layers":
+        fill(buffer, path, whole)
+        advance(buffer.nbytes)
+        return
+    for layer in range(len(buffer)):
+        first = region[0][0] + layer
+        fill(buffer[layer : layer + 1], path, (slice(first, first + 1), *whole[1:]))
+        advance(buffer[layer].nbytes)
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that JAX's CPU devices can use without copying it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+@contextmanager
+def progress_bar(title: str, total: int, shown: bool) -> Iterator[Advance]:
+    """A bar on standard error that counts bytes, or nothing."""
+    if not shown:
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(title, total=total)
+        yield lambda done: bars.advance(task, done)

@@ -1,0 +1,56 @@
+"""DeepSeek's FP8 weights on the host: e4m3 values with one float32 scale per 128 × 128 block.
+
+``weight = fp8 × scale``; the scale is the block's largest magnitude over 448, e4m3's largest finite value (DeepSeek-V3
+technical report §3.3.2; ``weight_quant`` of its inference code). Matrices are two-dimensional; the last blocks of a
+dimension that 128 does not divide are short.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Float32
+
+from dsjax.model.parameters import BLOCK
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP8_MAX = 448.0
+# ml_dtypes converts one value at a time; looking 256 values up is several times faster.
+_FP8_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
+
+
+def block_scales(matrix: Float[np.ndarray, "I J"]) -> Float32[np.ndarray, "I/128 J/128"]:
+    """The scale of each block. A block of zeros gets 1, so that nothing is divided by zero."""
+    magnitude = np.abs(matrix.astype(np.float32))
+    rows = np.maximum.reduceat(magnitude, np.arange(0, matrix.shape[0], BLOCK), axis=0)
+    largest = np.maximum.reduceat(rows, np.arange(0, matrix.shape[1], BLOCK), axis=1)
+    scale = (largest / np.float32(FP8_MAX)).astype(np.float32)
+    # A block of denormals would give a scale of 0.
+    return np.where(scale > 0, scale, np.float32(1))
+
+
+def quantise(matrix: Float[np.ndarray, "I J"]) -> tuple[np.ndarray, Float32[np.ndarray, "I/128 J/128"]]:
+    """The matrix as e4m3 and its block scales. Values are clipped to ±448: above 464 e4m3 would make them NaN."""
+    scale = block_scales(matrix)
+    quotient = matrix.astype(np.float32) / expand(scale, 0, 0, matrix.shape)
+    return np.clip(quotient, -FP8_MAX, FP8_MAX).astype(FP8), scale
+
+
+def dequantise(
+    weight: np.ndarray, scale: Float32[np.ndarray, "I/128 J/128"], row: int = 0, column: int = 0
+) -> Float32[np.ndarray, "i j"]:
+    """``float32(weight) × scale`` of a part of a matrix that starts at ``[row, column]``; ``scale`` is the whole's."""
+    values = np.take(_FP8_VALUES, weight.view(np.uint8))
+    values *= expand(scale, row, column, weight.shape)
+    return values
+
+
+def expand(scale: np.ndarray, row: int, column: int, shape: tuple[int, int]) -> np.ndarray:
+    """The scale of each element of the part of ``shape`` that starts at ``[row, column]``.
+
+    A part inside one row of blocks gives one row, for NumPy to broadcast.
+    """
+    columns = np.arange(column, column + shape[1]) // BLOCK
+    if row // BLOCK == (row + shape[0] - 1) // BLOCK:
+        return scale[row // BLOCK, columns][None]
+    return scale[(np.arange(row, row + shape[0]) // BLOCK)[:, None], columns]

@@ -1,0 +1,230 @@
+"""The safetensors file format: a validated header, and zero-copy NumPy views over a memory map; and its writer.
+
+A file is an unsigned 64-bit little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}`` padded
+with spaces, and the tensors' bytes, which the offsets cover without gap or overlap (the format's own rule).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from dsjax.checkpoint.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
+DTYPES: Mapping[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+DTYPE_NAMES: Mapping[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a header says of one tensor, without its place in the file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}{list(self.shape)}"
+
+
+class SafetensorsFile(Mapping[str, np.ndarray]):
+    """A file opened for reading: ``file[name]`` is a read-only view of the mapped bytes, never a copy.
+
+    Raises:
+        CheckpointError: listing everything wrong with the header, or with the file's length.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                self._open(file)
+        except OSError as error:
+            raise CheckpointError(self.path, [f"cannot be read: {error.strerror or error}"]) from error
+
+    def _open(self, file) -> None:
+        size = os.fstat(file.fileno()).st_size
+        header, data_start = _read_header(self.path, file, size)
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self.specs, offsets = _validate(self.path, header, size - data_start)
+        self._ranges = {name: (data_start + start, data_start + stop) for name, (start, stop) in offsets.items()}
+        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        start, _ = self._ranges[name]
+        spec = self.specs[name]
+        flat = np.frombuffer(self._map, np.uint8, spec.nbytes, start) if spec.nbytes else np.empty(0, np.uint8)
+        return flat.view(spec.dtype).reshape(spec.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ranges)
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def release(self) -> None:
+        """Drop the pages read so far from this process's resident memory; the views stay valid."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _read_header(path: Path, file, size: int) -> tuple[dict, int]:
+    """The parsed JSON header and the offset at which the data starts."""
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise CheckpointError(
+            path, [f"is {size} bytes long, too short for a safetensors header: truncated or no such file"]
+        )
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            path,
+            [
+                f"says that its header is {length:,} bytes, over the limit of {MAX_HEADER_BYTES:,}: not a safetensors file"
+            ],
+        )
+    if 8 + length > size:
+        raise CheckpointError(
+            path, [f"says that its header is {length:,} bytes, but the file is {size:,} bytes: truncated"]
+        )
+
+    def reject_duplicates(pairs):
+        seen = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise CheckpointError(path, [f"names {key!r} twice in its header"])
+            seen.add(key)
+        return dict(pairs)
+
+    try:
+        header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=reject_duplicates)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(
+            path, [f"has a header that is not JSON ({error}): not a safetensors file, or damaged"]
+        ) from None
+    if not isinstance(header, dict):
+        raise CheckpointError(path, [f"has a header that is a JSON {type(header).__name__}, expected an object"])
+    return header, 8 + length
+
+
+def _validate(path: Path, header: dict, data_bytes: int) -> tuple[dict[str, TensorSpec], dict[str, tuple[int, int]]]:
+    """Every tensor's specification and byte range; raises one error with all that does not hold."""
+    problems, specs, offsets = [], {}, {}
+    for name, entry in header.items():
+        problem = _entry_problem(entry)
+        if problem:
+            problems.append(f"{name}: {problem}")
+            continue
+        spec = TensorSpec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        start, stop = entry["data_offsets"]
+        if stop - start != spec.nbytes:
+            problems.append(
+                f"{name}: {spec} is {spec.nbytes:,} bytes, but its offsets [{start}, {stop}] hold {stop - start:,}"
+            )
+        specs[name], offsets[name] = spec, (start, stop)
+    ordered = sorted(offsets, key=lambda name: offsets[name])
+    end, previous = 0, "the header"
+    for name in ordered:
+        start, stop = offsets[name]
+        if start < end:
+            problems.append(f"{name}: offsets [{start}, {stop}] overlap {previous}, which ends at {end}")
+        elif start > end:
+            problems.append(f"bytes [{end}, {start}] between {previous} and {name} belong to no tensor")
+        if stop >= end:
+            end, previous = stop, name
+    if end > data_bytes:
+        problems.append(f"is truncated: its tensors need {end:,} bytes after the header, found {data_bytes:,}")
+    elif end < data_bytes and not problems:
+        problems.append(f"has {data_bytes - end:,} bytes after its last tensor that belong to none")
+    if problems:
+        raise CheckpointError(path, problems, "Download or write the file again.")
+    return {name: specs[name] for name in ordered}, {name: offsets[name] for name in ordered}
+
+
+def _entry_problem(entry: object) -> str | None:
+    """What is wrong with one tensor's header entry, taken alone."""
+    if not isinstance(entry, dict):
+        return f"its entry is {entry!r}, expected an object with dtype, shape and data_offsets"
+    if entry.get("dtype") not in DTYPES:
+        return f"dtype {entry.get('dtype')!r} is not one of {', '.join(DTYPES)}"
+    for key in ("shape", "data_offsets"):
+        numbers = entry.get(key)
+        if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
+            return f"{key} is {numbers!r}, expected a list of non-negative integers"
+    if len(entry["data_offsets"]) != 2 or entry["data_offsets"][0] > entry["data_offsets"][1]:
+        return f"data_offsets is {entry['data_offsets']}, expected [start, stop] with start ≤ stop"
+    return None
+
+
+def write_file(
+    path: str | os.PathLike,
+    specs: Mapping[str, TensorSpec],
+    fetch: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a file of the tensors in ``specs``, fetching them one at a time, and only then give it its name.
+
+    ``fetch(name)`` must return an array of the shape and dtype that ``specs`` promises. The bytes go to a temporary
+    name in the same folder, are synchronised to the disk, and are renamed: a crash leaves no file called ``path``.
+    """
+    path = Path(path)
+    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    offset = 0
+    for name, spec in specs.items():
+        stop = offset + spec.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for name, spec in specs.items():
+                array = np.ascontiguousarray(fetch(name)).reshape(spec.shape)
+                if array.dtype != spec.dtype:
+                    raise TypeError(f"{name}: got {array.dtype}, the header promises {spec.dtype}")
+                file.write(memoryview(array.reshape(-1).view(np.uint8)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename inside ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,144 @@
+"""A folder of safetensors as one mapping: a single file, or shards with ``model.safetensors.index.json``; and its writer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.safetensors import SafetensorsFile, TensorSpec, write_file
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+class SafetensorsFolder(Mapping[str, np.ndarray]):
+    """All tensors of a folder: ``folder[name]`` is a zero-copy view, wherever the tensor lies.
+
+    Damaged or absent shards do not raise here: they are in ``problems`` (one line each), and ``unreadable`` names the
+    tensors that the index promises in them, so that one error can list these together with what else is wrong.
+
+    Raises:
+        CheckpointError: no safetensors at all, or several files and no index to join them.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.problems: list[str] = []
+        self.unreadable: set[str] = set()
+        self._files: dict[str, SafetensorsFile] = {}
+        self._home: dict[str, SafetensorsFile] = {}
+        if (self.folder / INDEX_NAME).exists():
+            self._open_sharded(_read_index(self.folder / INDEX_NAME))
+        else:
+            self._open_single()
+
+    def _open_single(self) -> None:
+        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if SINGLE_NAME in found:
+            found = [SINGLE_NAME]
+        if len(found) != 1:
+            what = f"found {len(found)} safetensors files and no index" if found else "found no safetensors"
+            raise CheckpointError(self.folder, [f"{what}; expected {SINGLE_NAME}, or shards with {INDEX_NAME}"])
+        self._add_file(found[0], promised=None)
+
+    def _open_sharded(self, weight_map: Mapping[str, str]) -> None:
+        promised: dict[str, list[str]] = {}
+        for name, shard in weight_map.items():
+            promised.setdefault(shard, []).append(name)
+        for shard, names in promised.items():
+            self._add_file(shard, names)
+
+    def _add_file(self, shard: str, promised: list[str] | None) -> None:
+        if not (self.folder / shard).exists():
+            self.problems.append(f"{shard}: missing; {INDEX_NAME} places {len(promised)} tensors in it")
+            self.unreadable.update(promised)
+            return
+        try:
+            file = SafetensorsFile(self.folder / shard)
+        except CheckpointError as error:
+            if promised is None:
+                raise
+            self.problems += [f"{shard}: {problem}" for problem in error.problems]
+            self.unreadable.update(promised)
+            return
+        self._files[shard] = file
+        for name in file:
+            if name in self._home:
+                self.problems.append(f"{name}: in two shards, {self._home[name].path.name} and {shard}")
+            self._home[name] = file
+        for name in promised or ():
+            if name not in file:
+                self.problems.append(f"{name}: {INDEX_NAME} places it in {shard}, which does not hold it")
+                self.unreadable.add(name)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of every readable tensor, from the headers alone."""
+        return {name: file.specs[name] for name, file in self._home.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._home[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+    def release(self) -> None:
+        """Drop the pages read so far from this process's resident memory."""
+        for file in self._files.values():
+            file.release()
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The index's ``weight_map``: tensor → shard, each a plain file name of the same folder."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        valid = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(path, [f"is no index with a weight_map ({type(error).__name__}: {error})"]) from None
+    if not valid:
+        raise CheckpointError(path, ["weight_map must map tensor names to file names"])
+    outside = sorted({shard for shard in weight_map.values() if Path(shard).name != shard})
+    if outside:
+        raise CheckpointError(
+            path, [f"names {shard!r}, which is not a file name of its own folder" for shard in outside]
+        )
+    return weight_map
+
+
+def write_folder(
+    folder: Path,
+    specs: Mapping[str, TensorSpec],
+    fetch: Callable[[str], np.ndarray],
+    max_shard_bytes: int,
+) -> list[str]:
+    """Write tensors as one file, or as shards of at most ``max_shard_bytes`` with an index; returns the file names.
+
+    Tensors keep the order of ``specs``; one larger than the limit gets a shard of its own. The index is written last.
+    """
+    groups: list[dict[str, TensorSpec]] = [{}]
+    used = 0
+    for name, spec in specs.items():
+        if groups[-1] and used + spec.nbytes > max_shard_bytes:
+            groups.append({})
+            used = 0
+        groups[-1][name] = spec
+        used += spec.nbytes
+    if len(groups) == 1:
+        write_file(folder / SINGLE_NAME, groups[0], fetch)
+        return [SINGLE_NAME]
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    for shard, group in zip(names, groups, strict=True):
+        write_file(folder / shard, group, fetch)
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
+        "weight_map": {name: shard for shard, group in zip(names, groups, strict=True) for name in group},
+    }
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return [*names, INDEX_NAME]

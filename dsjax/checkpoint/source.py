@@ -1,0 +1,80 @@
+"""Opening a directory: which kind of checkpoint it is, its configuration, and its tensors under Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from dsjax.checkpoint.assemble import Tensor
+from dsjax.checkpoint.check import settle_mtp
+from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.quantise import FP8
+from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.shards import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
+from dsjax.config import ModelConfig, load_config
+from dsjax.model.parameters import Weights
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint. Headers were read, values were not."""
+
+    directory: Path
+    kind: Literal["hf", "orbax"]
+    config: ModelConfig
+    """The configuration of what is there: without MTP modules where the files hold none."""
+    tensors: Mapping[str, Tensor]
+    """Hugging Face name → tensor."""
+    specs: Mapping[str, TensorSpec]
+    problems: tuple[str, ...] = ()
+    """Damage found while opening; ``check_structure`` lists it with the rest."""
+    unreadable: frozenset[str] = frozenset()
+    """Tensors lost with damaged files."""
+    release: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Drops what reading left in this process's memory."""
+
+    @property
+    def natural_weights(self) -> Weights:
+        """How to keep matrices when nobody says: in float32 if the checkpoint has them so, else in bf16."""
+        dtypes = {spec.dtype.name for name, spec in self.specs.items() if name.endswith("self_attn.o_proj.weight")}
+        return "f32" if dtypes == {"float32"} else "bf16"
+
+    @property
+    def stored_weights(self) -> Weights:
+        """How the checkpoint itself keeps matrices."""
+        if any(spec.dtype == FP8 for spec in self.specs.values()):
+            return "fp8"
+        return self.natural_weights
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Open a directory with ``config.json`` and safetensors, or one that ``dsjax convert`` made.
+
+    Raises:
+        CheckpointError: no such directory, or none of either kind; the message says what was looked for.
+        ConfigError: a configuration that cannot be used.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(directory, ["is no directory" if directory.exists() else "does not exist"])
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(directory, [f"has no config.json; {_LOOKED_FOR}"])
+    if not any(directory.glob("*.safetensors")) and not (directory / INDEX_NAME).exists():
+        raise CheckpointError(directory, [f"has a config.json but no weights; {_LOOKED_FOR}"])
+    folder = SafetensorsFolder(directory)
+    config = settle_mtp(directory, load_config(directory), [*folder, *folder.unreadable])
+    return Checkpoint(
+        directory,
+        "hf",
+        config,
+        folder,
+        folder.specs,
+        tuple(folder.problems),
+        frozenset(folder.unreadable),
+        folder.release,
+    )
+
+
+_LOOKED_FOR = f"expected config.json with {SINGLE_NAME} or {INDEX_NAME}"
