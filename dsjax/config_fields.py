@@ -12,10 +12,13 @@ def reject(name: str, found: Any, accepted: str) -> ConfigError:
     return ConfigError(f"config field `{name}`: found {found!r}, accepted is {accepted}")
 
 
-def required(raw: Mapping[str, Any], name: str) -> Any:
-    """Return `raw[name]`; raise `ConfigError` where the key is missing (a null value is not missing)."""
+def required(raw: Mapping[str, Any], name: str, within: str = "") -> Any:
+    """Return `raw[name]`; raise `ConfigError` where the key is missing (a null value is not missing).
+
+    `within`: the name of the object that `raw` is, with a dot, for the message.
+    """
     if name not in raw:
-        raise ConfigError(f"config field `{name}`: not found in config.json, it must be given")
+        raise ConfigError(f"config field `{within}{name}`: not found in config.json, it must be given")
     return raw[name]
 
 

@@ -49,10 +49,10 @@ def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
     for key in found:
         if key not in _KEYS:
             raise reject(f"quantization_config.{key}", found[key], f"no such key; known are {', '.join(_KEYS)}")
-    check_choice("quantization_config.quant_method", required(found, "quant_method"), ("fp8",))
+    check_choice("quantization_config.quant_method", required(found, "quant_method", "quantization_config."), ("fp8",))
     if found.get("activation_scheme") is not None:
         check_choice("quantization_config.activation_scheme", found["activation_scheme"], ("dynamic",))
-    block = required(found, "weight_block_size")
+    block = required(found, "weight_block_size", "quantization_config.")
     if not isinstance(block, list | tuple):
         raise reject("quantization_config.weight_block_size", block, "[128, 128]")
     return QuantizationConfig(

@@ -1,0 +1,274 @@
+"""Configurations: the released models' figures, both spellings, and errors that name the field."""
+
+import dataclasses
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from dsjax.config import ModelConfig, QuantizationConfig, RopeConfig, bundled_models, load_config
+from dsjax.errors import ConfigError, UserError
+from dsjax.model.parameter_counts import parameter_counts
+
+REFERENCE = Path(__file__).parents[2] / ".." / "shared" / "reference" / "deepseek-r1.config.json"
+RELEASED = ("deepseek-r1", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1", "kimi-k2", "moonlight")
+
+
+def v3(**changes) -> dict:
+    """The bundled V3's config.json as a dict; `changes` of `...` remove a key."""
+    raw = load_config("deepseek-v3").to_dict() | changes
+    return {key: value for key, value in raw.items() if value is not ...}
+
+
+def v2(**changes) -> dict:
+    raw = load_config("deepseek-v2").to_dict() | changes
+    return {key: value for key, value in raw.items() if value is not ...}
+
+
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is not here")
+def test_bundled_r1_equals_the_released_config():
+    assert load_config("deepseek-r1") == load_config(REFERENCE)
+
+
+# Released sizes: V3's from its tensors (DESIGN.md); the others' public figures are 236 B, 15.7 B, 1.04 T (1,026 B
+# without rounding up), 16 B, with 21 B, 2.4 B, 32 B, 3 B active. The exact numbers below are this arithmetic's.
+@pytest.mark.parametrize(
+    ("name", "main_model", "active"),
+    [
+        ("deepseek-v3", 671_026_419_200, 37_552_297_472),
+        ("deepseek-v3.1", 671_026_419_200, 37_552_297_472),
+        ("deepseek-r1", 671_026_419_200, 37_552_297_472),
+        ("deepseek-v2", 235_741_434_880, 21_375_800_320),
+        ("deepseek-v2-lite", 15_706_484_224, 2_661_150_208),
+        ("kimi-k2", 1_026_408_232_448, 32_861_500_928),
+        ("moonlight", 15_960_111_872, 2_914_776_192),
+    ],
+)
+def test_released_models_have_their_public_sizes(name, main_model, active):
+    counts = parameter_counts(load_config(name))
+    assert counts["main_model"] == pytest.approx(main_model, rel=1e-6)
+    assert counts["active"] == pytest.approx(active, rel=1e-6)
+
+
+def test_every_released_model_is_bundled():
+    assert set(RELEASED) <= set(bundled_models())
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_to_dict_reads_back_equal(name):
+    config = load_config(name)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_configs_give_no_warning(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config(name)
+
+
+def test_the_two_spellings_of_rope_mean_the_same():
+    original = v3()
+    modern = v3(rope_theta=..., rope_scaling=..., torch_dtype=..., dtype="bfloat16")
+    scaling = dict(original["rope_scaling"])
+    del scaling["type"]
+    modern["rope_parameters"] = {**scaling, "rope_type": "yarn", "rope_theta": original["rope_theta"]}
+    assert ModelConfig.from_dict(modern) == ModelConfig.from_dict(original)
+    both = original | {"rope_parameters": modern["rope_parameters"]}
+    assert ModelConfig.from_dict(both) == ModelConfig.from_dict(original)
+
+
+def test_kimi_k2_is_bundled_in_the_transformers_5_spelling():
+    rope = load_config("kimi-k2").rope
+    assert (rope.type, rope.theta, rope.factor, rope.beta_fast) == ("yarn", 50000.0, 32.0, 1.0)
+
+
+def test_a_directory_and_a_path_are_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(v3()))
+    assert load_config(tmp_path) == load_config(tmp_path / "config.json") == load_config("deepseek-v3")
+
+
+def test_yarn_corrects_the_softmax_scale_by_mscale_all_dim_squared():
+    # V3: 0.1 ln 40 + 1 = 1.36889; V2: 0.0707 ln 40 + 1 = 1.26080.
+    assert load_config("deepseek-v3").softmax_scale == pytest.approx(192**-0.5 * 1.3688879454**2)
+    assert load_config("deepseek-v2").softmax_scale == pytest.approx(192**-0.5 * 1.2608037774**2)
+    assert load_config("moonlight").softmax_scale == pytest.approx(192**-0.5)
+    without = ModelConfig.from_dict(v3(rope_scaling={key: YARN[key] for key in YARN if key != "mscale_all_dim"}))
+    assert without.softmax_scale == pytest.approx(192**-0.5)
+
+
+@pytest.mark.parametrize("experts", [0, None, ...])
+def test_a_model_without_experts_is_dense_throughout(experts):
+    config = ModelConfig.from_dict(v3(n_routed_experts=experts, num_experts_per_tok=None, n_group=None))
+    assert (config.num_dense_layers, config.num_moe_layers, config.is_moe) == (61, 0, False)
+
+
+def test_more_dense_layers_than_layers_leave_no_moe_layer():
+    config = ModelConfig.from_dict(v3(first_k_dense_replace=99))
+    assert (config.num_dense_layers, config.num_moe_layers) == (61, 0)
+
+
+def test_eos_may_be_one_id_several_or_none():
+    found = [ModelConfig.from_dict(v3(eos_token_id=eos)).eos_token_id for eos in (1, [1, 7], None, ...)]
+    assert found == [(1,), (1, 7), (), ()]
+
+
+def test_missing_keys_take_the_defaults_of_transformers():
+    config = ModelConfig.from_dict(
+        v3(torch_dtype=..., topk_method=..., scoring_func=..., rope_scaling=..., rope_interleave=..., topk_group=...)
+    )
+    assert (config.torch_dtype, config.topk_method, config.scoring_func) == ("float32", "noaux_tc", "sigmoid")
+    assert config.rope == RopeConfig(theta=10000.0)
+    assert config.topk_group == config.n_group == 8
+    config = ModelConfig.from_dict(v2(topk_method=..., scoring_func=..., norm_topk_prob=...))
+    assert (config.topk_method, config.scoring_func, config.norm_topk_prob) == ("greedy", "softmax", False)
+
+
+def test_unknown_keys_are_named_in_a_warning():
+    with pytest.warns(UserWarning, match="n_routed_expert"):
+        ModelConfig.from_dict(v3(n_routed_expert=3))
+
+
+def test_norm_topk_prob_is_ignored_in_deepseek_v2_with_a_warning():
+    # transformers' DeepseekV2TopkRouter deletes the attribute; DeepSeek's remote code would normalise and not scale.
+    with pytest.warns(UserWarning, match="norm_topk_prob"):
+        assert ModelConfig.from_dict(v2(norm_topk_prob=True)).norm_topk_prob is False
+
+
+FAULTS = [
+    # changes to V3's config.json, the field that the error names, a part of what it says
+    ({"model_type": "llama"}, "model_type", '"deepseek_v3"'),
+    ({"model_type": 3}, "model_type", "3"),
+    ({"model_type": ["deepseek_v3"]}, "model_type", "deepseek_v3"),
+    ({"hidden_size": ...}, "hidden_size", "must be given"),
+    ({"q_lora_rank": ...}, "q_lora_rank", "must be given"),
+    ({"moe_intermediate_size": ...}, "moe_intermediate_size", "must be given"),
+    ({"hidden_size": -7168}, "hidden_size", "-7168"),
+    ({"hidden_size": 7168.0}, "hidden_size", "an integer"),
+    ({"hidden_size": "7168"}, "hidden_size", "'7168'"),
+    ({"hidden_size": True}, "hidden_size", "True"),
+    ({"hidden_size": None}, "hidden_size", "None"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers", "at least 1"),
+    ({"q_lora_rank": 0}, "q_lora_rank", "at least 1"),
+    ({"qk_rope_head_dim": 63}, "qk_rope_head_dim", "even"),
+    ({"num_key_value_heads": 8}, "num_key_value_heads", "128"),
+    ({"head_dim": 128}, "head_dim", "64"),
+    ({"qk_head_dim": 128}, "qk_head_dim", "192"),
+    ({"n_group": 7}, "n_group", "a divisor of n_routed_experts, which is 256"),
+    ({"n_group": 256, "topk_group": 8}, "n_group", "at most 128"),
+    ({"topk_group": 9}, "topk_group", "at most n_group, which is 8"),
+    ({"topk_group": 1, "num_experts_per_tok": 33}, "num_experts_per_tok", "at most 32"),
+    ({"num_experts_per_tok": 0}, "num_experts_per_tok", "at least 1"),
+    ({"n_routed_experts": -1}, "n_routed_experts", "-1"),
+    ({"n_shared_experts": -1}, "n_shared_experts", "-1"),
+    ({"first_k_dense_replace": -1}, "first_k_dense_replace", "-1"),
+    ({"moe_layer_freq": 2}, "moe_layer_freq", "accepted is 1"),
+    ({"topk_method": "best"}, "topk_method", '"noaux_tc"'),
+    ({"topk_method": "greedy"}, "topk_method", "deepseek_v3"),
+    ({"scoring_func": "softmax"}, "scoring_func", '"sigmoid"'),
+    ({"norm_topk_prob": "yes"}, "norm_topk_prob", "true or false"),
+    ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor", "nan"),
+    ({"routed_scaling_factor": 0}, "routed_scaling_factor", "above 0"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps", "above 0"),
+    ({"hidden_act": "gelu"}, "hidden_act", '"silu"'),
+    ({"torch_dtype": "int8"}, "torch_dtype", '"bfloat16"'),
+    ({"dtype": "float32"}, "dtype", "bfloat16"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings", "true or false"),
+    ({"attention_bias": "no"}, "attention_bias", "true or false"),
+    ({"eos_token_id": 129280}, "eos_token_id", "below vocab_size"),
+    ({"eos_token_id": [1, -1]}, "eos_token_id", "-1"),
+    ({"bos_token_id": 1.5}, "bos_token_id", "1.5"),
+    ({"rope_theta": 0}, "rope_theta", "above 1"),
+    ({"rope_scaling": 40}, "rope_scaling", "a JSON object"),
+    ({"rope_scaling": YARN | {"type": "linear"}}, "rope_scaling.type", '"yarn"'),
+    ({"rope_scaling": YARN | {"type": ["yarn"]}}, "rope_scaling.type", "yarn"),
+    ({"rope_scaling": YARN | {"rope_type": "default"}}, "rope_scaling.rope_type", "'yarn'"),
+    ({"rope_scaling": {"type": "default", "factor": 40}}, "rope_scaling.factor", "no such key"),
+    ({"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling.original_max_position_embeddings", "YaRN needs"),
+    ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor", "at least 1"),
+    ({"rope_scaling": YARN | {"factor": "40"}}, "rope_scaling.factor", "'40'"),
+    ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 32}}, "rope_scaling.beta_fast", "at least beta_slow"),
+    ({"rope_scaling": YARN | {"mscael": 1}}, "rope_scaling.mscael", "unknown"),
+    ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor", "1"),
+    ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters", "'yarn'"),
+    ({"rope_parameters": YARN | {"factor": 32}}, "rope_parameters", "40"),
+    ({"rope_parameters": YARN | {"rope_theta": 50000}}, "rope_parameters", "10000"),
+    ({"rope_interleave": "no"}, "rope_interleave", "true or false"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method", '"fp8"'),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size", "must be given"),
+    (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},
+        "quantization_config.weight_block_size",
+        "[128, 128]",
+    ),
+    (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}},
+        "quantization_config.fmt",
+        '"e4m3"',
+    ),
+    (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}},
+        "quantization_config.activation_scheme",
+        '"dynamic"',
+    ),
+    ({"quantization_config": []}, "quantization_config", "a JSON object"),
+    ({"index_topk": 2048}, "index_topk", "not supported"),
+    ({"mlp_bias": True}, "mlp_bias", "not supported"),
+]
+
+
+@pytest.mark.parametrize(("changes", "field", "said"), FAULTS)
+def test_a_faulty_configuration_is_an_error_that_names_the_field(changes, field, said):
+    with pytest.raises(ConfigError, match=re.escape(f"`{field}")) as error:
+        ModelConfig.from_dict(v3(**changes))
+    assert said in str(error.value)
+    assert isinstance(error.value, UserError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"topk_method": "noaux_tc"}, "topk_method"),
+        ({"scoring_func": "sigmoid"}, "scoring_func"),
+        ({"rope_interleave": False}, "rope_interleave"),
+        ({"topk_group": 1, "num_experts_per_tok": 21}, "num_experts_per_tok"),
+    ],
+)
+def test_deepseek_v2_has_its_own_limits(changes, field):
+    with pytest.raises(ConfigError, match=f"`{field}`"):
+        ModelConfig.from_dict(v2(**changes))
+
+
+def test_greedy_routing_may_choose_from_every_expert():
+    config = ModelConfig.from_dict(v2(topk_method="greedy", topk_group=1, num_experts_per_tok=160))
+    assert config.num_experts_per_tok == 160
+
+
+def test_a_changed_copy_is_checked_too():
+    with pytest.raises(ConfigError, match="`vocab_size`"):
+        dataclasses.replace(load_config("deepseek-v3"), vocab_size=0)
+    with pytest.raises(ConfigError, match=r"`quantization_config\.fmt`"):
+        QuantizationConfig(fmt="e5m2")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "no model configuration"), ("{", "not valid JSON"), ("[]", "a JSON object"), ("{}", "`model_type`")],
+)
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, content, said):
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(said)) as error:
+        load_config(path)
+    assert str(path) in str(error.value)
+
+
+def test_an_unknown_name_lists_the_bundled_ones():
+    with pytest.raises(ConfigError, match="deepseek-v3.*kimi-k2"):
+        load_config("deepseek-v33")
