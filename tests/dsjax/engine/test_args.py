@@ -1,0 +1,37 @@
+"""One set of options, checked once."""
+
+import pytest
+from fake_runner import FakeRunner
+
+from dsjax.engine.args import EngineArgs
+from dsjax.errors import UserError
+from sharding.errors import MeshError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "--dtype is 'float16', expected one of auto, float32, bfloat16"),
+        ({"page_size": 0}, "--page-size is 0, expected an integer of at least 1"),
+        ({"max_num_seqs": 600}, "less than --max-num-seqs 600"),
+        ({"mla_decode": "ABC"}, "--mla-decode is 'ABC'"),
+        ({"model": None}, "--model is None, expected text"),
+        ({"cache_tokens": "many"}, "--cache-tokens is 'many'"),
+        ({"tensor_parallel_size": 8}, "unknown engine option tensor_parallel_size; the options are model"),
+    ],
+)
+def test_wrong_options_are_named_as_flags(options, message):
+    with pytest.raises(UserError, match=message):
+        EngineArgs.from_options(**options)
+
+
+def test_a_mesh_that_cannot_be_is_refused_at_once():
+    with pytest.raises(MeshError, match="pp=2"):
+        EngineArgs(mesh="pp=2")
+
+
+def test_the_scheduler_uses_all_the_room_of_the_runner():
+    limits = FakeRunner(max_rows_decode=5, max_chunk=7, pages_per_rank=9, page_size=3).limits
+    config = EngineArgs(max_num_batched_tokens=99, scheduling_policy="priority").scheduler_config(limits)
+    assert (config.max_num_seqs, config.prefill_chunk, config.max_tokens_in_cache) == (5, 7, 24)
+    assert (config.max_num_batched_tokens, config.policy) == (99, "priority")

@@ -1,0 +1,238 @@
+"""From prompt to output, without threads and without JAX."""
+
+import subprocess
+import sys
+
+import pytest
+from fake_runner import FakeRunner, expected_tokens
+from tiny_tokenizer import BOS, EOS, tiny_tokenizer
+
+from dsjax.engine.engine import LLMEngine
+from dsjax.engine.input_processor import PromptError
+from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams
+from dsjax.engine.scheduler import AdmissionError, SchedulerConfig
+
+
+def make_engine(tokenizer=None, eos=(), **runner_options) -> LLMEngine:
+    runner = FakeRunner(**runner_options)
+    config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=16)
+    return LLMEngine(runner, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
+
+
+def finish(engine: LLMEngine) -> dict:
+    last = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            last[output.request_id] = output
+    return last
+
+
+def scripted(text: str, tokenizer=None):
+    """A model that writes this text whatever the prompt, ending with the end-of-sequence token."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_id]
+    start = tokenizer.bos_id
+
+    def model(context, seed, vocab_size):
+        made = len(context) - max(i for i, token in enumerate(context) if token == start) - 1
+        return tokens[min(made, len(tokens) - 1)]
+
+    return model
+
+
+def generate(engine: LLMEngine, prompt="", **params):
+    engine.add_request("r", prompt, SamplingParams(temperature=0, **params))
+    return finish(engine)["r"].outputs[0]
+
+
+def test_the_engine_imports_no_jax():
+    modules = (
+        "engine,input_processor,output_processor,scheduler,plan,tokenizer,detokenizer,stop,args,async_engine,facts"
+    )
+    imports = ";".join(f"import dsjax.engine.{name}" for name in modules.split(","))
+    code = f"import sys;{imports};sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_greedy_tokens_are_the_model_s_for_many_prompts_at_once():
+    engine = make_engine(num_ranks=3)
+    prompts = {str(i): [1 + i, 2, 3 * i][: 1 + i % 3] + [5] * i for i in range(20)}
+    for name, prompt in prompts.items():
+        params = SamplingParams(temperature=0, max_tokens=9, output_kind=OutputKind.FINAL_ONLY)
+        engine.add_request(name, prompt, params)
+    outputs = finish(engine)
+    for name, prompt in prompts.items():
+        assert outputs[name].outputs[0].token_ids == expected_tokens(prompt, 9)
+        assert outputs[name].outputs[0].finish_reason == "length"
+        assert outputs[name].prompt_token_ids == prompt
+        assert outputs[name].metrics.first_token_time >= outputs[name].metrics.arrival_time
+
+
+def test_text_prompts_get_the_begin_of_sequence_token():
+    engine = make_engine()
+    engine.add_request("r", "def main", SamplingParams(temperature=0))
+    output = finish(engine)["r"]
+    assert output.prompt == "def main"
+    assert output.prompt_token_ids[0] == engine.tokenizer.bos_id
+    assert len(output.outputs[0].token_ids) == 16, "vLLM's default of max_tokens"
+
+
+def test_deltas_add_up_to_the_cumulative_output():
+    whole = generate(make_engine(), "abc", max_tokens=12, logprobs=2)
+    engine = make_engine()
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, output_kind=OutputKind.DELTA)
+    engine.add_request("r", "abc", params)
+    pieces = []
+    while engine.has_unfinished():
+        pieces += [output.outputs[0] for output in engine.step()]
+    assert len(pieces) == 12
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert [entry for piece in pieces for entry in piece.logprobs] == whole.logprobs
+    assert pieces[-1].cumulative_logprob == whole.cumulative_logprob == pytest.approx(-0.5 * 12)
+
+
+def test_logprobs_hold_the_token_taken_first_with_rank_and_text():
+    engine = make_engine()
+    output = generate(engine, "abc", max_tokens=2, logprobs=3)
+    first = output.logprobs[0]
+    assert next(iter(first)) == output.token_ids[0]
+    assert [entry.rank for entry in first.values()] == [1, 2, 3]
+    assert first[output.token_ids[0]].decoded_token == engine.tokenizer.token_text(output.token_ids[0])
+    assert generate(make_engine(), "abc", max_tokens=2).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("stop", "include", "text"),
+    [
+        (["ä"], False, "héllo w"),
+        (["lo wö"], False, "hél"),
+        (["lo wö"], True, "héllo wö"),
+        (["zzz", "o"], False, "héll"),
+        (["never"], False, "héllo wörld 你好 🙂!"),
+        (["🙂"], False, "héllo wörld 你好 "),
+    ],
+)
+def test_stop_strings_end_the_text_across_token_boundaries(stop, include, text):
+    model = scripted("héllo wörld 你好 🙂!" if stop != ["ä"] else "héllo wärld")
+    output = generate(make_engine(model=model, eos=[1]), max_tokens=60, stop=stop, include_stop_str_in_output=include)
+    assert output.text == text
+    assert output.finish_reason == "stop"
+    assert output.stop_reason == (None if stop == ["never"] else stop[-1])
+
+
+def test_a_stop_string_frees_the_pages_of_its_request():
+    engine = make_engine(model=scripted("abcdef" * 3))
+    generate(engine, max_tokens=60, stop=["de"])
+    assert engine.core.scheduler.ranks[0].pool.num_used == 0
+    assert engine.outputs.num_unfinished == 0
+
+
+def test_end_of_sequence_is_in_the_tokens_and_not_in_the_text():
+    output = generate(make_engine(model=scripted("ab"), eos=[1]), max_tokens=9)
+    assert (output.text, output.token_ids[-1], output.finish_reason, output.stop_reason) == ("ab", 1, "stop", None)
+    ignoring = generate(make_engine(model=scripted("ab"), eos=[1]), max_tokens=9, ignore_eos=True)
+    assert ignoring.finish_reason == "length"
+    shown = generate(make_engine(model=scripted("ab")), max_tokens=3, skip_special_tokens=False)
+    assert shown.text == f"ab{EOS}" or shown.text.startswith("ab")
+
+
+def test_a_stop_token_names_itself_and_its_text_is_kept_only_when_asked():
+    tokenizer = tiny_tokenizer()
+    (stop_id,) = tokenizer.encode("z", add_special_tokens=False)
+    for include, text in ((False, "ab"), (True, "abz")):
+        engine = make_engine(model=scripted("abzz"))
+        output = generate(engine, max_tokens=9, stop_token_ids=[stop_id], include_stop_str_in_output=include)
+        assert (output.text, output.stop_reason, output.finish_reason) == (text, stop_id, "stop")
+
+
+def test_min_tokens_defers_stop_strings_and_end_of_sequence():
+    output = generate(make_engine(model=scripted("aXbXc"), eos=[1]), max_tokens=20, min_tokens=3, stop=["X"])
+    assert output.text == "aXb"
+    output = generate(make_engine(model=scripted("a"), eos=[1]), max_tokens=20, min_tokens=4)
+    assert len(output.token_ids) > 4
+
+
+def test_n_completions_sample_with_consecutive_seeds():
+    engine = make_engine(num_ranks=2)
+    params = SamplingParams(n=3, seed=11, max_tokens=5, output_kind=OutputKind.FINAL_ONLY)
+    engine.add_request("r", [3, 4], params)
+    output = finish(engine)["r"]
+    assert [o.index for o in output.outputs] == [0, 1, 2]
+    assert [o.token_ids for o in output.outputs] == [expected_tokens([3, 4], 5, seed=11 + i) for i in range(3)]
+    assert output.finished
+
+
+def test_requests_without_a_seed_draw_different_ones_reproducibly():
+    texts = []
+    for _ in range(2):
+        engine = make_engine()
+        for name in "ab":
+            engine.add_request(name, [3, 4], SamplingParams(max_tokens=8))
+        outputs = finish(engine)
+        texts.append((outputs["a"].outputs[0].token_ids, outputs["b"].outputs[0].token_ids))
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+
+
+def test_abort_gives_a_last_output_and_frees_pages_at_once():
+    engine = make_engine()
+    engine.add_request("r", [1, 2, 3], SamplingParams(n=2, max_tokens=50))
+    engine.step()
+    engine.abort("r")
+    assert engine.core.scheduler.ranks[0].pool.num_used == 0
+    (output,) = engine.step()
+    assert output.finished
+    assert [o.finish_reason for o in output.outputs] == ["abort", "abort"]
+    assert not engine.has_unfinished()
+
+
+def test_non_finite_values_end_that_request_with_an_error_and_the_rest_go_on():
+    engine = make_engine()
+    engine.core.runner.non_finite.add("bad")
+    for name in ("bad", "good"):
+        engine.add_request(name, [1, 2], SamplingParams(temperature=0, max_tokens=4))
+    outputs = finish(engine)
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    assert "not finite" in outputs["bad"].outputs[0].stop_reason
+    assert outputs["good"].outputs[0].token_ids == expected_tokens([1, 2], 4)
+
+
+def test_max_tokens_none_runs_to_what_the_model_holds():
+    engine = make_engine(max_model_len=20)
+    output = generate(engine, [5, 6, 7], max_tokens=None)
+    assert len(output.token_ids) == 17
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "message"),
+    [
+        ([], {}, PromptError, "empty"),
+        ([1, 300], {}, PromptError, "token 1 is 300, expected an integer from 0 to 299"),
+        ([-1], {}, PromptError, "is -1"),
+        ([True], {}, PromptError, "is True"),
+        ({"text": "a"}, {}, PromptError, "expected prompt or prompt_token_ids"),
+        ([1], {"stop_token_ids": [300]}, SamplingError, "stop_token_ids: found 300"),
+        ([1] * 120, {"max_tokens": 30}, AdmissionError, "maximum context length of this model is 128"),
+    ],
+)
+def test_wrong_requests_are_refused_and_leave_nothing_behind(prompt, params, error, message):
+    engine = make_engine()
+    with pytest.raises(error, match=message):
+        engine.add_request("r", prompt, SamplingParams(**params))
+    assert not engine.has_unfinished()
+    assert engine.outputs.num_unfinished == 0
+
+
+def test_a_request_id_in_use_is_refused():
+    engine = make_engine()
+    engine.add_request("r", [1], SamplingParams())
+    with pytest.raises(ValueError, match="in use"):
+        engine.add_request("r", [1], SamplingParams())
+
+
+def test_special_tokens_in_prompt_ids_are_taken_as_they_are():
+    engine = make_engine()
+    engine.add_request("r", {"prompt_token_ids": [0, 5]}, SamplingParams(temperature=0))
+    assert finish(engine)["r"].prompt_token_ids == [0, 5]
+    assert engine.tokenizer.token_text(0) == BOS
