@@ -31,7 +31,9 @@ class EngineArgs:
     weights: str = option("auto", "auto: in dtype; fp8: FP8 weights stay FP8 in memory", ("auto", "fp8"))
     kv_dtype: str = option("auto", "of the latent cache; auto: as dtype", ("auto", "float32", "bfloat16"))
     max_model_len: int | None = option(None, "longest prompt + output; default: the model's maximum", least=1)
-    max_num_seqs: int = option(64, "most running requests of a DP rank", least=1)
+    max_num_seqs: int | None = option(
+        None, "most running requests of a DP rank; default: 256 over all ranks, at least 8 on each", least=1
+    )
     max_num_batched_tokens: int = option(512, "most tokens of a DP rank in one step", least=1)
     prefill_chunk: int = option(256, "most tokens of one prompt in one step", least=1)
     page_size: int = option(16, "token slots of a page of the latent cache", least=1)
@@ -47,7 +49,7 @@ class EngineArgs:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
                 "so running requests would stall each other; raise the first or lower the second"
