@@ -30,6 +30,7 @@ from dsjax.model.router import Routing
 from dsjax.model.transformer import DecoderLayer, Transformer
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig, dispatch
+from sharding.placement import Placement, assign_copies
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Step:
     spec: MeshSpec
     mesh: Mesh
     rules: Rules
+    placement: Placement
     dispatch: DispatchConfig
     dtype: jnp.dtype
     cache_dtype: jnp.dtype
@@ -201,7 +203,8 @@ class Step:
         """Send active tokens to the physical copies of their experts and bring the weighted sums back."""
         B, T, D = x.shape
         K = routing.ids.shape[-1]
-        ids = jnp.where(active[..., None], routing.ids, -1).reshape(B * T, K)
+        logical = routing.ids.reshape(B * T, K)
+        slots = assign_copies(self.placement.tables, logical, active.reshape(B * T), ranks=B)
         stored = experts.stored()
         specs = {name: self._expert_spec(experts, name) for name in stored}
         product = ExpertProduct(weight_dtype=experts.down.weight.info.dtype, platform=self._platform)
@@ -210,7 +213,7 @@ class Step:
             self.mesh,
             self.dispatch,
             x.reshape(B * T, D),
-            ids,
+            slots,
             routing.weights.reshape(B * T, K),
             stored,
             product,

@@ -1,0 +1,108 @@
+"""From options and a configuration to a ``Step``, with every check and without any weights: loading and dry run share it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dsjax.config import ModelConfig
+from dsjax.engine.args import EngineArgs
+from dsjax.errors import UserError
+from dsjax.model.forms import common_layout
+from dsjax.model.parameters import BLOCK, Weights
+from dsjax.model.step import Step
+from dsjax.model.transformer import parameter_table
+from sharding import MeshSpec, Rules
+from sharding.dispatch import DispatchConfig
+from sharding.placement import Placement
+
+
+def make_step(args: EngineArgs, config: ModelConfig, spec: MeshSpec, mesh: Mesh) -> Step:
+    """The step that ``args`` describe, for this model on this mesh.
+
+    Raises:
+        UserError, MeshError: options, model and mesh that do not go together.
+    """
+    platform = mesh.devices.flat[0].platform
+    dtype = compute_dtype(args, config, platform)
+    weights = weights_format(args, dtype)
+    common_layout(args.mla_prefill, args.mla_decode)
+    check_layout(config, spec, args.redundant_experts, weights)
+    placement = expert_placement(config, spec, args.redundant_experts)
+    table = parameter_table(
+        config,
+        weights=weights,
+        platform=platform,
+        num_physical=placement.n_physical if config.is_moe else 0,
+        materialise="AM_CC_ME" in (args.mla_prefill, args.mla_decode),
+        mtp=False,
+    )
+    return Step(
+        config=config,
+        table=table,
+        spec=spec,
+        mesh=mesh,
+        rules=model_rules(config, spec),
+        placement=placement,
+        dispatch=DispatchConfig(method=args.dispatch, chunk_tokens=args.moe_chunk_tokens),
+        dtype=dtype,
+        cache_dtype=dtype if args.kv_dtype == "auto" else jnp.dtype(args.kv_dtype),
+        prefill_form=args.mla_prefill,
+        decode_form=args.mla_decode,
+        page_size=args.page_size,
+    )
+
+
+def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dtype:
+    """What activations are computed in.
+
+    ``auto`` is the checkpoint's dtype, except on CPU: XLA computes bf16 there by converting to float32 and back around
+    each operation, which is slower and less exact than float32 itself.
+    """
+    if args.dtype != "auto":
+        return jnp.dtype(args.dtype)
+    return jnp.dtype("float32" if platform == "cpu" or config.torch_dtype == "float32" else "bfloat16")
+
+
+def weights_format(args: EngineArgs, dtype: np.dtype) -> Weights:
+    """How matrices are kept: FP8 if asked for, else in the compute dtype."""
+    if args.weights == "fp8":
+        return "fp8"
+    return "f32" if dtype == jnp.float32 else "bf16"
+
+
+def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: Weights) -> None:
+    """Whether the mesh divides this model; see ``MeshSpec.check_fits``.
+
+    Raises:
+        MeshError: naming each number that does not fit.
+        UserError: redundant experts for a model that has none.
+    """
+    if redundant and not config.is_moe:
+        raise UserError(f"--redundant-experts is {redundant}, but this model has no experts; leave it out")
+    widths = {"dense MLP width": config.intermediate_size} if config.num_dense_layers else {}
+    if config.n_shared_experts:
+        widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
+    spec.check_fits(
+        heads=config.num_attention_heads,
+        experts=config.n_routed_experts,
+        redundant=redundant,
+        expert_width=config.moe_intermediate_size,
+        dense_widths=widths,
+        block=BLOCK if weights == "fp8" else None,
+    )
+
+
+def model_rules(config: ModelConfig, spec: MeshSpec) -> Rules:
+    """The default layout; the vocabulary is kept whole where ``tp`` does not divide it."""
+    rules = Rules.for_mesh(spec)
+    return rules.replace(vocab=()) if config.vocab_size % spec.tp_size else rules
+
+
+def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int) -> Placement:
+    """Which logical expert each physical slot holds: in order, or with redundant copies spread evenly."""
+    if not redundant:
+        return Placement.identity(config.n_routed_experts)
+    physical = config.n_routed_experts + redundant
+    return Placement.with_redundancy(config.n_routed_experts, physical, ranks=spec.ep_size)

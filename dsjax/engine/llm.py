@@ -1,0 +1,139 @@
+"""``LLM``: the model as a Python object, for scripts, notebooks and tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.engine import LLMEngine
+from dsjax.engine.input_processor import Prompt
+from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.sampling_params import OutputKind, SamplingParams
+from dsjax.errors import UserError
+from sharding.emulation import emulate_devices
+from sharding.mesh import MeshSpec
+
+
+class LLM:
+    """A DeepSeek-V3-family model on a mesh; names and meanings follow vLLM's.
+
+    ::
+
+        llm = LLM(model="demo", mesh="dp=8,tp=2", dtype="float32")
+        outputs = llm.generate(["def main("], SamplingParams(temperature=0, max_tokens=32))
+        outputs[0].outputs[0].text, outputs[0].outputs[0].token_ids
+        llm.logits([[1, 2, 3]])  # next-token logits at every position
+
+    Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
+    emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
+
+    Raises:
+        UserError, MeshError: an option, model or mesh that cannot be, before weights are read.
+    """
+
+    def __init__(
+        self, model: str = "demo", *, mesh: str | MeshSpec = "dp=1", show_progress: bool = False, **options: Any
+    ):
+        self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
+        emulate_devices(MeshSpec.parse(self.args.mesh).num_devices)
+        from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
+
+        loaded = load_model(self.args, show_progress=show_progress)
+        self.runner, self.tokenizer, self.config, self.facts = (
+            loaded.runner,
+            loaded.tokenizer,
+            loaded.config,
+            loaded.facts,
+        )
+        self.engine = LLMEngine(
+            self.runner,
+            self.tokenizer,
+            self.args.scheduler_config(self.runner.limits),
+            eos_token_ids=loaded.eos_token_ids,
+            seed=self.args.seed,
+        )
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs come in the prompts' order.
+
+        prompts: texts, or dicts with ``prompt_token_ids``; one or several. sampling_params: for all, or one for each.
+
+        Raises:
+            UserError: a prompt or parameter that cannot be; nothing is run then.
+        """
+        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        params = self._params_for(prompts, sampling_params)
+        ids = [f"generate-{next(self._ids)}" for _ in prompts]
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for request_id, prompt, param in zip(ids, prompts, params, strict=True):
+                self.engine.add_request(request_id, prompt, param)
+            while self.engine.has_unfinished():
+                outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        return [outputs[request_id] for request_id in ids]
+
+    def logits(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Float32 ``[tokens, vocab]`` for each sequence: next-token logits at every position, through the paged cache.
+
+        Raises:
+            UserError: an empty or too long sequence, a token id outside the vocabulary, or requests that are running.
+        """
+        if self.engine.has_unfinished():
+            raise UserError("logits() was called while requests are running; finish or abort them first")
+        sequences = [self._checked(sequence) for sequence in token_ids]
+        pool = self.engine.core.scheduler.ranks[0].pool
+        found = []
+        for sequence in sequences:
+            pages = pool.allocate(pool.pages_for(len(sequence)))
+            try:
+                found.append(self.runner.logits(sequence, pages))
+            finally:
+                pool.release(pages)
+        return found
+
+    def warm_up(self, progress=None) -> None:
+        """Compile every program now, so that no request waits for it."""
+        self.engine.warm_up(progress)
+
+    def shutdown(self) -> None:
+        """Free the devices' memory."""
+        self.engine.shutdown()
+
+    def _params_for(self, prompts: list[Prompt], given) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            given = [given or SamplingParams()] * len(prompts)
+        given = list(given)
+        if len(given) != len(prompts):
+            raise UserError(
+                f"found {len(given)} sampling parameters for {len(prompts)} prompts; give one, or one for each"
+            )
+        # Only finished outputs are returned, so the intermediate ones need not be made.
+        return [_final_only(params) for params in given]
+
+    def _checked(self, sequence: Sequence[int]) -> list[int]:
+        sequence = [int(token) for token in sequence]
+        most = min(self.runner.limits.max_model_len, self.engine.core.scheduler.config.max_tokens_in_cache)
+        if not 1 <= len(sequence) <= most:
+            raise UserError(f"found a sequence of {len(sequence)} tokens, expected 1 to {most}")
+        outside = [token for token in sequence if not 0 <= token < self.config.vocab_size]
+        if outside:
+            raise UserError(f"token ids {outside[:5]} are outside the vocabulary, 0 to {self.config.vocab_size - 1}")
+        return sequence
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    return dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY)

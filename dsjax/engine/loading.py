@@ -1,0 +1,189 @@
+"""From ``EngineArgs`` to a loaded model on its mesh: every check first, then the weights, then the runner."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+from dsjax.checkpoint.hub import resolve
+from dsjax.checkpoint.load import load
+from dsjax.checkpoint.source import open_checkpoint
+from dsjax.config import ModelConfig
+from dsjax.engine import cache as device_cache
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.assembly import make_step, weights_format
+from dsjax.engine.buckets import Buckets
+from dsjax.engine.facts import EngineFacts
+from dsjax.engine.host_memory import keep_freed_memory
+from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.runner import MeshRunner
+from dsjax.engine.tokenizer import Tokenizer
+from dsjax.errors import UserError
+from dsjax.model.step import Step
+from sharding import MeshSpec
+
+TOTAL_SEQUENCES = 256
+"""Running requests over all DP ranks when ``--max-num-seqs`` is not given."""
+LEAST_SEQUENCES = 8
+"""And at least so many on each rank."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A runner and what stands around it. ``tokenizer`` is None where the model's directory has none."""
+
+    runner: MeshRunner
+    tokenizer: Tokenizer | None
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    facts: EngineFacts
+
+
+def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
+    """Check everything, then load the model that ``args`` names onto its mesh.
+
+    Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
+
+    Raises:
+        UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
+    """
+    spec = MeshSpec.parse(args.mesh)
+    checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
+    config, directory = checkpoint.config, checkpoint.directory
+    mesh = spec.build()
+    if mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
+    step = make_step(args, config, spec, mesh)
+    max_model_len = _max_model_len(args, config)
+    weights = weights_format(args, step.dtype)
+    params = load(
+        config,
+        checkpoint,
+        mesh,
+        step.rules,
+        weights=weights,
+        placement=step.placement if config.is_moe else None,
+        mtp=False,
+        progress=show_progress,
+    )
+    params = materialise(step, params)
+    limits = _limits(args, step, max_model_len)
+    runner = MeshRunner(step, params, limits, Buckets.covering(limits.max_rows_decode, limits.max_chunk))
+    tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    return LoadedModel(
+        runner, tokenizer, config, _eos_ids(directory, config), _facts(args, step, limits, params, weights)
+    )
+
+
+def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
+    """``params`` with the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
+    derived = {path: info for path, info in step.table.infos.items() if info.init == "derived"}
+    if not derived:
+        return dict(params)
+    shardings = {path: step.rules.sharding(step.mesh, info.logical_axes, info.shape) for path, info in derived.items()}
+
+    def products(params):
+        # The derived entries are not read; they stand in so that the module can be bound.
+        stand_in = {path: params.get(path, 0) for path in step.table.infos}
+        model, found = step.table.bind(stand_in), {}
+        for name in {path.split(".")[0] for path in derived}:
+            graph, weights = nnx.split(getattr(model, name).attn)
+            query_key, value_output = jax.lax.map(
+                lambda w, graph=graph: nnx.merge(graph, w).materialise(step.dtype), weights
+            )
+            found |= {f"{name}.attn.query_key": query_key, f"{name}.attn.value_output": value_output}
+        return found
+
+    return {**params, **jax.jit(products, out_shardings=shardings)(params)}
+
+
+def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
+    if args.max_model_len is not None and args.max_model_len > config.max_position_embeddings:
+        raise UserError(
+            f"--max-model-len is {args.max_model_len}, but the model has {config.max_position_embeddings} positions; lower it"
+        )
+    return args.max_model_len or config.max_position_embeddings
+
+
+def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
+    sequences = args.max_num_seqs or max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size)
+    pages_per_request = -(-max_model_len // args.page_size)
+    wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sequences * pages_per_request
+    chunk = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len)
+    return RunnerLimits(
+        max_rows_decode=sequences,
+        max_rows_prefill=sequences,
+        max_chunk=chunk,
+        page_size=args.page_size,
+        pages_per_rank=device_cache.pages_that_fit(step, wanted + 1),
+        num_ranks=step.spec.dp_size,
+        max_model_len=max_model_len,
+        vocab_size=step.config.vocab_size,
+    )
+
+
+def _eos_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
+    """End-of-sequence tokens: ``generation_config.json``'s where it names any, else ``config.json``'s."""
+    path = directory / "generation_config.json"
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise UserError(f"{path} is not JSON: {error}") from error
+        ids = found if isinstance(found, list) else [found]
+        if found is not None:
+            return tuple(ids)
+    return config.eos_token_id
+
+
+def _facts(
+    args: EngineArgs, step: Step, limits: RunnerLimits, params: Mapping[str, Array], weights: str
+) -> EngineFacts:
+    spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
+    cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
+    by_component: dict[str, int] = {}
+    for path, array in params.items():
+        component = _component(path)
+        local = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        by_component[component] = by_component.get(component, 0) + local
+    return EngineFacts(
+        model=args.model,
+        parameters=sum(math.prod(i.shape) for i in step.table.infos.values() if i.init not in ("derived", "scale")),
+        mesh=str(spec),
+        mesh_shape=dict(step.mesh.shape),
+        platform=device.platform,
+        device_kind=device.device_kind,
+        num_devices=spec.num_devices,
+        num_processes=jax.process_count(),
+        dp_ranks=spec.dp_size,
+        physical_experts_per_device=step.placement.n_physical // spec.ep_size if config.is_moe else 0,
+        dtype=str(step.dtype),
+        weights=weights,
+        dispatch={"prefill": step.dispatch.method, "decode": step.dispatch.method},
+        mla={"prefill": step.prefill_form, "decode": step.decode_form},
+        weight_bytes=by_component,
+        cache_bytes=cache_bytes,
+        cache_tokens=device_cache.token_slots(step, limits.pages_per_rank),
+        page_size=limits.page_size,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_rows_decode,
+    )
+
+
+def _component(path: str) -> str:
+    """The part of the model that a parameter's bytes are shown under."""
+    for part, name in ((".experts.", "routed experts"), (".shared.", "shared experts"), (".router.", "router")):
+        if part in path:
+            return name
+    if ".attn." in path:
+        return "attention"
+    if ".mlp." in path:
+        return "dense MLP"
+    return {"embed": "embedding", "head": "head"}.get(path.split(".")[0], "norms")

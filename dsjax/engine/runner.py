@@ -1,0 +1,225 @@
+"""``MeshRunner``: turns a scheduler's plan into launches of the compiled step on a mesh, and reads the tokens back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from dsjax.engine import cache as device_cache
+from dsjax.engine.buckets import Buckets, Launch, Rectangle
+from dsjax.engine.plan import Progress, RowResult, RunnerLimits, ScheduledRow, StepPlan
+from dsjax.engine.sampler import Sampled, SamplingRows, greedy, needs_sampler, sample
+from dsjax.engine.tables import PageTables
+from dsjax.model.step import GroupShape, RowGroup, Step
+
+
+class MeshRunner:
+    """Runs steps of one model on one mesh.
+
+    Every shape is compiled by ``warm_up`` (or at first use), the cache is donated from step to step, and each launch is waited
+    for before the next is enqueued: on emulated devices, programs in flight together can deadlock.
+    """
+
+    def __init__(self, step: Step, params: Mapping[str, Array], limits: RunnerLimits, buckets: Buckets):
+        self.step, self.limits, self.buckets = step, limits, buckets
+        self.params = {path: params[path] for path in step.table.infos}
+        self.cache = device_cache.allocate(step, limits.pages_per_rank)
+        max_pages = -(-limits.max_model_len // limits.page_size)
+        self._tables = PageTables(limits.num_ranks, limits.max_rows_decode, max_pages)
+        self._rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
+        self._programs: dict[tuple, jax.stages.Compiled] = {}
+
+    def execute(self, plan: StepPlan) -> dict[str, RowResult]:
+        """Compute a step; results of the rows that are sampled, by request id."""
+        results: dict[str, RowResult] = {}
+        for launch in self.buckets.launches(plan):
+            self._launch(launch, results)
+        return results
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every program that ``execute`` can ask for."""
+        shapes = self.buckets.shapes()
+        rows = sorted({_rows_of(decode, prefill) for decode, prefill in shapes})
+        work = [("step", shape) for shape in shapes] + list(itertools.product(("plain", "full"), rows))
+        for done, (kind, argument) in enumerate(work):
+            label = _describe(*argument) if kind == "step" else f"{kind} sampler, {argument} rows"
+            if progress:
+                progress(done, len(work), label)
+            if kind == "step":
+                self._step_program(self._shapes(*argument))
+            else:
+                self._sample_program(argument, kind == "full")
+        if progress:
+            progress(len(work), len(work), "ready")
+
+    def logits(self, token_ids: list[int], pages: list[int]) -> np.ndarray:
+        """Float32 logits ``[tokens, V]`` of every position of one sequence, computed in chunks through ``pages`` of rank 0.
+
+        Compiles a program of its own at first use.
+        """
+        chunk = self.buckets.prefill[0].chunk
+        shapes = self._shapes(None, Rectangle(1, chunk))
+        found = []
+        for start in range(0, len(token_ids), chunk):
+            part = token_ids[start : start + chunk]
+            group = _HostGroup.empty(self.limits.num_ranks, shapes[0])
+            group.tokens[0, 0, : len(part)] = part
+            group.start[0, 0], group.length[0, 0] = start, len(part)
+            group.tables[0, 0, : len(pages)] = pages
+            packed = jax.device_put(group.pack(), self._rows)
+            every, self.cache = self._every_token_program(shapes)(self.params, self.cache, packed)
+            found.append(np.asarray(every[0])[: len(part)])
+        return np.concatenate(found)
+
+    def shutdown(self) -> None:
+        """Free the cache and drop the programs."""
+        for array in self.cache.values():
+            array.delete()
+        self._programs.clear()
+
+    def _launch(self, launch: Launch, results: dict[str, RowResult]) -> None:
+        shapes = self._shapes(launch.decode, launch.prefill)
+        parts, placed, first_row = [], [], 0
+        for shape, rows in zip(shapes, self._row_lists(launch), strict=True):
+            group = _HostGroup.empty(self.limits.num_ranks, shape)
+            group.fill(rows, self._tables)
+            parts.append(group.pack())
+            placed += [
+                (rank, first_row + i, row) for rank, own in enumerate(rows) for i, row in enumerate(own) if row.sampled
+            ]
+            first_row += shape.rows
+        packed = jax.device_put(np.concatenate(parts, axis=1), self._rows)
+        tokens, logits, self.cache = self._step_program(shapes)(self.params, self.cache, packed)
+        sampled = self._sample(logits, placed, first_row)
+        self._read(sampled or Sampled(tokens), placed, results)
+
+    def _row_lists(self, launch: Launch):
+        pairs = ((launch.decode, launch.decode_rows), (launch.prefill, launch.prefill_rows))
+        return [rows for rectangle, rows in pairs if rectangle]
+
+    def _sample(self, logits: Array, placed: list[tuple[int, int, ScheduledRow]], num_rows: int) -> Sampled | None:
+        """Run the sampler if any row wants more than the greedy token."""
+        wanting = [
+            (rank, row, scheduled.request) for rank, row, scheduled in placed if needs_sampler(scheduled.request)
+        ]
+        if not wanting:
+            return None
+        rows = SamplingRows.greedy(self.limits.num_ranks, num_rows)
+        for rank, row, request in wanting:
+            rows.set(rank, row, request)
+        full = any(r.params.logprobs is not None or r.params.top_k > 0 or r.params.top_p < 1 for _, _, r in wanting)
+        return self._sample_program(num_rows, full)(logits, jax.device_put(rows, self._rows))
+
+    def _read(self, sampled: Sampled, placed, results: dict[str, RowResult]) -> None:
+        host = jax.device_get(sampled)
+        tokens = host.tokens.tolist()
+        for rank, row, scheduled in placed:
+            request, token = scheduled.request, tokens[rank][row]
+            if token < 0:
+                results[request.request_id] = RowResult(0, finite=False)
+            elif request.params.logprobs is None:
+                results[request.request_id] = RowResult(token)
+            else:
+                count = request.params.logprobs
+                at = (rank, row)
+                top = zip(host.top_tokens[at][:count].tolist(), host.top_logprobs[at][:count].tolist(), strict=True)
+                results[request.request_id] = RowResult(
+                    token, float(host.logprobs[at]), list(top), True, int(host.ranks[at])
+                )
+
+    def _shapes(self, decode: Rectangle | None, prefill: Rectangle | None) -> tuple[GroupShape, ...]:
+        forms = (self.step.decode_form, self.step.prefill_form)
+        pages = self._tables.max_pages
+        return tuple(
+            GroupShape(rectangle.rows, rectangle.chunk, pages, form)
+            for rectangle, form in zip((decode, prefill), forms, strict=True)
+            if rectangle
+        )
+
+    def _step_program(self, shapes: tuple[GroupShape, ...]) -> jax.stages.Compiled:
+        def run(params, cache, packed):
+            logits, cache, _ = self.step(params, cache, packed, shapes)
+            return greedy(logits), logits, cache
+
+        return self._compiled(("step", shapes), run, shapes)
+
+    def _every_token_program(self, shapes: tuple[GroupShape, ...]) -> jax.stages.Compiled:
+        def run(params, cache, packed):
+            logits, cache, _ = self.step(params, cache, packed, shapes, every_token=True)
+            return logits, cache
+
+        return self._compiled(("every token", shapes), run, shapes)
+
+    def _compiled(self, key: tuple, function, shapes: tuple[GroupShape, ...]) -> jax.stages.Compiled:
+        if key not in self._programs:
+            width = sum(shape.packed_width for shape in shapes)
+            packed = jax.ShapeDtypeStruct((self.limits.num_ranks, width), np.int32, sharding=self._rows)
+            lowered = jax.jit(function, donate_argnums=1).lower(self.params, self.cache, packed)
+            self._programs[key] = lowered.compile()
+        return self._programs[key]
+
+    def _sample_program(self, num_rows: int, full: bool) -> jax.stages.Compiled:
+        key = ("sample", num_rows, full)
+        if key not in self._programs:
+            step, ranks = self.step, self.limits.num_ranks
+            vocab = step.rules.spec(("ranks", None, "vocab"))
+            logits = jax.ShapeDtypeStruct(
+                (ranks, num_rows, step.config.vocab_size), np.float32, sharding=NamedSharding(step.mesh, vocab)
+            )
+            rows = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._rows),
+                SamplingRows.greedy(ranks, num_rows),
+            )
+            self._programs[key] = jax.jit(partial(sample, full=full)).lower(logits, rows).compile()
+        return self._programs[key]
+
+
+class _HostGroup:
+    """A row group being filled on the host."""
+
+    def __init__(self, tokens, start, length, tables):
+        self.tokens, self.start, self.length, self.tables = tokens, start, length, tables
+
+    @classmethod
+    def empty(cls, ranks: int, shape: GroupShape) -> _HostGroup:
+        """All padding: length 0, page 0."""
+        rows = (ranks, shape.rows)
+        return cls(*(np.zeros(s, np.int32) for s in ((*rows, shape.chunk), rows, rows, (*rows, shape.pages))))
+
+    def fill(self, rows: list, tables: PageTables) -> None:
+        """Enter each rank's rows."""
+        for rank, own in enumerate(rows):
+            if not own:
+                continue
+            count = len(own)
+            self.start[rank, :count] = [row.start for row in own]
+            self.length[rank, :count] = [row.length for row in own]
+            self.tables[rank, :count] = tables.rows(rank, [row.request for row in own])
+            if self.tokens.shape[-1] == 1:
+                self.tokens[rank, :count, 0] = [row.request.token_ids[row.start] for row in own]
+                continue
+            for i, (request, start, length) in enumerate(own):
+                self.tokens[rank, i, :length] = request.token_ids[start : start + length]
+
+    def pack(self) -> np.ndarray:
+        return RowGroup.pack(self.tokens, self.start, self.length, self.tables)
+
+
+def _rows_of(decode: Rectangle | None, prefill: Rectangle | None) -> int:
+    return sum(rectangle.rows for rectangle in (decode, prefill) if rectangle)
+
+
+def _describe(decode: Rectangle | None, prefill: Rectangle | None) -> str:
+    parts = []
+    if decode:
+        parts.append(f"decode {decode.rows} rows")
+    if prefill:
+        parts.append(f"prefill {prefill.rows} × {prefill.chunk}")
+    return " + ".join(parts)

@@ -1,0 +1,139 @@
+"""Choosing the next token on the device: greedy inside the step, everything else in one small program beside it.
+
+A request's draw depends on its own seed, the number of tokens it has made, and its own logits, on nothing else: not on its
+row, its rank, or what runs beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import MAX_LOGPROBS
+
+MAX_SUPPRESSED = 16
+"""Stop tokens that ``min_tokens`` can hold back on the device."""
+
+
+def greedy(logits: Float[Array, "B R V"]) -> Int[Array, "B R"]:
+    """The most probable token (lowest id of equals), or −1 where any logit is not finite."""
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    return jnp.where(finite, jnp.argmax(logits, axis=-1), -1).astype(jnp.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class SamplingRows:
+    """Per-row settings; rows that want nothing are greedy. Made on the host as NumPy arrays ``[B, R]``."""
+
+    temperature: Float[Array, "B R"]  # 0: greedy
+    top_p: Float[Array, "B R"]
+    top_k: Int[Array, "B R"]  # 0: all
+    seed: Int[Array, "B R"]  # uint32
+    step: Int[Array, "B R"]  # tokens made so far
+    suppressed: Int[Array, "B R 16"]  # token ids that may not be chosen; −1: none
+
+    @classmethod
+    def greedy(cls, ranks: int, rows: int) -> SamplingRows:
+        """Rows that all take the most probable token."""
+        shape = (ranks, rows)
+        return cls(
+            np.zeros(shape, np.float32),
+            np.ones(shape, np.float32),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.uint32),
+            np.zeros(shape, np.int32),
+            np.full((*shape, MAX_SUPPRESSED), -1, np.int32),
+        )
+
+    def set(self, rank: int, row: int, request: Request) -> None:
+        """Enter a request's settings."""
+        params, at = request.params, (rank, row)
+        self.temperature[at] = 0.0 if params.greedy else params.temperature
+        self.top_p[at], self.top_k[at] = params.top_p, max(params.top_k, 0)
+        self.seed[at], self.step[at] = request.seed, request.num_output_tokens
+        if request.suppresses_stop_ids:
+            ids = sorted(request.stop_ids)[:MAX_SUPPRESSED]
+            self.suppressed[rank, row, : len(ids)] = ids
+
+
+class Sampled(NamedTuple):
+    """Tokens (−1 where logits were not finite) and, if asked for, raw log-probabilities."""
+
+    tokens: Int[Array, "B R"]
+    logprobs: Float[Array, "B R"] | None = None
+    ranks: Int[Array, "B R"] | None = None
+    top_tokens: Int[Array, "B R 20"] | None = None
+    top_logprobs: Float[Array, "B R 20"] | None = None
+
+
+def needs_sampler(request: Request) -> bool:
+    """Whether the greedy token of the step is not enough."""
+    return not request.params.greedy or request.params.logprobs is not None or request.suppresses_stop_ids
+
+
+def sample(logits: Float[Array, "B R V"], rows: SamplingRows, *, full: bool) -> Sampled:
+    """Draw each row's token.
+
+    full: with top-k and top-p (which sort the vocabulary) and log-probabilities; otherwise temperature only.
+
+    Tokens outside top-k, then top-p, get probability 0; the draw inverts the cumulative distribution *in vocabulary
+    order* at one uniform number, so that rounding which swaps two nearly equal tokens in a sorted order changes nothing.
+    """
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    allowed = _suppress(logits, rows.suppressed)
+    scaled = allowed / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[..., None]
+    if full:
+        scaled = jnp.where(scaled >= _threshold(scaled, rows)[..., None], scaled, -jnp.inf)
+    drawn = _invert(jax.nn.softmax(scaled, axis=-1), _uniform(rows))
+    tokens = jnp.where(rows.temperature > 0, drawn, jnp.argmax(allowed, axis=-1)).astype(jnp.int32)
+    tokens = jnp.where(finite, tokens, -1)
+    if not full:
+        return Sampled(tokens)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=-1)
+    top, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    ranks = jnp.sum(logprobs > chosen, axis=-1) + 1
+    return Sampled(tokens, chosen[..., 0], ranks, top_tokens, top)
+
+
+def _suppress(logits: Float[Array, "B R V"], suppressed: Int[Array, "B R N"]) -> Float[Array, "B R V"]:
+    banned = jnp.any(suppressed[..., None] == jnp.arange(logits.shape[-1]), axis=-2)
+    return jnp.where(banned, -jnp.inf, logits)
+
+
+def _threshold(scaled: Float[Array, "B R V"], rows: SamplingRows) -> Float[Array, "B R"]:
+    """The least logit that top-k and top-p keep; equals of it are kept too."""
+    descending = -jnp.sort(-scaled, axis=-1)
+    V = scaled.shape[-1]
+    k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, V), V)
+    kth = jnp.take_along_axis(descending, (k - 1)[..., None], axis=-1)
+    probs = jax.nn.softmax(jnp.where(descending >= kth, descending, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    kept = jnp.sum((before < rows.top_p[..., None]) & (probs > 0), axis=-1)
+    return jnp.take_along_axis(descending, jnp.maximum(kept - 1, 0)[..., None], axis=-1)[..., 0]
+
+
+def _uniform(rows: SamplingRows) -> Float[Array, "B R"]:
+    """One number in [0, 1) for each row, from its seed and its count of tokens."""
+
+    def draw(seed, step):
+        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed)
+        return jax.random.uniform(jax.random.fold_in(key, step))
+
+    return jax.vmap(jax.vmap(draw))(rows.seed, rows.step)
+
+
+def _invert(probs: Float[Array, "B R V"], uniform: Float[Array, "B R"]) -> Int[Array, "B R"]:
+    """The first token whose cumulative probability exceeds ``uniform`` of the total; never one of probability 0."""
+    cumulative = jnp.cumsum(probs, axis=-1)
+    target = uniform[..., None] * cumulative[..., -1:]
+    index = jnp.sum(cumulative <= target, axis=-1)
+    last = probs.shape[-1] - 1 - jnp.argmax(probs[..., ::-1] > 0, axis=-1)
+    return jnp.minimum(index, last)
