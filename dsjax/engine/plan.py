@@ -83,7 +83,9 @@ Progress = Callable[[int, int, str], None]
 
 
 class Runner(Protocol):
-    """Computes steps. All its methods are called from one thread."""
+    """Computes steps. One thread at a time calls it, not always the same one: the server warms up in its main thread and
+    then steps in the engine's. Whatever is bound to a thread, such as `jax.set_mesh`, is entered inside each method.
+    """
 
     limits: RunnerLimits
 
