@@ -67,6 +67,18 @@ class Assembler:
             for _ in self._executor.map(lambda piece: self._fill_piece(values, path, piece, region), pieces):
                 pass
 
+    def tensor(self, path: str, piece: Piece) -> np.ndarray:
+        """One whole piece as Hugging Face has it, ``[out, in]``, in the parameter's dtype."""
+        info = self.names.parameters[path]
+        shape = piece.shape(info.shape)
+        out = np.empty(shape, info.dtype)
+        if len(shape) == 1:
+            self._read_vector(piece.name, slice(0, shape[0]), out)
+            return out
+        for start, strip in self._strips(path, piece.name, slice(0, shape[0]), slice(0, shape[1]), info.dtype):
+            out[start : start + len(strip)] = strip
+        return out
+
     def _fill_piece(self, out: np.ndarray, path: str, piece: Piece, region: Sequence[slice]) -> None:
         """One piece's share of ``out``, in the orientation of the Hugging Face tensor."""
         kept = [part for part, at in zip(region, piece.index, strict=True) if isinstance(at, slice)]
@@ -75,9 +87,7 @@ class Assembler:
         )
         target = out[place]
         if target.ndim == 1:
-            block = np.asarray(self.tensors[piece.name][tuple(kept)])
-            self._check(piece.name, block)
-            target[...] = block.astype(target.dtype)
+            self._read_vector(piece.name, kept[0], target)
             return
         target_dtype = target.dtype
         if piece.transposed:
@@ -91,6 +101,11 @@ class Assembler:
             for row in range(0, len(strip), _COPIED_ROWS):
                 run = strip[row : row + _COPIED_ROWS].view(bits)
                 target[start - rows.start + row :][: len(run)] = run
+
+    def _read_vector(self, name: str, part: slice, out: np.ndarray) -> None:
+        values = self.tensors[name][(part,)]
+        self._check(name, values)
+        out[...] = values.astype(out.dtype)
 
     def _strips(
         self, path: str, name: str, rows: slice, columns: slice, dtype: np.dtype

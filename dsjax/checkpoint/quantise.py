@@ -41,7 +41,8 @@ def dequantise(
 ) -> Float32[np.ndarray, "i j"]:
     """``float32(weight) × scale`` of a part of a matrix that starts at ``[row, column]``; ``scale`` is the whole's."""
     values = np.take(_FP8_VALUES, weight.view(np.uint8))
-    values *= expand(scale, row, column, weight.shape)
+    with np.errstate(invalid="ignore", over="ignore"):  # damaged scales are reported by who reads them
+        values *= expand(scale, row, column, weight.shape)
     return values
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from dsjax.checkpoint.assemble import Tensor
 from dsjax.checkpoint.check import settle_mtp
 from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors, read_manifest
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
@@ -32,6 +33,10 @@ class Checkpoint:
     """Damage found while opening; ``check_structure`` lists it with the rest."""
     unreadable: frozenset[str] = frozenset()
     """Tensors lost with damaged files."""
+    copies: tuple[str, ...] = ()
+    """Tensors that the Hugging Face source of an Orbax directory held beside these, each equal to one of them."""
+    narrow: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of an Orbax directory that its Hugging Face source kept in a narrower dtype, and in which."""
     release: Callable[[], None] = field(default=lambda: None, repr=False)
     """Drops what reading left in this process's memory."""
 
@@ -61,8 +66,23 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         raise CheckpointError(directory, ["is no directory" if directory.exists() else "does not exist"])
     if not (directory / "config.json").is_file():
         raise CheckpointError(directory, [f"has no config.json; {_LOOKED_FOR}"])
+    if (directory / MANIFEST_NAME).exists():
+        return _open_orbax(directory)
     if not any(directory.glob("*.safetensors")) and not (directory / INDEX_NAME).exists():
         raise CheckpointError(directory, [f"has a config.json but no weights; {_LOOKED_FOR}"])
+    return _open_hf(directory)
+
+
+def _open_orbax(directory: Path) -> Checkpoint:
+    config = load_config(directory)
+    manifest = read_manifest(directory, config)
+    tensors = OrbaxTensors(directory, config, manifest)
+    return Checkpoint(
+        directory, "orbax", config, tensors, tensors.specs, copies=manifest.copies, narrow=manifest.narrow or {}
+    )
+
+
+def _open_hf(directory: Path) -> Checkpoint:
     folder = SafetensorsFolder(directory)
     config = settle_mtp(directory, load_config(directory), [*folder, *folder.unreadable])
     return Checkpoint(
@@ -71,10 +91,13 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         config,
         folder,
         folder.specs,
-        tuple(folder.problems),
-        frozenset(folder.unreadable),
-        folder.release,
+        problems=tuple(folder.problems),
+        unreadable=frozenset(folder.unreadable),
+        release=folder.release,
     )
 
 
-_LOOKED_FOR = f"expected config.json with {SINGLE_NAME} or {INDEX_NAME}"
+_LOOKED_FOR = (
+    f"expected config.json with {SINGLE_NAME}, with shards and {INDEX_NAME}, or with {MANIFEST_NAME} and {PARAMS_NAME}/ "
+    "(the Orbax form of `dsjax convert`)"
+)

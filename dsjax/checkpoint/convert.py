@@ -1,0 +1,161 @@
+"""From one form of checkpoint to another: Hugging Face to Orbax, back, and Hugging Face to itself in other weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from dsjax.checkpoint.assemble import Assembler
+from dsjax.checkpoint.check import check_copies, check_structure
+from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.names import TensorNames
+from dsjax.checkpoint.orbax_form import MANIFEST_NAME, Manifest, config_hash, write_manifest, write_params
+from dsjax.checkpoint.place import Advance, progress_bar
+from dsjax.checkpoint.publish import publish
+from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.shards import INDEX_NAME, write_folder
+from dsjax.checkpoint.source import Checkpoint, open_checkpoint
+from dsjax.config import QuantizationConfig
+from dsjax.model.parameters import Weights
+from dsjax.model.transformer import abstract_parameters
+
+MAX_SHARD_BYTES = 5 * 10**9
+_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", "")
+_NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    to: Literal["orbax", "hf"],
+    weights: Weights | Literal["auto"] = "auto",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Path:
+    """Write ``source`` anew as ``destination``, whole or not at all; returns the destination.
+
+    Args:
+        source: a directory of either kind.
+        destination: must not exist, unless ``overwrite``.
+        to: ``orbax`` (holds one copy of the parameters in memory), or ``hf`` (one tensor at a time).
+        weights: how to keep matrices; ``auto`` as the source does, then every tensor comes back to the bit.
+        max_shard_bytes: size of a Hugging Face shard at most.
+
+    Raises:
+        CheckpointError: a source that cannot be used, values that are not finite, or a destination that exists.
+    """
+    checkpoint = open_checkpoint(source)
+    chosen: Weights = checkpoint.stored_weights if weights == "auto" else weights
+    # A platform other than CPU: files hold the dtypes that are meant, not those that XLA's CPU backend likes.
+    names = TensorNames(checkpoint.config, abstract_parameters(checkpoint.config, weights=chosen, platform="any"))
+    check_structure(
+        checkpoint.directory,
+        names,
+        checkpoint.specs,
+        problems=checkpoint.problems,
+        unreadable=checkpoint.unreadable,
+    )
+    check_copies(checkpoint.directory, names, checkpoint.tensors)
+    assembler = Assembler(names, checkpoint.tensors)
+    copies = tuple(name for name in names.copies() if name in checkpoint.specs or name in checkpoint.copies)
+    narrow = _widened(checkpoint, names) if chosen == checkpoint.stored_weights else {}
+    total = sum(info.nbytes for info in names.parameters.values())
+    with (
+        publish(Path(destination), overwrite=overwrite) as folder,
+        progress_bar(f"Converting to {to}", total, progress) as advance,
+    ):
+        if to == "orbax":
+            write_params(folder, names.parameters, _assembled(checkpoint, assembler, advance))
+        else:
+            specs, fetch = _hf_tensors(checkpoint, assembler, copies, narrow, advance)
+            write_folder(folder, specs, fetch, max_shard_bytes)
+        if assembler.problems:
+            raise CheckpointError(checkpoint.directory, assembler.problems, "The values are damaged; nothing was kept.")
+        _copy_companions(checkpoint.directory, folder)
+        # What makes a directory one that loads comes last.
+        _write_config(checkpoint, folder, chosen)
+        if to == "orbax":
+            write_manifest(folder, Manifest(chosen, config_hash(folder), copies, narrow), names.parameters)
+    return Path(destination)
+
+
+def _assembled(checkpoint: Checkpoint, assembler: Assembler, advance: Advance) -> dict[str, np.ndarray]:
+    """Every parameter, whole, in host memory."""
+    values = {}
+    for path, info in assembler.names.parameters.items():
+        values[path] = np.empty(info.shape, info.dtype)
+        assembler.fill(values[path], path, tuple(slice(0, size) for size in info.shape))
+        checkpoint.release()
+        advance(info.nbytes)
+    return values
+
+
+def _hf_tensors(
+    checkpoint: Checkpoint, assembler: Assembler, copies: Sequence[str], narrow: Mapping[str, str], advance: Advance
+) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
+    """Specifications of all tensors to write, in order of layers, and a function that makes one."""
+    names, places = assembler.names, assembler.names.places()
+    specs = {}
+    for name, (path, piece) in sorted(places.items(), key=lambda item: _numeric(item[0])):
+        info = names.parameters[path]
+        specs[name] = TensorSpec(np.dtype(narrow.get(path, info.dtype)), piece.shape(info.shape))
+    specs.update({copy: specs[names.copies()[copy]] for copy in copies})
+
+    def fetch(name: str) -> np.ndarray:
+        path, piece = places[names.copies().get(name, name)]
+        value = assembler.tensor(path, piece).astype(specs[name].dtype, copy=False)
+        checkpoint.release()
+        advance(value.nbytes)
+        return value
+
+    return specs, fetch
+
+
+def _widened(checkpoint: Checkpoint, names: TensorNames) -> dict[str, str]:
+    """Path → source dtype of parameters that the source keeps in a narrower dtype than we do."""
+    narrow = {}
+    for name, (path, _) in names.places().items():
+        dtype = names.parameters[path].dtype
+        if name in checkpoint.specs and checkpoint.specs[name].dtype.itemsize < dtype.itemsize:
+            narrow[path] = checkpoint.specs[name].dtype.name
+    return {**narrow, **checkpoint.narrow}
+
+
+def _numeric(name: str) -> list[tuple[int, int, str]]:
+    """A key that sorts layer 10 after layer 9."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template, generation settings, licence."""
+    for path in sorted(source.iterdir()):
+        wanted = path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED and not path.name.startswith(".")
+        if path.is_file() and wanted:
+            shutil.copyfile(path, folder / path.name)
+
+
+def _write_config(checkpoint: Checkpoint, folder: Path, weights: Weights) -> None:
+    """The source's ``config.json``, changed only where the weights, or an absent MTP module, ask for it."""
+    text = (checkpoint.directory / "config.json").read_text(encoding="utf-8")
+    fields = json.loads(text)
+    before = dict(fields)
+    if weights == "fp8":
+        if fields.get("quantization_config") is None:
+            fields["quantization_config"] = QuantizationConfig().to_dict()
+    else:
+        fields.pop("quantization_config", None)
+    if weights != checkpoint.stored_weights:
+        key = "dtype" if "dtype" in fields else "torch_dtype"
+        fields[key] = "float32" if weights == "f32" else "bfloat16"
+    if fields.get("num_nextn_predict_layers") and not checkpoint.config.num_nextn_predict_layers:
+        fields["num_nextn_predict_layers"] = 0
+    if fields != before:
+        text = json.dumps(fields, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,47 @@
+"""Directories that exist whole or not at all: written under a temporary name, renamed when finished."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.safetensors import sync_folder
+
+
+@contextmanager
+def publish(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A new folder beside ``destination`` to write in; it gets that name when the block ends without an error.
+
+    On an error or interrupt the folder is removed. A process that is killed leaves a hidden
+    ``.NAME.PID.partial``, never ``destination``. With ``overwrite`` the old directory stays until the new one is
+    complete.
+
+    Raises:
+        CheckpointError: ``destination`` exists, and is not to be replaced, or is no directory.
+    """
+    destination = Path(os.path.abspath(destination))
+    if destination.exists() and not destination.is_dir():
+        raise CheckpointError(destination, ["exists and is no directory; choose another destination"])
+    if destination.exists() and any(destination.iterdir()) and not overwrite:
+        raise CheckpointError(destination, ["exists already; choose another destination, or pass --overwrite"])
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        sync_folder(partial)
+        if destination.exists():
+            replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
+            destination.rename(replaced)
+            partial.rename(destination)
+            shutil.rmtree(replaced)
+        else:
+            partial.rename(destination)
+        sync_folder(destination.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

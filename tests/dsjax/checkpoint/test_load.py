@@ -1,0 +1,217 @@
+"""Loading onto meshes: the right values in the right shard, shared where equal, exact in every format."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dsjax.checkpoint import from_hf_tensors, load, open_checkpoint
+from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
+from dsjax.checkpoint.names import SCALE_SUFFIX
+from dsjax.checkpoint.quantise import block_scales, quantise
+from sharding import MeshSpec, Rules
+from sharding.placement import Placement
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def place(directory, config, mesh_text, **options):
+    spec = MeshSpec.parse(mesh_text)
+    return load(config, directory, spec.build(), Rules.for_mesh(spec), **options)
+
+
+def dequantised(tensors, name):
+    """The plain definition: each element times its block's scale."""
+    weight, scale = tensors[name].astype(np.float32), tensors[name + SCALE_SUFFIX]
+    rows, columns = (np.arange(size) // 128 for size in weight.shape)
+    return weight * scale[rows[:, None], columns]
+
+
+def test_each_part_of_the_tree_holds_its_tensor(tiny_config, checkpoints):
+    directory, tensors = checkpoints("f32")
+    params = place(directory, tiny_config, "dp=1")
+    layer = "model.layers.2"
+    expected = [
+        (("embed.weight",), tensors["model.embed_tokens.weight"]),
+        (("head.weight",), tensors["lm_head.weight"].T),
+        (("final_norm.scale",), tensors["model.norm.weight"]),
+        (("dense_layers.mlp.gate_up.weight", 0, slice(None), 0), tensors["model.layers.0.mlp.gate_proj.weight"].T),
+        (("dense_layers.mlp.gate_up.weight", 0, slice(None), 1), tensors["model.layers.0.mlp.up_proj.weight"].T),
+        (("moe_layers.attn.kv_b.weight", 1), tensors[f"{layer}.self_attn.kv_b_proj.weight"].T),
+        (("moe_layers.moe.router.bias", 1), tensors[f"{layer}.mlp.gate.e_score_correction_bias"]),
+        (
+            ("moe_layers.moe.experts.gate_up.weight", 1, 6, slice(None), 1),
+            tensors[f"{layer}.mlp.experts.6.up_proj.weight"].T,
+        ),
+        (("moe_layers.moe.experts.down.weight", 1, 6), tensors[f"{layer}.mlp.experts.6.down_proj.weight"].T),
+        (("mtp.eh_proj.weight", 0), tensors["model.layers.3.eh_proj.weight"].T),
+        (("mtp.layers.moe.experts.down.weight", 0, 7), tensors["model.layers.3.mlp.experts.7.down_proj.weight"].T),
+    ]
+    for (path, *index), values in expected:
+        np.testing.assert_array_equal(np.asarray(params[path])[tuple(index)], values, err_msg=path)
+
+
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=2,tp=4", "tp=8", "tp=8,ep=1", "dp=8,ep=2", "dp=4,tp=8,ep=8"])
+@pytest.mark.parametrize("weights", ["f32", "bf16"])
+def test_every_mesh_gets_the_same_parameters(tiny_config, checkpoints, mesh, weights):
+    directory, tensors = checkpoints("bf16")
+    whole = from_hf_tensors(tiny_config, tensors, weights=weights)
+    placed = place(directory, tiny_config, mesh, weights=weights)
+    assert placed.keys() == whole.keys()
+    for path, expected in whole.items():
+        for shard in placed[path].addressable_shards:
+            assert shard.data.dtype == expected.dtype
+            np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index], err_msg=path)
+
+
+def test_devices_share_one_host_buffer_of_what_they_hold_alike(tiny_config, checkpoints):
+    params = place(checkpoints("f32")[0], tiny_config, "dp=32,ep=8")
+    for path, array in params.items():
+        buffers = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+        assert len(array.addressable_shards) == 32
+        assert len(buffers) == (8 if ".experts." in path else 1), path
+
+
+def test_bf16_is_stored_on_cpu_as_the_integers_of_its_bits(tiny_config, checkpoints):
+    directory, tensors = checkpoints("bf16")
+    params = place(directory, tiny_config, "dp=1")
+    assert params["head.weight"].dtype == np.uint16
+    assert params["moe_layers.moe.router.bias"].dtype == np.float32
+    np.testing.assert_array_equal(np.asarray(params["head.weight"]), tensors["lm_head.weight"].T.view(np.uint16))
+
+
+def test_auto_keeps_float32_checkpoints_in_float32_and_others_in_bf16(tiny_config, checkpoints):
+    kept = {
+        weights: place(checkpoints(weights)[0], tiny_config, "dp=1")["embed.weight"].dtype.name
+        for weights in ("f32", "bf16", "fp8")
+    }
+    assert kept == {"f32": "float32", "bf16": "uint16", "fp8": "uint16"}
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,tp=4"])
+def test_fp8_is_dequantised_exactly_and_rounded_once(tiny_config, checkpoints, mesh):
+    directory, tensors = checkpoints("fp8")
+    as_f32 = place(directory, tiny_config, mesh, weights="f32")
+    as_bf16 = place(directory, tiny_config, mesh, weights="bf16")
+    cases = [
+        (("moe_layers.attn.q_b.weight", 0), "model.layers.1.self_attn.q_b_proj.weight"),
+        (("dense_layers.mlp.gate_up.weight", 0, slice(None), 1), "model.layers.0.mlp.up_proj.weight"),
+        (("dense_layers.mlp.down.weight", 0), "model.layers.0.mlp.down_proj.weight"),
+        (("moe_layers.moe.experts.down.weight", 1, 5), "model.layers.2.mlp.experts.5.down_proj.weight"),
+    ]
+    for (path, *index), name in cases:
+        expected = dequantised(tensors, name).T
+        np.testing.assert_array_equal(np.asarray(as_f32[path])[tuple(index)], expected)
+        np.testing.assert_array_equal(
+            np.asarray(as_bf16[path]).view(BF16)[tuple(index)], np.ascontiguousarray(expected).astype(BF16)
+        )
+
+
+def test_fp8_kept_is_the_checkpoints_bytes_and_scales(tiny_config, checkpoints):
+    directory, tensors = checkpoints("fp8")
+    params = place(directory, tiny_config, "dp=8", weights="fp8")
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    weight = np.asarray(params["moe_layers.moe.experts.gate_up.weight"])[1, 5, :, 1]
+    assert weight.dtype == np.uint8
+    np.testing.assert_array_equal(weight, tensors[name].view(np.uint8).T)
+    scale = np.asarray(params["moe_layers.moe.experts.gate_up.scale"])[1, 5, :, 1]
+    np.testing.assert_array_equal(scale, tensors[name + SCALE_SUFFIX].T)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=8"])
+def test_a_bf16_checkpoint_is_quantised_by_whole_blocks_when_fp8_is_asked(tiny_config, checkpoints, mesh):
+    directory, tensors = checkpoints("bf16")
+    params = place(directory, tiny_config, mesh, weights="fp8")
+    weight, scale = quantise(tensors["model.layers.0.mlp.down_proj.weight"])
+    assert scale.shape == (2, 3)
+    np.testing.assert_array_equal(np.asarray(params["dense_layers.mlp.down.weight"])[0], weight.view(np.uint8).T)
+    np.testing.assert_array_equal(np.asarray(params["dense_layers.mlp.down.scale"])[0], scale.T)
+
+
+def test_a_shard_that_cuts_blocks_is_quantised_like_the_whole(tiny_config, checkpoints):
+    """A shard's own maximum must not make its scale: rows and columns are widened to whole blocks first."""
+    from dsjax.checkpoint.assemble import Assembler
+    from dsjax.checkpoint.names import TensorNames
+    from dsjax.model.transformer import abstract_parameters
+
+    tensors = checkpoints("bf16")[1]
+    whole = from_hf_tensors(tiny_config, tensors, weights="fp8")
+    names = TensorNames(tiny_config, abstract_parameters(tiny_config, weights="fp8"))
+    path, region = "dense_layers.mlp.down.weight", (slice(0, 1), slice(70, 201), slice(5, 150))
+    out = np.empty((1, 131, 145), np.uint8)
+    Assembler(names, tensors).fill(out, path, region)
+    np.testing.assert_array_equal(out, whole[path][region])
+
+
+def test_quantised_weights_are_within_half_a_step_of_e4m3_and_never_nan():
+    rng = np.random.default_rng(0)
+    matrix = rng.standard_normal((200, 300)).astype(np.float32) * np.logspace(-6, 6, 300, dtype=np.float32)
+    matrix[:128, :128] = 0
+    weight, scale = quantise(matrix)
+    assert scale.shape == (2, 3)
+    assert scale[0, 0] == 1
+    assert np.isfinite(weight.astype(np.float32)).all()
+    rows, columns = np.arange(200) // 128, np.arange(300) // 128
+    back = weight.astype(np.float32) * scale[rows[:, None], columns]
+    # e4m3 has 3 bits of mantissa: half a step is 1/16 of a normal value; below 2^-6 steps are 2^-9, half is 2^-10.
+    bound = np.maximum(np.abs(matrix) / 16, scale[rows[:, None], columns] * 2.0**-10)
+    assert (np.abs(back - matrix) <= bound * 1.0001).all()
+    np.testing.assert_array_equal(block_scales(matrix), scale)
+
+
+def test_redundant_experts_are_read_into_every_slot(tiny_config, checkpoints):
+    placement = Placement.with_redundancy(8, 12, ranks=4)
+    directory, tensors = checkpoints("f32")
+    params = place(directory, tiny_config, "dp=4", placement=placement)
+    down = np.asarray(params["moe_layers.moe.experts.down.weight"])
+    assert down.shape[1] == 12
+    for slot, expert in enumerate(placement.physical_to_logical):
+        np.testing.assert_array_equal(down[0, slot], tensors[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].T)
+
+
+def test_the_mtp_module_can_be_left_out(tiny_config, checkpoints):
+    params = place(checkpoints("bf16")[0], tiny_config, "dp=1", mtp=False)
+    assert not [path for path in params if path.startswith("mtp.")]
+
+
+def test_a_checkpoint_whose_config_promises_an_mtp_module_it_lacks(
+    tiny_config, tmp_path, make_tensors, make_checkpoint
+):
+    without = dataclasses.replace(tiny_config, num_nextn_predict_layers=0)
+    make_checkpoint(tmp_path, tiny_config, make_tensors(without))
+    with pytest.warns(CheckpointWarning, match="no tensor of layer 3; going on without"):
+        checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config == without
+    assert "head.weight" in place(checkpoint, checkpoint.config, "dp=1")
+
+
+def test_an_mtp_copy_that_differs_from_the_main_models_is_reported(tiny_config, checkpoints):
+    tensors = dict(checkpoints("f32")[1])
+    tensors["model.layers.3.embed_tokens.weight"] = tensors["model.layers.3.embed_tokens.weight"] + 1
+    with pytest.warns(CheckpointWarning, match="embed_tokens.weight differs from model.embed_tokens.weight"):
+        from_hf_tensors(tiny_config, tensors)
+
+
+def test_extras_are_named_in_one_warning_and_left_out(tiny_config, checkpoints):
+    tensors = dict(checkpoints("f32")[1])
+    tensors["model.vision.weight"] = np.zeros(3, np.float32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
+    with pytest.warns(CheckpointWarning, match="1 tensors are not part of the model .* model.vision.weight"):
+        from_hf_tensors(tiny_config, tensors)
+
+
+def test_non_finite_values_are_listed_together(tiny_config, checkpoints):
+    tensors = dict(checkpoints("fp8")[1])
+    broken = {
+        "model.norm.weight": np.full_like(tensors["model.norm.weight"], np.inf),
+        "model.layers.1.self_attn.o_proj.weight": tensors["model.layers.1.self_attn.o_proj.weight"].copy(),
+        "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv": np.full((1, 2), -1, np.float32),
+    }
+    broken["model.layers.1.self_attn.o_proj.weight"].view(np.uint8)[-1, -1] = 0xFF
+    for weights in ("bf16", "fp8"):
+        with pytest.raises(CheckpointError) as caught:
+            from_hf_tensors(tiny_config, {**tensors, **broken}, weights=weights)
+        assert [problem.split(":")[0] for problem in caught.value.problems] == sorted(broken)
+        assert "negative" in str(caught.value)

@@ -1,0 +1,103 @@
+"""Hugging Face's names and our paths, in both directions."""
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from dsjax.checkpoint.names import TensorNames
+from dsjax.config import ModelConfig, load_config
+from dsjax.model.transformer import abstract_parameters
+
+REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference"
+DTYPE_NAMES = {"BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
+
+
+@pytest.mark.skipif(not REFERENCE.is_dir(), reason="the real tensor list is not here")
+def test_every_tensor_of_the_real_checkpoint_is_placed_with_its_shape_and_dtype():
+    real = json.loads(gzip.decompress((REFERENCE / "deepseek-r1.tensors.json.gz").read_bytes()))
+    assert len(real) == 91_991
+    config = load_config(REFERENCE / "deepseek-r1.config.json")
+    names = TensorNames(config, abstract_parameters(config, weights="fp8"))
+    places = names.places()
+    ours = {
+        name: (names.parameters[path].dtype.name, list(piece.shape(names.parameters[path].shape)))
+        for name, (path, piece) in places.items()
+    }
+    for copy, original in names.copies().items():
+        ours[copy] = ours[original]
+    assert ours == {name: (DTYPE_NAMES[spec["dtype"]], spec["shape"]) for name, spec in real.items()}
+
+
+def test_pieces_cover_every_parameter_exactly_once(tiny_config):
+    for weights in ("bf16", "fp8"):
+        names = TensorNames(tiny_config, abstract_parameters(tiny_config, weights=weights))
+        total = sum(_size(piece.shape(names.parameters[path].shape)) for path, piece in names.places().values())
+        assert total == sum(_size(info.shape) for info in names.parameters.values())
+
+
+def test_layers_count_through_the_stacks_and_the_mtp_module(tiny_config):
+    names = TensorNames(tiny_config, abstract_parameters(tiny_config))
+    assert [piece.name for piece in names.pieces("moe_layers.attn.o.weight")] == [
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.2.self_attn.o_proj.weight",
+    ]
+    assert [piece.name for piece in names.pieces("mtp.final_norm.scale")] == ["model.layers.3.shared_head.norm.weight"]
+    assert names.copies() == {
+        "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight": "lm_head.weight",
+    }
+
+
+def test_a_region_names_only_the_pieces_that_touch_it(tiny_config):
+    names = TensorNames(tiny_config, abstract_parameters(tiny_config))
+    region = (slice(1, 2), slice(3, 5), slice(None), slice(None), slice(0, 8))
+    pieces = list(names.pieces("moe_layers.moe.experts.gate_up.weight", region))
+    assert [piece.name.removeprefix("model.layers.2.mlp.experts.") for piece in pieces] == [
+        "3.gate_proj.weight",
+        "3.up_proj.weight",
+        "4.gate_proj.weight",
+        "4.up_proj.weight",
+    ]
+
+
+def test_redundant_slots_hold_copies_of_their_logical_expert(tiny_config):
+    slots = (0, 1, 2, 3, 4, 5, 6, 7, 5, 0)
+    names = TensorNames(tiny_config, abstract_parameters(tiny_config, num_physical=10), slots)
+    pieces = [piece for piece in names.pieces("moe_layers.moe.experts.down.weight") if piece.index[0] == 0]
+    assert [piece.name for piece in pieces] == [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in slots]
+    assert names.places()["model.layers.1.mlp.experts.5.down_proj.weight"][1].index[:2] == (0, 5)
+
+
+@pytest.mark.parametrize("change", [{"q_lora_rank": None}, {"attention_bias": True}, {"tie_word_embeddings": True}])
+def test_names_follow_the_configurations_switches(tiny_config, change):
+    config: ModelConfig = dataclasses.replace(tiny_config, **change)
+    found = set(TensorNames(config, abstract_parameters(config)).places())
+    layer = "model.layers.0.self_attn"
+    assert (f"{layer}.q_proj.weight" in found) == (config.q_lora_rank is None)
+    assert (f"{layer}.q_a_proj.bias" in found) == config.attention_bias
+    assert (f"{layer}.o_proj.bias" in found) == config.attention_bias
+    assert ("lm_head.weight" in found) == (not config.tie_word_embeddings)
+
+
+def test_a_tied_model_takes_the_head_it_need_not_have_as_a_copy(tiny_config):
+    config = dataclasses.replace(tiny_config, tie_word_embeddings=True)
+    copies = TensorNames(config, abstract_parameters(config)).copies()
+    assert copies["lm_head.weight"] == "model.embed_tokens.weight"
+    assert copies["model.layers.3.shared_head.head.weight"] == "model.embed_tokens.weight"
+
+
+def test_products_derived_from_other_weights_are_not_expected_of_a_checkpoint(tiny_config):
+    declared = abstract_parameters(tiny_config, materialise=True)
+    derived = {path for path, info in declared.items() if info.init == "derived"}
+    assert derived
+    assert set(TensorNames(tiny_config, declared).parameters) == set(declared) - derived
+
+
+def _size(shape):
+    size = 1
+    for dimension in shape:
+        size *= dimension
+    return size
