@@ -1,0 +1,180 @@
+"""Costs of the five MLA forms and parameter counts: the published figures of V3, and the model's own shapes."""
+
+import dataclasses
+import math
+
+import pytest
+
+from dsjax.config import bundled_models, load_config
+from dsjax.model.forms import FORMS, cache_widths, common_layout
+from dsjax.model.mla_costs import cache_bytes, cache_values, mla_cost, weight_values
+from dsjax.model.parameter_counts import mla_parameters, parameter_counts
+from dsjax.model.transformer import abstract_parameters
+
+V3 = load_config("deepseek-v3")
+ABSORBED = ("A_CC", "A_CC_ME", "AM_CC_ME")
+
+
+def decode(form, context, **options):
+    return mla_cost(V3, form, rows=1, chunk=1, context=context, **options)
+
+
+def test_parameters_of_v3_are_those_of_its_checkpoint():
+    assert parameter_counts(V3) == {
+        "embedding": 926_679_040,
+        "head": 926_679_040,
+        "mla": 187_107_328,
+        "dense_mlp": 396_361_728,
+        "expert": 44_040_192,
+        "shared_experts": 44_040_192,
+        "router": 1_835_008,
+        "router_bias": 256,
+        "layer_norms": 14_336,
+        "dense_layer": 583_483_392,
+        "moe_layer": 11_507_286_272,
+        "final_norm": 7_168,
+        "mtp_module": 11_610_068_224,
+        "main_model": 671_026_419_200,
+        "mtp": 11_610_068_224,
+        "active": 37_552_297_472,
+    }
+
+
+CHANGES = [
+    {},
+    {"q_lora_rank": None},
+    {"attention_bias": True},
+    {"attention_bias": True, "q_lora_rank": None},
+    {"tie_word_embeddings": True},
+    {"n_shared_experts": 0},
+    {"n_routed_experts": 0},
+    {"num_nextn_predict_layers": 0},
+    {"first_k_dense_replace": 0},
+]
+
+
+@pytest.mark.parametrize("config", [load_config(name) for name in bundled_models()], ids=bundled_models())
+def test_counts_of_bundled_models_are_the_sums_of_their_parameters(config):
+    assert_counts_match_shapes(config)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_counts_follow_every_switch(change):
+    assert_counts_match_shapes(dataclasses.replace(V3, **change))
+
+
+def assert_counts_match_shapes(config):
+    sizes = {path: math.prod(info.shape) for path, info in abstract_parameters(config, weights="f32").items()}
+    counts = parameter_counts(config)
+    assert counts["mtp"] == sum(size for path, size in sizes.items() if path.startswith("mtp."))
+    assert counts["main_model"] == sum(size for path, size in sizes.items() if not path.startswith("mtp."))
+    attention = sum(size for path, size in sizes.items() if ".attn." in path and not path.startswith("mtp."))
+    assert counts["mla"] * config.num_hidden_layers == attention
+
+
+# DESIGN.md, over 61 layers.
+@pytest.mark.parametrize(
+    ("form", "attention", "expansion"),
+    [
+        ("CD", 4.997e6, 0),
+        ("CC", 4.997e6, 2_046.8e6),
+        ("A_CC", 16.990e6, 0),
+        ("A_CC_ME", 16.990e6, 0),
+        ("AM_CC_ME", 16.990e6, 0),
+    ],
+)
+def test_decode_flops_of_v3_grow_with_the_context_as_published(form, attention, expansion):
+    near, far = decode(form, 1000), decode(form, 2000)
+    assert 61 * (far.attention_flops - near.attention_flops) / 1000 == pytest.approx(attention, rel=1e-3)
+    assert 61 * (far.expansion_flops - near.expansion_flops) / 1000 == pytest.approx(expansion, rel=1e-3)
+    assert far.linear_flops == near.linear_flops
+
+
+def test_linear_and_head_flops_of_a_v3_token_are_73_25_g():
+    counts = parameter_counts(V3)
+    per_moe_layer = (V3.num_experts_per_tok + V3.n_shared_experts) * counts["expert"] + counts["router"]
+    mlps = 3 * counts["dense_mlp"] + 58 * per_moe_layer
+    total = 61 * decode("A_CC", 1).linear_flops + 2 * (mlps + counts["head"])
+    assert total == pytest.approx(73.25e9, rel=1e-4)
+
+
+def test_cache_of_v3_takes_the_published_bytes():
+    assert [cache_bytes(V3, form) for form in FORMS] == [81_920, 1_152, 1_152, 1_152, 1_152]
+    assert cache_values(V3, "A_CC") == 576
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cache_values_are_those_of_the_arrays(form):
+    widths = cache_widths(common_layout(form, form), V3)
+    assert cache_values(V3, form) == sum(math.prod(shape) for shape in widths.values())
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite"])
+def test_weights_are_the_layer_without_its_norms(name):
+    config = load_config(name)
+    norms = config.kv_lora_rank + (config.q_lora_rank or 0)
+    for form in ("CD", "CC", "A_CC", "A_CC_ME"):
+        assert weight_values(config, form) == mla_parameters(config) - norms
+
+
+@pytest.mark.parametrize("config", [V3, dataclasses.replace(V3, q_lora_rank=None)], ids=["compressed", "direct"])
+def test_materialised_weights_are_those_of_the_declared_products(config):
+    infos = abstract_parameters(config, weights="f32", materialise=True)
+    layers = infos["moe_layers.attn_norm.scale"].shape[0]
+
+    def values(name):
+        return math.prod(infos[f"moe_layers.attn.{name}"].shape) // layers
+
+    query = config.q_lora_rank or config.hidden_size
+    rotary = query * config.num_attention_heads * config.qk_rope_head_dim
+    shared = values("kv_a.weight") + (values("q_a.weight") if config.query_compressed else 0)
+    assert weight_values(config, "AM_CC_ME") == shared + rotary + values("query_key") + values("value_output")
+
+
+def test_naive_attention_is_cheaper_in_flops_and_dearer_in_bytes():
+    naive, absorbed = decode("CD", 4096), decode("A_CC", 4096)
+    assert naive.attention_flops < absorbed.attention_flops
+    assert naive.cache_read_bytes == 4096 * 81_920
+    assert absorbed.cache_read_bytes == 4096 * 1_152
+    assert naive.bytes > absorbed.bytes
+
+
+def test_expansion_is_shared_by_the_queries_of_a_chunk():
+    one, many = (mla_cost(V3, "CC", rows=2, chunk=chunk, context=4096) for chunk in (1, 512))
+    assert one.expansion_flops == many.expansion_flops > 0
+    assert one.cache_read_bytes == many.cache_read_bytes
+    assert many.attention_flops == 512 * one.attention_flops
+    assert many.linear_flops == 512 * one.linear_flops
+
+
+def test_a_whole_prompt_attends_to_half_of_itself():
+    n = 1024
+    whole = mla_cost(V3, "CC", rows=1, chunk=n, context=n, attended=(n + 1) / 2)
+    assert whole.attention_flops == 2 * 128 * 320 * n * (n + 1) // 2
+
+
+def test_heads_are_divided_over_tp_and_latents_are_not():
+    alone, shared = (decode("A_CC", 1000, tp=tp) for tp in (1, 8))
+    assert shared.attention_flops * 8 == alone.attention_flops
+    assert shared.cache_read_bytes == alone.cache_read_bytes
+    latent_projections = 7168 * (1536 + 576)
+    assert weight_values(V3, "A_CC", tp=8) == (weight_values(V3, "A_CC") - latent_projections) // 8 + latent_projections
+    assert cache_values(V3, "CD", tp=8) * 8 == cache_values(V3, "CD")
+
+
+def test_item_sizes_count_bytes():
+    two, one = decode("A_CC", 1000), decode("A_CC", 1000, weight_itemsize=1, cache_itemsize=1, activation_itemsize=1)
+    assert (one.weight_bytes * 2, one.cache_read_bytes * 2, one.cache_write_bytes * 2, one.activation_bytes * 2) == (
+        two.weight_bytes,
+        two.cache_read_bytes,
+        two.cache_write_bytes,
+        two.activation_bytes,
+    )
+    assert two.bytes == two.weight_bytes + two.cache_read_bytes + two.cache_write_bytes + two.activation_bytes
+    assert two.cache_write_bytes == 1_152
+
+
+@pytest.mark.parametrize("form", ABSORBED)
+def test_decode_bytes_are_dominated_by_weights_and_cache(form):
+    cost = mla_cost(V3, form, rows=64, chunk=1, context=4096)
+    assert cost.activation_bytes < 0.1 * cost.bytes
