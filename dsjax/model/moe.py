@@ -45,9 +45,11 @@ class MoE(nnx.Module):
             hidden = config.n_shared_experts * config.moe_intermediate_size
             self.shared = MLP(declare, config.hidden_size, hidden, "shared_width")
 
-    def __call__(self, x: Float[Array, "*b D"], apply: ApplyExperts) -> tuple[Float[Array, "*b D"], Routing, Any]:
-        """Route, apply the routed experts as ``apply`` does it, add the shared ones."""
-        routing = self.router(x)
+    def __call__(
+        self, x: Float[Array, "*b D"], apply: ApplyExperts, spread: Callable[[Callable], Callable] = lambda choose: choose
+    ) -> tuple[Float[Array, "*b D"], Routing, Any]:
+        """Route (``spread`` as in ``Router``), apply the routed experts as ``apply`` does it, add the shared ones."""
+        routing = self.router(x, spread)
         with jax.named_scope("experts"):
             y, report = apply(self.experts, x, routing)
         return (y + self.shared(x) if hasattr(self, "shared") else y), routing, report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -32,8 +33,12 @@ class Router(nnx.Module):
                 (config.n_routed_experts,), ("router_experts",), init="zeros", dtype=jnp.dtype(jnp.float32)
             )
 
-    def __call__(self, x: Float[Array, "*b D"]) -> Routing:
-        """Route each token, in float32 whatever the dtype of ``x``."""
+    def __call__(self, x: Float[Array, "*b D"], spread: Callable[[Callable], Callable] = lambda choose: choose) -> Routing:
+        """Route each token, in float32 whatever the dtype of ``x``.
+
+        spread: wraps the choice of experts, a function ``(logits, bias) -> Routing``, for a mesh: XLA cannot partition
+        ``top_k`` and would gather all tokens' scores on every device, three times a layer.
+        """
         with jax.named_scope("router"):
             logits = jnp.einsum(
                 "...d,de->...e",
@@ -42,7 +47,7 @@ class Router(nnx.Module):
                 precision=jax.lax.Precision.HIGHEST,
             )
             bias = value_of(self.bias) if self.config.topk_method == "noaux_tc" else None
-            return route(logits, bias, self.config)
+            return spread(lambda logits, bias: route(logits, bias, self.config))(logits, bias)
 
 
 def route(logits: Float[Array, "*b E"], bias: Float[Array, "E"] | None, config: ModelConfig) -> Routing:

@@ -7,7 +7,7 @@ are ``shard_map``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -196,8 +196,14 @@ class Step:
     def _feed_forward(self, block: DecoderLayer, x: Float[Array, "B T D"], active):
         if hasattr(block, "mlp"):
             return block.mlp(x), {}
-        y, _, report = block.moe(x, lambda experts, x, routing: self._dispatch(experts, x, routing, active))
+        apply = lambda experts, x, routing: self._dispatch(experts, x, routing, active)  # noqa: E731
+        y, _, report = block.moe(x, apply, self._on_each_rank)
         return y, report or {}
+
+    def _on_each_rank(self, choose: Callable) -> Callable:
+        """``choose(logits, bias)`` for each DP rank's tokens by itself."""
+        tokens = P(self.spec.batch_axes)
+        return jax.shard_map(choose, mesh=self.mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=False)
 
     def _dispatch(self, experts: RoutedExperts, x: Float[Array, "B T D"], routing: Routing, active):
         """Send active tokens to the physical copies of their experts and bring the weighted sums back."""
