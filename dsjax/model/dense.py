@@ -27,13 +27,16 @@ ExpertsFunction = Callable[
     [RoutedExperts, Float[Array, "T D"], Int[Array, "T K"], Float[Array, "T K"]], Float[Array, "T D"]
 ]
 
+QUERY_BLOCK = 128
+"""Queries that attend together: small enough that a block skips the keys after it, large enough for full products."""
+
 
 class Output(NamedTuple):
-    """What a pass gives: last ``hidden`` states before and logits after the final norm, and all layers' routing."""
+    """What a pass gives: logits, the ``hidden`` states they are projected from, and all layers' routing."""
 
     logits: Float[Array, "B S V"]
     hidden: Float[Array, "B S D"]
-    """Before the final norm: what the MTP module takes."""
+    """After the final norm: what the head multiplies, and what the MTP module takes."""
     routing: Routing | None
     """Stacked over MoE layers: ids and weights ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts."""
 
@@ -56,19 +59,21 @@ def forward(
     experts: ExpertsFunction = every_expert,
     dtype: jnp.dtype = jnp.float32,
     remat: bool = False,
+    unroll: bool = False,
 ) -> Output:
     """Logits of every position. ``table`` is the ``parameter_table`` that ``params`` belong to.
 
-    remat: recompute each layer in the backward pass instead of keeping its activations.
+    remat: recompute each layer in the backward pass instead of keeping its activations. unroll: compile every layer for
+    itself instead of a scan, which on CPU saves copying what the backward pass needs in and out of stacks.
     """
     model: Transformer = table.bind(params)
     rotation = _rotation(config, tokens.shape)
     x, routings = model.embed(tokens, dtype), None
     for stack in model.stacks:
-        x, found = _run_stack(stack, x, rotation, experts, remat)
+        x, found = _run_stack(stack, x, rotation, experts, remat, unroll)
         routings = found if found is not None else routings
-    logits = project_to_vocabulary(model, model.final_norm(x))
-    return Output(logits, x, routings)
+    hidden = model.final_norm(x)
+    return Output(project_to_vocabulary(model, hidden), hidden, routings)
 
 
 def predict_further(
@@ -93,7 +98,8 @@ def predict_further(
     joined = jnp.concatenate([embedded, mtp.hidden_norm(hidden)], axis=-1)
     x = joined @ mtp.eh_proj.value(hidden.dtype)
     x, routing = _layer(mtp.layers, x, _rotation(config, next_tokens.shape), experts)
-    return Output(project_to_vocabulary(model, mtp.final_norm(x)), x, routing)
+    further = mtp.final_norm(x)
+    return Output(project_to_vocabulary(model, further), further, routing)
 
 
 def project_to_vocabulary(model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
@@ -111,13 +117,13 @@ def _slice_layer(stack: nnx.Module, index: int) -> nnx.Module:
     return nnx.merge(graph, jax.tree.map(lambda a: a[index], weights))
 
 
-def _run_stack(stack: DecoderLayer, x, rotation, experts, remat: bool):
+def _run_stack(stack: DecoderLayer, x, rotation, experts, remat: bool, unroll: bool):
     graph, weights = nnx.split(stack)
 
     def body(x, weights):
         return _layer(nnx.merge(graph, weights), x, rotation, experts)
 
-    return jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
+    return jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights, unroll=unroll)
 
 
 def _layer(block: DecoderLayer, x, rotation: Rotation, experts: ExpertsFunction):
@@ -135,12 +141,21 @@ def _layer(block: DecoderLayer, x, rotation: Rotation, experts: ExpertsFunction)
 
 
 def _attend(mla: MLA, x: Float[Array, "B S D"], rotation: Rotation) -> Float[Array, "B S D"]:
-    """Causal attention of a sequence to itself, keys and values expanded per head."""
+    """Causal attention of a sequence to itself, keys and values expanded per head.
+
+    Queries go in blocks, each against the keys up to its end: of the scores that the mask would throw away, most are
+    never computed.
+    """
     p = mla.project(x, rotation)
-    q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
-    keys, values = expand(p.latent, p.k_rope, *mla.key_value_weight(x.dtype))
-    scores = jnp.einsum("bqhn,bkhn->bhqk", q, keys, preferred_element_type=jnp.float32) * mla.config.softmax_scale
-    positions = jnp.arange(x.shape[1])
-    scores = jnp.where(positions[:, None] >= positions, scores, -jnp.inf)
-    probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-    return mla.output(jnp.einsum("bhqk,bkhu->bqhu", probs, values))
+    queries = jnp.swapaxes(jnp.concatenate([p.q_nope, p.q_rope], axis=-1), 1, 2)
+    keys, values = (jnp.swapaxes(a, 1, 2) for a in expand(p.latent, p.k_rope, *mla.key_value_weight(x.dtype)))
+    heads = []
+    for start in range(0, x.shape[1], QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, x.shape[1])
+        scores = jnp.einsum(
+            "bhqn,bhkn->bhqk", queries[:, :, start:end], keys[:, :, :end], preferred_element_type=jnp.float32
+        )
+        seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        probs = jax.nn.softmax(jnp.where(seen, scores * mla.config.softmax_scale, -jnp.inf), axis=-1).astype(x.dtype)
+        heads.append(jnp.einsum("bhqk,bhku->bhqu", probs, values[:, :, :end]))
+    return mla.output(jnp.swapaxes(jnp.concatenate(heads, axis=2), 1, 2))
