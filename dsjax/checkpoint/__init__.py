@@ -1,7 +1,7 @@
-"""Checkpoints: Hugging Face safetensors in, Orbax in and out, onto any mesh."""
+"""Checkpoints: Hugging Face safetensors in, Orbax in and out, onto any mesh.
 
-from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
-from dsjax.checkpoint.load import from_hf_tensors, load
-from dsjax.checkpoint.source import Checkpoint, open_checkpoint
+    checkpoint = open_checkpoint(resolve("demo"))                         # source.py, hub.py
+    params = load(checkpoint.config, checkpoint, mesh, rules)             # load.py
 
-__all__ = ["Checkpoint", "CheckpointError", "CheckpointWarning", "from_hf_tensors", "load", "open_checkpoint"]
+Nothing is imported here, so that the command line can name a command of this package before JAX is imported.
+"""

@@ -1,18 +1,20 @@
-"""From one form of checkpoint to another: Hugging Face to Orbax, back, and Hugging Face to itself in other weights."""
+"""Writing checkpoints: from one form to another, in other weights if asked, or from parameters in memory."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import jax
 import numpy as np
 
 from dsjax.checkpoint.assemble import Assembler
 from dsjax.checkpoint.check import check_copies, check_structure
 from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.load import to_hf_tensors
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, Manifest, config_hash, write_manifest, write_params
 from dsjax.checkpoint.place import Advance, progress_bar
@@ -20,10 +22,11 @@ from dsjax.checkpoint.publish import publish
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
-from dsjax.config import QuantizationConfig
+from dsjax.config import ModelConfig, QuantizationConfig
 from dsjax.model.parameters import Weights
 from dsjax.model.transformer import abstract_parameters
 
+Form = Literal["orbax", "hf"]
 MAX_SHARD_BYTES = 5 * 10**9
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", "")
 _NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME)
@@ -33,13 +36,13 @@ def convert_checkpoint(
     source: str | Path,
     destination: str | Path,
     *,
-    to: Literal["orbax", "hf"],
+    to: Form,
     weights: Weights | Literal["auto"] = "auto",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Write ``source`` anew as ``destination``, whole or not at all; returns the destination.
+    """Write the checkpoint in ``source`` anew as ``destination``, whole or not at all; returns the destination.
 
     Args:
         source: a directory of either kind.
@@ -52,9 +55,73 @@ def convert_checkpoint(
         CheckpointError: a source that cannot be used, values that are not finite, or a destination that exists.
     """
     checkpoint = open_checkpoint(source)
-    chosen: Weights = checkpoint.stored_weights if weights == "auto" else weights
+    fields = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
+    if fields.get("num_nextn_predict_layers") and not checkpoint.config.num_nextn_predict_layers:
+        fields["num_nextn_predict_layers"] = 0
+    return _write(
+        checkpoint,
+        Path(destination),
+        to,
+        checkpoint.stored_weights if weights == "auto" else weights,
+        fields,
+        _companions(checkpoint.directory),
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        progress=progress,
+    )
+
+
+def save(
+    config: ModelConfig,
+    params: Mapping[str, np.ndarray | jax.Array],
+    destination: str | Path,
+    *,
+    to: Form = "orbax",
+    companions: Iterable[Path] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> Path:
+    """Write parameters in memory as a checkpoint, whole or not at all; returns the destination.
+
+    Args:
+        config: the model's configuration; becomes ``config.json``.
+        params: ``{path: array}`` as ``load`` or ``from_hf_tensors`` gave them, in storage or true dtypes, with
+            one copy of each expert. Sharded arrays must be addressable from this process.
+        destination, to, max_shard_bytes, overwrite: as for ``convert_checkpoint``.
+        companions: files to copy beside the weights: tokenizer, chat template, licence.
+
+    Raises:
+        CheckpointError: parameters that are not the configuration's, are not finite, or a destination that exists.
+    """
+    tensors = to_hf_tensors(config, params)
+    specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
+    checkpoint = Checkpoint(Path("in memory"), "memory", config, tensors, specs)
+    return _write(
+        checkpoint,
+        Path(destination),
+        to,
+        checkpoint.stored_weights,
+        config.to_dict(),
+        companions,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+    )
+
+
+def _write(
+    checkpoint: Checkpoint,
+    destination: Path,
+    to: Form,
+    weights: Weights,
+    config_fields: dict,
+    companions: Iterable[Path],
+    *,
+    max_shard_bytes: int,
+    overwrite: bool,
+    progress: bool = False,
+) -> Path:
     # A platform other than CPU: files hold the dtypes that are meant, not those that XLA's CPU backend likes.
-    names = TensorNames(checkpoint.config, abstract_parameters(checkpoint.config, weights=chosen, platform="any"))
+    names = TensorNames(checkpoint.config, abstract_parameters(checkpoint.config, weights=weights, platform="any"))
     check_structure(
         checkpoint.directory,
         names,
@@ -65,10 +132,10 @@ def convert_checkpoint(
     check_copies(checkpoint.directory, names, checkpoint.tensors)
     assembler = Assembler(names, checkpoint.tensors)
     copies = tuple(name for name in names.copies() if name in checkpoint.specs or name in checkpoint.copies)
-    narrow = _widened(checkpoint, names) if chosen == checkpoint.stored_weights else {}
+    narrow = _widened(checkpoint, names) if weights == checkpoint.stored_weights else {}
     total = sum(info.nbytes for info in names.parameters.values())
     with (
-        publish(Path(destination), overwrite=overwrite) as folder,
+        publish(destination, overwrite=overwrite) as folder,
         progress_bar(f"Converting to {to}", total, progress) as advance,
     ):
         if to == "orbax":
@@ -78,12 +145,14 @@ def convert_checkpoint(
             write_folder(folder, specs, fetch, max_shard_bytes)
         if assembler.problems:
             raise CheckpointError(checkpoint.directory, assembler.problems, "The values are damaged; nothing was kept.")
-        _copy_companions(checkpoint.directory, folder)
+        for companion in companions:
+            shutil.copyfile(companion, folder / companion.name)
         # What makes a directory one that loads comes last.
-        _write_config(checkpoint, folder, chosen)
+        config = _config_for(config_fields, weights, changed=weights != checkpoint.stored_weights)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if to == "orbax":
-            write_manifest(folder, Manifest(chosen, config_hash(folder), copies, narrow), names.parameters)
-    return Path(destination)
+            write_manifest(folder, Manifest(weights, config_hash(folder), copies, narrow), names.parameters)
+    return destination
 
 
 def _assembled(checkpoint: Checkpoint, assembler: Assembler, advance: Advance) -> dict[str, np.ndarray]:
@@ -133,29 +202,25 @@ def _numeric(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
-def _copy_companions(source: Path, folder: Path) -> None:
-    """Tokenizer, chat template, generation settings, licence."""
-    for path in sorted(source.iterdir()):
-        wanted = path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED and not path.name.startswith(".")
-        if path.is_file() and wanted:
-            shutil.copyfile(path, folder / path.name)
+def _companions(directory: Path) -> list[Path]:
+    """Tokenizer, chat template, generation settings, licence: the small files of a checkpoint beside its weights."""
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and path.suffix in _COPIED_SUFFIXES
+        and path.name not in _NOT_COPIED
+        and not path.name.startswith(".")
+    ]
 
 
-def _write_config(checkpoint: Checkpoint, folder: Path, weights: Weights) -> None:
-    """The source's ``config.json``, changed only where the weights, or an absent MTP module, ask for it."""
-    text = (checkpoint.directory / "config.json").read_text(encoding="utf-8")
-    fields = json.loads(text)
-    before = dict(fields)
-    if weights == "fp8":
-        if fields.get("quantization_config") is None:
-            fields["quantization_config"] = QuantizationConfig().to_dict()
-    else:
+def _config_for(fields: Mapping, weights: Weights, *, changed: bool) -> dict:
+    """``config.json`` for these weights: what it says of quantisation and dtype must be what the files hold."""
+    fields = dict(fields)
+    if weights != "fp8":
         fields.pop("quantization_config", None)
-    if weights != checkpoint.stored_weights:
-        key = "dtype" if "dtype" in fields else "torch_dtype"
-        fields[key] = "float32" if weights == "f32" else "bfloat16"
-    if fields.get("num_nextn_predict_layers") and not checkpoint.config.num_nextn_predict_layers:
-        fields["num_nextn_predict_layers"] = 0
-    if fields != before:
-        text = json.dumps(fields, indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    elif fields.get("quantization_config") is None:
+        fields["quantization_config"] = QuantizationConfig().to_dict()
+    if changed:
+        fields["dtype" if "dtype" in fields else "torch_dtype"] = "float32" if weights == "f32" else "bfloat16"
+    return fields

@@ -137,3 +137,31 @@ def from_hf_tensors(
         raise CheckpointError(source, assembler.problems)
     check_copies(source, names, tensors)
     return filled
+
+
+def to_hf_tensors(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Array]) -> dict[str, np.ndarray]:
+    """The inverse of ``from_hf_tensors``: views of the parameters under Hugging Face's names, in true dtypes.
+
+    Without the copies that some checkpoints carry (an MTP module's embedding and head). How the matrices are
+    kept is read off the parameters; there must be one copy of each expert.
+
+    Raises:
+        CheckpointError: parameters that are not the configuration's: missing, too many, or of another shape.
+    """
+    kept: Weights = "fp8" if any(value.dtype.itemsize == 1 for value in params.values()) else "bf16"
+    if params and all(value.dtype == np.float32 for value in params.values()):
+        kept = "f32"
+    mtp = any(path.startswith("mtp.") for path in params)
+    names = TensorNames(config, abstract_parameters(config, weights=kept, platform="any", mtp=mtp))
+    problems = [f"{path}: missing" for path in names.parameters if path not in params]
+    problems += [f"{path}: not a parameter of this configuration" for path in params if path not in names.parameters]
+    for path, info in names.parameters.items():
+        if path in params and tuple(params[path].shape) != info.shape:
+            problems.append(f"{path}: shape {list(params[path].shape)}, expected {list(info.shape)}")
+    if problems:
+        raise CheckpointError("in memory", problems)
+    host = {path: np.asarray(params[path]).view(info.dtype) for path, info in names.parameters.items()}
+    return {
+        name: host[path][piece.index].T if piece.transposed else host[path][piece.index]
+        for name, (path, piece) in names.places().items()
+    }

@@ -23,7 +23,7 @@ class Checkpoint:
     """An opened checkpoint. Headers were read, values were not."""
 
     directory: Path
-    kind: Literal["hf", "orbax"]
+    kind: Literal["hf", "orbax", "memory"]
     config: ModelConfig
     """The configuration of what is there: without MTP modules where the files hold none."""
     tensors: Mapping[str, Tensor]

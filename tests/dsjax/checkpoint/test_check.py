@@ -6,10 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from dsjax.checkpoint import load, open_checkpoint
 from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.load import load
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
+from dsjax.checkpoint.source import open_checkpoint
 from sharding import MeshSpec, Rules
 
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"

@@ -6,10 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsjax.checkpoint import from_hf_tensors, load, open_checkpoint
 from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
+from dsjax.checkpoint.load import from_hf_tensors, load
 from dsjax.checkpoint.names import SCALE_SUFFIX
 from dsjax.checkpoint.quantise import block_scales, quantise
+from dsjax.checkpoint.source import open_checkpoint
 from sharding import MeshSpec, Rules
 from sharding.placement import Placement
 

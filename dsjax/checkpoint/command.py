@@ -1,0 +1,69 @@
+"""``dsjax convert``: the command line of ``convert.py``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dsjax.errors import UserError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="Directory of either form, bundled name, or Hugging Face repository id.")
+    ],
+    destination: Annotated[Path, typer.Argument(help="Directory to write. It appears only when it is complete.")],
+    to: Annotated[
+        Literal["orbax", "hf"] | None,
+        typer.Option(help="Form to write: our Orbax form, or Hugging Face safetensors. Default: the other one."),
+    ] = None,
+    weights: Annotated[
+        Literal["auto", "bf16", "fp8", "f32"],
+        typer.Option(help="How to keep matrices; auto keeps the source's, to the bit."),
+    ] = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file: 5GB, 500MB, …")] = "5GB",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the destination once the new one is complete.")] = False,
+    progress: Annotated[bool, typer.Option(help="Draw a progress bar.")] = True,
+) -> None:
+    """Convert a checkpoint: Hugging Face to Orbax, Orbax to Hugging Face, or to other weights."""
+    max_shard_bytes = parse_bytes(max_shard_size)
+    from dsjax.checkpoint.convert import convert_checkpoint
+    from dsjax.checkpoint.hub import resolve
+    from dsjax.checkpoint.source import open_checkpoint
+
+    directory = resolve(source, revision=revision)
+    form = to or ("hf" if open_checkpoint(directory).kind == "orbax" else "orbax")
+    written = convert_checkpoint(
+        directory,
+        destination,
+        to=form,
+        weights=weights,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    size = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
+    typer.echo(f"{written}: {'Orbax' if form == 'orbax' else 'Hugging Face'} form, {size:,} bytes")
+
+
+def parse_bytes(text: str) -> int:
+    """``"5GB"`` → 5,000,000,000; units KB, MB, GB, KiB, MiB, GiB or none.
+
+    Raises:
+        UserError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    size = (
+        round(float(match.group(1)) * _UNITS[match.group(2).upper()])
+        if match and match.group(2).upper() in _UNITS
+        else 0
+    )
+    if size < 1:
+        raise UserError(f"size {text!r}: expected a positive number with a unit, such as 5GB or 500MiB")
+    return size

@@ -1,0 +1,316 @@
+"""Converting: byte-exact there and back, never half a directory, and only what a device needs is read."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.checkpoint import convert as convert_module
+from dsjax.checkpoint.convert import convert_checkpoint, save
+from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
+from dsjax.checkpoint.load import from_hf_tensors, load, to_hf_tensors
+from dsjax.checkpoint.orbax_form import MANIFEST_NAME
+from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.source import open_checkpoint
+from dsjax.model.transformer import abstract_parameters
+from sharding import MeshSpec, Rules
+from sharding.placement import Placement
+
+
+def place(directory, mesh_text, **options):
+    spec, checkpoint = MeshSpec.parse(mesh_text), open_checkpoint(directory)
+    return load(checkpoint.config, checkpoint, spec.build(), Rules.for_mesh(spec), **options)
+
+
+def assert_same_tensors(directory, tensors):
+    found = open_checkpoint(directory).tensors
+    assert set(found) == set(tensors)
+    for name, expected in tensors.items():
+        assert found[name].dtype == expected.dtype, name
+        assert found[name].tobytes() == expected.tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def orbax(checkpoints, tmp_path_factory):
+    """``orbax(weights)`` → the Orbax form of that checkpoint, made once."""
+    made = {}
+
+    def of(weights):
+        if weights not in made:
+            destination = tmp_path_factory.mktemp("orbax") / weights
+            made[weights] = convert_checkpoint(checkpoints(weights)[0], destination, to="orbax")
+        return made[weights]
+
+    return of
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "f32"])
+def test_there_and_back_is_exact_to_the_byte(checkpoints, orbax, tmp_path, weights):
+    source, tensors = checkpoints(weights)
+    back = convert_checkpoint(orbax(weights), tmp_path / "back", to="hf", max_shard_bytes=200_000)
+    assert (back / "model.safetensors.index.json").exists()
+    assert_same_tensors(back, tensors)
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_a_parameter_that_the_source_keeps_narrower_comes_back_as_it_was(
+    tiny_config, checkpoints, tmp_path, make_checkpoint
+):
+    tensors = {
+        name: value.astype(ml_dtypes.bfloat16) if name.endswith("e_score_correction_bias") else value
+        for name, value in checkpoints("bf16")[1].items()
+    }
+    source = make_checkpoint(tmp_path / "source", tiny_config, tensors)
+    convert_checkpoint(source, tmp_path / "orbax", to="orbax")
+    assert_same_tensors(convert_checkpoint(tmp_path / "orbax", tmp_path / "back", to="hf"), tensors)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=8", "dp=2,tp=4", "tp=8,ep=1", "dp=8,ep=2"])
+def test_the_orbax_form_loads_on_any_mesh_like_the_original(checkpoints, orbax, mesh):
+    original, restored = (place(source, mesh) for source in (checkpoints("bf16")[0], orbax("bf16")))
+    assert original.keys() == restored.keys()
+    for path, array in original.items():
+        assert restored[path].sharding == array.sharding
+        np.testing.assert_array_equal(np.asarray(restored[path]), np.asarray(array), err_msg=path)
+
+
+def test_the_orbax_form_loads_onto_redundant_slots_and_in_other_weights(checkpoints, orbax):
+    placement = Placement.with_redundancy(8, 12, ranks=4)
+    for weights in ("f32", "bf16", "fp8"):
+        original, restored = (
+            place(source, "dp=4", weights=weights, placement=placement)
+            for source in (checkpoints("fp8")[0], orbax("fp8"))
+        )
+        for path, array in original.items():
+            np.testing.assert_array_equal(np.asarray(restored[path]), np.asarray(array), err_msg=path)
+
+
+def test_orbax_alone_restores_our_form_into_another_sharding(tiny_config, checkpoints, orbax):
+    import orbax.checkpoint as ocp
+
+    spec = MeshSpec.parse("dp=2,tp=4")
+    mesh, rules = spec.build(), Rules.for_mesh(spec)
+    infos = abstract_parameters(tiny_config, weights="bf16", platform="any")
+    target = {
+        path: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=rules.sharding(mesh, info.logical_axes, info.shape))
+        for path, info in infos.items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(orbax("bf16") / "params", target)
+    for path, expected in from_hf_tensors(tiny_config, checkpoints("bf16")[1], weights="bf16").items():
+        assert restored[path].sharding == target[path].sharding
+        bits = np.asarray(restored[path]).view(expected.dtype)
+        np.testing.assert_array_equal(bits, expected, err_msg=path)
+
+
+def test_a_device_reads_its_share_of_the_experts_and_not_the_others(tiny_config, checkpoints, orbax):
+    """Bytes that TensorStore reads for one expert of eight are an eighth of what it reads for all."""
+    import tensorstore
+
+    tensors = open_checkpoint(orbax("bf16")).tensors
+    expert, all_experts = (
+        _bytes_read(tensorstore, tensors, f"model.layers.1.mlp.experts.{{}}.{part}_proj.weight", experts)
+        for part, experts in (("down", range(1)), ("down", range(8)))
+    )
+    size = 136 * 152 * 2
+    # A chunk is compressed, and random mantissas hardly compress; the store's own index adds a little.
+    assert 0.5 * size < expert < 1.5 * size
+    assert 7 * expert < all_experts < 9 * expert
+
+
+def _bytes_read(tensorstore, tensors, template, experts):
+    # Opened before, so that reading the store's index does not count.
+    tensors[template.format(7)][0:1, 0:1]
+    before = _file_bytes(tensorstore)
+    for expert in experts:
+        tensors[template.format(expert)][:, :]
+    return _file_bytes(tensorstore) - before
+
+
+def _file_bytes(tensorstore):
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+@pytest.mark.parametrize(("source", "target"), [("bf16", "fp8"), ("f32", "fp8"), ("fp8", "bf16"), ("bf16", "f32")])
+def test_hugging_face_to_itself_in_other_weights(tiny_config, checkpoints, tmp_path, source, target):
+    """What is written loads without a further change, and is what loading the source in these weights gives."""
+    directory, tensors = checkpoints(source)
+    written = open_checkpoint(convert_checkpoint(directory, tmp_path / "new", to="hf", weights=target))
+    assert written.stored_weights == target
+    assert (written.config.quantization is not None) == (target == "fp8")
+    assert written.config.torch_dtype == ("float32" if target == "f32" else "bfloat16")
+    expected = from_hf_tensors(tiny_config, tensors, weights=target)
+    for path, value in from_hf_tensors(tiny_config, written.tensors, weights=target).items():
+        np.testing.assert_array_equal(value, expected[path], err_msg=path)
+
+
+def test_parameters_in_memory_are_saved_and_are_the_inverse_of_reading(tiny_config, checkpoints, tmp_path):
+    directory, tensors = checkpoints("bf16")
+    params = place(directory, "dp=2,tp=2")
+    back = to_hf_tensors(tiny_config, params)
+    for name, value in back.items():
+        assert value.tobytes() == tensors[name].tobytes(), name
+    for form in ("hf", "orbax"):
+        saved = save(tiny_config, params, tmp_path / form, to=form, companions=[directory / "tokenizer.json"])
+        assert (saved / "tokenizer.json").exists()
+        assert open_checkpoint(saved).config == tiny_config
+        again = place(saved, "dp=1")
+        for path, array in params.items():
+            np.testing.assert_array_equal(np.asarray(again[path]), np.asarray(array), err_msg=path)
+
+
+def test_saving_parameters_of_another_model_is_refused(tiny_config, checkpoints, tmp_path):
+    params = dict(from_hf_tensors(tiny_config, checkpoints("f32")[1]))
+    params["stray"] = params.pop("embed.weight")
+    with pytest.raises(CheckpointError, match=r"embed\.weight: missing"):
+        save(tiny_config, params, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_damaged_values_are_not_converted(tiny_config, checkpoints, tmp_path, make_checkpoint, to):
+    tensors = dict(checkpoints("f32")[1])
+    tensors["model.norm.weight"] = np.full(152, np.nan, np.float32)
+    source = make_checkpoint(tmp_path / "source", tiny_config, tensors)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: has values that are not finite"):
+        convert_checkpoint(source, tmp_path / "new", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("to", "stage"),
+    [
+        ("orbax", "write_params"),
+        ("orbax", "_config_for"),
+        ("orbax", "write_manifest"),
+        ("hf", "write_folder"),
+        ("hf", "_config_for"),
+    ],
+)
+def test_a_conversion_that_fails_leaves_nothing(checkpoints, tmp_path, monkeypatch, to, stage):
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert_module, stage, fail)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(checkpoints("bf16")[0], tmp_path / "new", to=to)
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import sys, time
+from dsjax.checkpoint import convert as module
+stage = sys.argv[4]
+def stop(*args, **kwargs):
+    print("reached", flush=True)
+    time.sleep(60)
+setattr(module, stage, stop)
+module.convert_checkpoint(sys.argv[1], sys.argv[2], to=sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(("to", "stage"), [("orbax", "write_manifest"), ("hf", "_config_for")])
+def test_a_conversion_that_is_killed_leaves_nothing_that_loads(checkpoints, tmp_path, to, stage):
+    destination = tmp_path / "new"
+    arguments = [sys.executable, "-c", KILLED, str(checkpoints("bf16")[0]), str(destination), to, stage]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdout.readline() == "reached\n"
+        process.send_signal(signal.SIGKILL)
+    assert not destination.exists()
+    left = list(tmp_path.iterdir())
+    assert len(left) == 1
+    with pytest.raises(CheckpointError):
+        open_checkpoint(left[0])
+    # And it does not stand in the way of the next one.
+    convert_checkpoint(checkpoints("bf16")[0], destination, to=to)
+    open_checkpoint(destination)
+
+
+def test_an_existing_destination_is_kept_unless_told_otherwise_and_until_the_new_one_is_complete(
+    checkpoints, tmp_path, monkeypatch
+):
+    destination = tmp_path / "model"
+    convert_checkpoint(checkpoints("bf16")[0], destination, to="hf")
+    with pytest.raises(CheckpointError, match=r"exists already; .* --overwrite"):
+        convert_checkpoint(checkpoints("f32")[0], destination, to="hf")
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, "write_folder", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert_checkpoint(checkpoints("f32")[0], destination, to="hf", overwrite=True)
+    assert open_checkpoint(destination).stored_weights == "bf16"
+    convert_checkpoint(checkpoints("f32")[0], destination, to="hf", overwrite=True)
+    assert open_checkpoint(destination).stored_weights == "f32"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / MANIFEST_NAME).write_text("{"), "dsjax.json is damaged"),
+        (lambda d: (d / MANIFEST_NAME).write_text('{"format": "dsjax-orbax", "version": 9}'), "version 9, expected"),
+        (lambda d: (d / "config.json").write_text((d / "config.json").read_text() + " "), "config.json is not the one"),
+        (lambda d: (d / MANIFEST_NAME).unlink(), "has a config.json but no weights"),
+        (lambda d: (d / "params" / "manifest.ocdbt").unlink(), "cannot be read"),
+    ],
+)
+def test_a_damaged_orbax_directory_is_a_clear_error(checkpoints, tmp_path, damage, message):
+    destination = convert_checkpoint(checkpoints("bf16")[0], tmp_path / "new", to="orbax")
+    damage(destination)
+    with pytest.raises(CheckpointError, match=message):
+        place(destination, "dp=1")
+
+
+def test_a_promised_but_absent_mtp_module_is_not_promised_again(tiny_config, checkpoints, tmp_path, make_checkpoint):
+    tensors = {n: t for n, t in checkpoints("bf16")[1].items() if not n.startswith("model.layers.3.")}
+    source = make_checkpoint(tmp_path / "source", tiny_config, tensors)
+    with pytest.warns(CheckpointWarning):
+        written = convert_checkpoint(source, tmp_path / "new", to="hf")
+    assert open_checkpoint(written).config.num_nextn_predict_layers == 0
+
+
+def test_the_command_converts_to_the_other_form_and_says_what_it_wrote(checkpoints, tmp_path):
+    import typer
+
+    from dsjax.checkpoint.command import convert
+
+    app = typer.Typer()
+    app.command()(convert)
+    source, tensors = checkpoints("bf16")
+    run = CliRunner().invoke(app, [str(source), str(tmp_path / "orbax"), "--no-progress"])
+    assert run.exit_code == 0, run.output
+    assert "Orbax form" in run.output
+    arguments = [str(tmp_path / "orbax"), str(tmp_path / "back"), "--max-shard-size", "300KB", "--no-progress"]
+    run = CliRunner().invoke(app, arguments)
+    assert run.exit_code == 0, run.output
+    assert_same_tensors(tmp_path / "back", tensors)
+    assert max(path.stat().st_size for path in (tmp_path / "back").glob("*.safetensors")) < 330_000
+
+
+@pytest.mark.parametrize("text", ["", "0", "5XB", "-1GB", "GB"])
+def test_a_size_that_is_none_is_refused(text):
+    from dsjax.checkpoint.command import parse_bytes
+
+    assert parse_bytes("1.5 KiB") == 1536
+    with pytest.raises(ValueError, match="expected a positive number with a unit"):
+        parse_bytes(text)
+
+
+def test_specs_of_an_orbax_directory_are_those_of_its_source(checkpoints, orbax):
+    """Without the MTP copies, which are written anew from what they equal."""
+    _, tensors = checkpoints("fp8")
+    specs = open_checkpoint(orbax("fp8")).specs
+    own = {
+        n: t for n, t in tensors.items() if "layers.3.embed_tokens" not in n and "layers.3.shared_head.head" not in n
+    }
+    assert specs == {name: TensorSpec(value.dtype, value.shape) for name, value in own.items()}
