@@ -4,7 +4,8 @@
 ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, ids -1 for none. It exists several times, for machines
 that want it differently; all give the same numbers, and ``tests/dsjax/model/test_experts.py`` holds them to a plain loop.
 
-All of them first sort the (row, expert) pairs by expert. Cost then follows the pairs that exist, not N × K.
+All of them first sort the (row, expert) pairs by expert. Cost then follows the pairs that exist, not N × K. Rows are only
+ever read by ``rows.take``, so that dispatch can hand over rows still packed, of which most may never be read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from jaxtyping import Array, Float, Int
 from dsjax.model.parameters import dequantise, reinterpret
 
 Params = Mapping[str, Array]
-"""``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; with FP8 also ``gate_up.scale`` and ``down.scale``."""
+"""``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; with FP8 also ``gate_up.scale`` and ``down.scale``.
+
+With an int32 scalar ``layer`` in it, the others are whole stacks, with a leading layers axis, of which that layer is meant.
+``tiles`` then copies just the experts that are used out of the stack, where a scan over the stack would copy every expert of
+each layer first (on CPU a third of the time of a decode step's experts).
+"""
+
+IMPLEMENTATIONS = ("auto", "tiles", "einsum", "ragged_dot")
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class ExpertProduct:
         ``auto``, which decides by ``platform`` and static shapes.
     weight_dtype: what the stored weights mean; they are stored as unsigned integers on the CPU platform.
     platform: where the product runs (``cpu``, ``gpu``, ``tpu``).
-    tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). None: the rule's choice.
+    tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). block: pairs of a round
+        (``ragged_dot``). None: ``default_tile``, ``default_capacity``, ``default_block``.
     """
 
     implementation: Literal["auto", "tiles", "einsum", "ragged_dot"] = "auto"
@@ -41,11 +50,11 @@ class ExpertProduct:
     platform: str = "cpu"
     tile: int | None = None
     capacity: int | None = None
+    block: int | None = None
 
     def __post_init__(self):
-        known = ("auto", "tiles", "einsum", "ragged_dot")
-        if self.implementation not in known:
-            raise ValueError(f"expert product {self.implementation!r}; expected one of {known}")
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"expert product {self.implementation!r}; expected one of {IMPLEMENTATIONS}")
 
     def __call__(
         self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
@@ -56,14 +65,14 @@ class ExpertProduct:
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
             chosen = self.implementation
             if chosen == "auto":
-                chosen = "tiles" if self.platform == "cpu" else "einsum"
+                chosen = choose_implementation(self.platform, ids_NK.size, experts.count)
             if chosen == "tiles":
-                out = tiles(experts, rows_ND, pairs, self.tile or 16)
+                out = tiles(experts, rows_ND, pairs, self.tile or default_tile(ids_NK.size, experts.count))
             elif chosen == "einsum":
                 capacity = self.capacity or default_capacity(ids_NK.size, experts.count)
                 out = einsum(experts, rows_ND, pairs, min(capacity, rows_ND.shape[0]))
             else:
-                out = ragged_dot(experts, rows_ND, pairs)
+                out = ragged_dot(experts, rows_ND, pairs, min(self.block or default_block(ids_NK.shape), ids_NK.size))
             return out.astype(rows_ND.dtype)
 
 
@@ -76,9 +85,14 @@ class Experts:
     compute_dtype: jnp.dtype
 
     @property
+    def stacked(self) -> bool:
+        """Whether the arrays are stacks of layers."""
+        return "layer" in self.params
+
+    @property
     def count(self) -> int:
         """X: physical experts on this rank."""
-        return self.params["down.weight"].shape[0]
+        return self.params["down.weight"].shape[1 if self.stacked else 0]
 
     def matrices(self, index: Int[Array, ""] | None = None) -> tuple[Array, Array]:
         """Gate and up ``[D, 2F]`` and down ``[F, D]`` of one expert, or with None of all, ``[X, D, 2F]`` and ``[X, F, D]``."""
@@ -86,14 +100,20 @@ class Experts:
         return gate_up.reshape(*gate_up.shape[:-2], -1), down
 
     def _matrix(self, name: str, index: Int[Array, ""] | None) -> Array:
-        def pick(key: str) -> Array:
-            stack = self.params[key]
-            return stack if index is None else lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
-
-        weight = reinterpret(pick(f"{name}.weight"), self.weight_dtype)
+        weight = reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)
         if f"{name}.scale" in self.params:
-            return dequantise(weight, pick(f"{name}.scale"), self.compute_dtype)
+            return dequantise(weight, self._pick(f"{name}.scale", index), self.compute_dtype)
         return weight.astype(self.compute_dtype)
+
+    def _pick(self, key: str, index: Int[Array, ""] | None) -> Array:
+        """One array of the layer: of all experts, or of one. A single slice, because on CPU each slice is a copy."""
+        array = self.params[key]
+        where = ([self.params["layer"]] if self.stacked else []) + ([] if index is None else [index])
+        if not where:
+            return array
+        rest = array.shape[len(where) :]
+        start = (*where, *[0] * len(rest))
+        return lax.dynamic_slice(array, start, (1,) * len(where) + rest).reshape(rest)
 
 
 class SortedPairs(NamedTuple):
@@ -143,7 +163,7 @@ def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, ti
         at = pairs.start_X[expert] + in_expert
         rows_C = lax.dynamic_slice_in_dim(row_P, at, tile)
         used_C = in_expert + jnp.arange(tile) < pairs.count_X[expert]
-        x_CD = rows_ND.at[rows_C].get(mode="promise_in_bounds")
+        x_CD = rows_ND.take(rows_C, axis=0, mode="clip")
         y_CD = swiglu(x_CD, *experts.matrices(expert)) * lax.dynamic_slice_in_dim(weight_P, at, tile)[:, None]
         return out_ND.at[rows_C].add(jnp.where(used_C[:, None], y_CD, 0), mode="promise_in_bounds")
 
@@ -159,7 +179,7 @@ def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, c
         used_XC = place_C < pairs.count_X[:, None]
         pair_XC = jnp.where(used_XC, pairs.start_X[:, None] + place_C, 0)
         row_XC = pairs.row_P.at[pair_XC].get(mode="promise_in_bounds")
-        x_XCD = rows_ND.at[row_XC].get(mode="promise_in_bounds")
+        x_XCD = rows_ND.take(row_XC, axis=0, mode="clip")
         weight_XC = pairs.weight_P.at[pair_XC].get(mode="promise_in_bounds")
         y_XCD = swiglu(x_XCD, gate_up, down) * weight_XC[:, :, None]
         return out_ND.at[row_XC].add(jnp.where(used_XC[:, :, None], y_XCD, 0), mode="promise_in_bounds")
@@ -171,19 +191,54 @@ def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, c
     return lax.fori_loop(1, rounds, one_round, out_ND)
 
 
-def ragged_dot(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs) -> Float[Array, "N D"]:
-    """``lax.ragged_dot`` over the sorted pairs: accelerators have kernels for it (on CPU it is a dense masked product)."""
+def ragged_dot(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, block: int) -> Float[Array, "N D"]:
+    """``lax.ragged_dot`` over ``block`` sorted pairs at a time: accelerators have kernels for it (CPU computes a dense masked product).
+
+    Blocks bound the buffers: all P pairs at once would be K times the rows that arrived, most of them unused.
+    """
     gate_up, down = experts.matrices()
-    x_PD = rows_ND.at[pairs.row_P].get(mode="promise_in_bounds")
-    hidden = lax.ragged_dot(x_PD, gate_up, pairs.count_X, preferred_element_type=jnp.float32)
-    gate, up = jnp.split(hidden, 2, axis=-1)
-    hidden_PF = (jax.nn.silu(gate) * up).astype(x_PD.dtype)
-    y_PD = lax.ragged_dot(hidden_PF, down, pairs.count_X, preferred_element_type=jnp.float32)
-    used_P = jnp.arange(y_PD.shape[0]) < jnp.sum(pairs.count_X)
-    weighted_PD = jnp.where(used_P[:, None], y_PD * pairs.weight_P[:, None], 0)
-    return jnp.zeros(rows_ND.shape, jnp.float32).at[pairs.row_P].add(weighted_PD, mode="promise_in_bounds")
+    end_X = pairs.start_X + pairs.count_X
+    row_P = jnp.pad(pairs.row_P, (0, block))  # so that the slice of the last block is not shifted back
+    weight_P = jnp.pad(pairs.weight_P, (0, block))
+
+    def one_block(b: Array, out_ND: Array) -> Array:
+        at = b * block
+        sizes_X = jnp.clip(end_X, at, at + block) - jnp.clip(pairs.start_X, at, at + block)
+        row_C = lax.dynamic_slice_in_dim(row_P, at, block)
+        x_CD = rows_ND.take(row_C, axis=0, mode="clip")
+        hidden = lax.ragged_dot(x_CD, gate_up, sizes_X, preferred_element_type=jnp.float32)
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        hidden_CF = (jax.nn.silu(gate) * up).astype(x_CD.dtype)
+        y_CD = lax.ragged_dot(hidden_CF, down, sizes_X, preferred_element_type=jnp.float32)
+        y_CD = y_CD * lax.dynamic_slice_in_dim(weight_P, at, block)[:, None]
+        used_C = jnp.arange(block) < jnp.sum(sizes_X)
+        return out_ND.at[row_C].add(jnp.where(used_C[:, None], y_CD, 0), mode="promise_in_bounds")
+
+    return lax.fori_loop(0, -(-end_X[-1] // block), one_block, jnp.zeros(rows_ND.shape, jnp.float32))
+
+
+def choose_implementation(platform: str, pairs: int, experts: int) -> str:
+    """``auto``: on CPU always ``tiles``; elsewhere ``einsum`` up to 64 pairs an expert (decode), then ``ragged_dot``.
+
+    The CPU choice is measured (``docs/dispatch.md``); that for accelerators is not, and follows the work: a batched product
+    wastes its padding, which matters once an expert has more rows than a matrix unit takes at a time.
+    """
+    if platform == "cpu":
+        return "tiles"
+    return "einsum" if pairs <= 64 * experts else "ragged_dot"
+
+
+def default_tile(pairs: int, experts: int) -> int:
+    """Rows of a tile, by the most pairs an expert could have on average: 8, 16 or 32 (measured on CPU: ``docs/dispatch.md``)."""
+    mean = pairs / experts
+    return 8 if mean <= 8 else 16 if mean <= 64 else 32
 
 
 def default_capacity(pairs: int, experts: int) -> int:
-    """Rows per expert of an ``einsum`` round: the mean load, rounded up to a multiple of 8."""
+    """Rows per expert of an ``einsum`` round: the mean load if every pair is used, rounded up to a multiple of 8."""
     return 8 * -(-pairs // (8 * experts))
+
+
+def default_block(shape: tuple[int, int]) -> int:
+    """Pairs of a ``ragged_dot`` round: as many as there are rows, and at least 4,096 (K blocks if every pair is used)."""
+    return max(shape[0], 4096)

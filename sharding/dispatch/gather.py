@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from sharding.dispatch.group import ExpertGroup, Product, fewer_columns
+from sharding.dispatch.group import ExpertGroup
+from sharding.dispatch.local import Counts, RankExperts, add_sent, goes_to
 from sharding.dispatch.wire import WireFormat
 
 
@@ -20,16 +21,17 @@ def gather_dispatch(
     x_TD: Float[Array, "T D"],
     slots_TK: Int[Array, "T K"],
     weights_TK: Float[Array, "T K"],
-    product: Product,
-) -> Float[Array, "T D"]:
-    """Inside ``shard_map``: this rank's T tokens in, their weighted expert outputs back.
+    experts: RankExperts,
+) -> tuple[Float[Array, "T D"], Counts]:
+    """Inside ``shard_map``: this rank's T tokens in, their weighted expert outputs back; and counts.
 
     Where an expert's width is split over ``tp``, the gather and the scatter simply run over those ranks too: each
     holds a part of the width, so the one reduction adds parts of widths and parts of experts alike.
     """
     packed = wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0))
-    rows_NW = lax.all_gather(packed, group.all_axes, axis=0, tiled=True)
-    x_ND, slots_NK, weights_NK, _ = wire.unpack(rows_NW)
-    ids, weights = fewer_columns(group.local_ids(slots_NK), weights_NK, group.experts)
-    partial_ND = product(x_ND, ids, weights)
-    return lax.psum_scatter(partial_ND, group.all_axes, scatter_dimension=0, tiled=True)
+    rows, slots_NK, weights_NK, _ = wire.unpack(lax.all_gather(packed, group.all_axes, axis=0, tiled=True))
+    partial_ND, seen = experts(rows, slots_NK, weights_NK)
+    y_TD = lax.psum_scatter(partial_ND, group.all_axes, scatter_dimension=0, tiled=True)
+    if seen:
+        seen = add_sent(group, seen, jnp.sum(goes_to(group, slots_TK), axis=0), 1)
+    return y_TD, seen

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from sharding.mesh import MeshSpec
-
-Product = Callable[[Float[Array, "N D"], Int[Array, "N K"], Float[Array, "N K"]], Float[Array, "N D"]]
+from sharding.mesh import AXES, MeshSpec
 
 
 @dataclass(frozen=True)
@@ -35,19 +31,12 @@ class ExpertGroup:
     platform: str
 
     @classmethod
-    def of(cls, spec: MeshSpec, mesh: Mesh, experts: int) -> ExpertGroup:
-        """The group that ``spec`` lays out on ``mesh``, with ``experts`` physical experts on each rank."""
-
-        def used(axes: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
-            kept = tuple(a for a in axes if mesh.shape[a] > 1)
-            size = 1
-            for axis in kept:
-                size *= mesh.shape[axis]
-            return kept, size
-
-        axes, size = used(spec.expert_axes)
-        width_axes, width = used(spec.expert_width_axes)
-        return cls(axes, size, width_axes, width, experts, mesh.devices.flat[0].platform)
+    def of(cls, spec: MeshSpec, experts: int, platform: str) -> ExpertGroup:
+        """The group that ``spec`` lays out, with ``experts`` physical experts in all, a multiple of ``spec.ep_size``."""
+        sizes = dict(zip(AXES, spec.shape, strict=True))
+        axes = tuple(a for a in spec.expert_axes if sizes[a] > 1)
+        width_axes = tuple(a for a in spec.expert_width_axes if sizes[a] > 1)
+        return cls(axes, spec.ep_size, width_axes, spec.expert_width_shards, experts // spec.ep_size, platform)
 
     @property
     def all_axes(self) -> tuple[str, ...]:
@@ -63,25 +52,18 @@ class ExpertGroup:
         """This rank's place along ``axes``: it holds physical experts ``[index * experts, (index + 1) * experts)``."""
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
-    def local_ids(self, slots_NK: Int[Array, "N K"]) -> Int[Array, "N K"]:
-        """Physical expert ids (-1: none) as ids of this rank's own experts, -1 for those of others."""
-        local = slots_NK - self.index() * self.experts
-        return jnp.where((slots_NK >= 0) & (local >= 0) & (local < self.experts), local, -1)
-
-    def exchange(self, rows_GCW: jax.Array) -> jax.Array:
-        """``all_to_all`` over the group: row block ``g`` goes to rank ``g``; block ``s`` of the result is from rank ``s``."""
+    def exchange(self, rows_NW: jax.Array) -> jax.Array:
+        """``all_to_all`` of ``size`` equal blocks of rows: block ``g`` goes to rank ``g``; block ``s`` of the result is from rank ``s``."""
         if self.size == 1:
-            return rows_GCW
-        return lax.all_to_all(rows_GCW, self.axes, split_axis=0, concat_axis=0, tiled=True)
+            return rows_NW
+        return lax.all_to_all(rows_NW, self.axes, split_axis=0, concat_axis=0, tiled=True)
 
+    def pool_width(self, rows_NW: jax.Array) -> jax.Array:
+        """The rows of all ranks that hold a part of the same experts' width."""
+        return rows_NW if self.width == 1 else lax.all_gather(rows_NW, self.width_axes, axis=0, tiled=True)
 
-def fewer_columns(ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], experts: int):
-    """At most ``experts`` columns of ids and weights, where a rank holds fewer experts than a token uses.
-
-    A row's ids are distinct, so column ``x`` of the result says whether the row uses expert ``x``: ``[N, experts]``.
-    """
-    if experts >= ids_NK.shape[1]:
-        return ids_NK, weights_NK
-    chosen_NKX = ids_NK[:, :, None] == jnp.arange(experts)
-    weights_NX = jnp.sum(jnp.where(chosen_NKX, weights_NK[:, :, None], 0), axis=1)
-    return jnp.where(chosen_NKX.any(1), jnp.arange(experts), -1), weights_NX
+    def share_width(self, partial_ND: jax.Array) -> jax.Array:
+        """Undo ``pool_width``: add up the parts, each rank keeping the rows that it brought."""
+        if self.width == 1:
+            return partial_ND
+        return lax.psum_scatter(partial_ND, self.width_axes, scatter_dimension=0, tiled=True)

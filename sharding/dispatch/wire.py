@@ -83,23 +83,56 @@ class WireFormat:
 
     def unpack(
         self, words_NW: UInt[Array, "N W"]
-    ) -> tuple[Float[Array, "N D"], Int[Array, "N K"], Float[Array, "N K"], Int[Array, "N"]]:
-        """``(x, ids, weights, extra)`` of packed rows; x in the compute dtype, weights float32, ids and extra int32."""
+    ) -> tuple[PackedRows, Int[Array, "N K"], Float[Array, "N K"], Int[Array, "N"]]:
+        """``(rows, ids, weights, extra)`` of packed rows; weights float32, ids and extra int32."""
+        _, _, weights, ids, extra = self._split(words_NW)
+        return PackedRows(self, words_NW), ids.astype(jnp.int32), weights, extra[:, 0]
+
+    def payload(self, words: UInt[Array, "*n W"]) -> Float[Array, "*n D"]:
+        """The token rows in packed rows, in the compute dtype."""
+        payload, scales, *_ = self._split(words)
+        return _dequantise(payload, scales).astype(self.dtype) if self.fp8 else payload
+
+    def _split(self, words: UInt[Array, "*n W"]) -> list[jax.Array | None]:
         values, at = [], 0
         for count, dtype in self.fields:
             size = count * dtype.itemsize // self.word.itemsize
-            values.append(_from_words(words_NW[:, at : at + size], dtype) if count else None)
+            values.append(_from_words(words[..., at : at + size], dtype) if count else None)
             at += size
-        payload, scales, weights, ids, extra = values
-        x = _dequantise(payload, scales).astype(self.dtype) if self.fp8 else payload
-        return x, ids.astype(jnp.int32), weights, extra[:, 0]
+        return values
 
-    def empty_row(self) -> UInt[Array, "1 W"]:
+    def empty_row(self, extra: Int[Array, ""]) -> UInt[Array, "1 W"]:
         """A row that uses no expert: zeros with ids -1."""
         shape = (1, self.top_k)
-        return self.pack(
-            jnp.zeros((1, self.width), self.dtype), jnp.full(shape, -1), jnp.zeros(shape), jnp.zeros((), jnp.int32)
-        )
+        return self.pack(jnp.zeros((1, self.width), self.dtype), jnp.full(shape, -1), jnp.zeros(shape), extra)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Token rows ``[N, D]`` that are still packed: read by ``take``, as from an array, and unpacked only there.
+
+    A rank's experts use a fraction of the rows that arrive (an eighth to a half of them in decode); unpacking, or with FP8
+    dequantising, all of them first costs a pass over memory for nothing.
+    """
+
+    wire: WireFormat
+    words_NW: UInt[Array, "N W"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, D)``."""
+        return self.words_NW.shape[0], self.wire.width
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return jnp.dtype(self.wire.dtype)
+
+    def take(self, indices: Int[Array, "*n"], axis: int = 0, mode: str = "clip") -> Float[Array, "*n D"]:
+        """Rows by index, like ``jax.Array.take`` along axis 0."""
+        if axis != 0:
+            raise ValueError(f"packed rows are taken along axis 0, not {axis}")
+        return self.wire.payload(self.words_NW.take(indices, axis=0, mode=mode))
 
 
 def _to_words(value: jax.Array, word: jnp.dtype) -> jax.Array:
@@ -110,7 +143,7 @@ def _to_words(value: jax.Array, word: jnp.dtype) -> jax.Array:
 def _from_words(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
     ratio = dtype.itemsize // words.dtype.itemsize
     if ratio > 1:
-        words = words.reshape(words.shape[0], -1, ratio)
+        words = words.reshape(*words.shape[:-1], -1, ratio)
     return lax.bitcast_convert_type(words, dtype)
 
 
@@ -130,6 +163,6 @@ def _quantise(x_ND: jax.Array) -> tuple[jax.Array, jax.Array]:
     return quantised.reshape(x_ND.shape[0], -1)[:, : x_ND.shape[1]], scale
 
 
-def _dequantise(quantised_ND: jax.Array, scale_NB: jax.Array) -> jax.Array:
-    scale_ND = jnp.repeat(scale_NB, FP8_BLOCK, axis=1)[:, : quantised_ND.shape[1]]
-    return quantised_ND.astype(jnp.float32) * scale_ND
+def _dequantise(quantised: jax.Array, scale: jax.Array) -> jax.Array:
+    repeated = jnp.repeat(scale, FP8_BLOCK, axis=-1)[..., : quantised.shape[-1]]
+    return quantised.astype(jnp.float32) * repeated

@@ -1,0 +1,81 @@
+"""What a rank does with rows that have arrived: find those of its own experts, apply them, and count them if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sharding.dispatch.group import ExpertGroup
+from sharding.dispatch.wire import PackedRows
+
+Rows = Float[Array, "N D"] | PackedRows
+LocalExperts = Callable[[Any, Rows, Int[Array, "N K"], Float[Array, "N K"]], Float[Array, "N D"]]
+Counts = dict[str, jax.Array]
+"""Counts of one exchange on one rank, int32; empty when no report is asked for."""
+
+
+@dataclass(frozen=True)
+class RankExperts:
+    """A rank's experts: ``local_experts`` with its weights.
+
+    count: whether calls also return how many tokens each local expert got and how many rows used any.
+    """
+
+    group: ExpertGroup
+    local_experts: LocalExperts
+    params: Any
+    count: bool
+
+    def __call__(
+        self, rows_ND: Rows, slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
+    ) -> tuple[Float[Array, "N D"], Counts]:
+        """Weighted sums over this rank's experts of each row, zero where it uses none; and the counts."""
+        local_NK = slots_NK - self.group.index() * self.group.experts
+        local_NK = jnp.where((slots_NK >= 0) & (local_NK >= 0) & (local_NK < self.group.experts), local_NK, -1)
+        ids, weights = fewer_columns(local_NK, weights_NK, self.group.experts)
+        out_ND = self.local_experts(self.params, rows_ND, ids, weights)
+        if not self.count:
+            return out_ND, {}
+        per_expert = jnp.zeros((self.group.experts + 1,), jnp.int32).at[ids].add(1)  # -1 counts in the last, dropped
+        return out_ND, {"tokens_per_expert": per_expert[:-1], "rows_received": jnp.sum(jnp.any(ids >= 0, axis=1))}
+
+
+def fewer_columns(
+    ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], experts: int
+) -> tuple[Int[Array, "N J"], Float[Array, "N J"]]:
+    """At most ``experts`` columns of ids and weights, where a rank holds fewer experts than a token uses.
+
+    A row's ids are distinct, so column ``x`` of the result says whether the row uses expert ``x``: ``[N, experts]``.
+    """
+    if experts >= ids_NK.shape[1]:
+        return ids_NK, weights_NK
+    chosen_NKX = ids_NK[:, :, None] == jnp.arange(experts)
+    weights_NX = jnp.sum(jnp.where(chosen_NKX, weights_NK[:, :, None], 0), axis=1)
+    return jnp.where(chosen_NKX.any(1), jnp.arange(experts), -1), weights_NX
+
+
+def goes_to(group: ExpertGroup, slots_TK: Int[Array, "T K"]) -> Bool[Array, "T G"]:
+    """Whether a token has an expert on each rank of the group."""
+    rank_TK = jnp.where(slots_TK >= 0, slots_TK // group.experts, -1)
+    return jnp.any(rank_TK[:, :, None] == jnp.arange(group.size), axis=1)
+
+
+def add_sent(group: ExpertGroup, seen: Counts, to_G: Int[Array, "G"], rounds: jax.Array | int) -> Counts:
+    """Complete ``seen`` with the rows that had to leave their rank for this rank's tokens, and the rounds.
+
+    to_G: rows for each rank of the group, this one included. A row that every part of an expert's width must see counts
+    once for each part. What a rank sends to itself counts nowhere.
+    """
+    if not seen:
+        return seen
+    own = to_G[group.index()]
+    return seen | {
+        "rows_sent": jnp.sum(to_G) * group.width - own,
+        "rows_received": seen["rows_received"] - own,
+        "rounds": jnp.int32(rounds),
+    }
