@@ -10,6 +10,7 @@ import torch
 import transformers
 from goldens.random_weights import RandomWeights
 from safetensors import safe_open
+from transformers.modeling_layers import MtpModel
 
 _CLASSES = {
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
@@ -62,6 +63,30 @@ def saved_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def reference_logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
     """Float32 logits `[B, S, V]` of token ids `[B, S]`."""
     return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+@torch.no_grad()
+def reference_mtp_logits(model: torch.nn.Module, weights: RandomWeights, tokens: np.ndarray) -> np.ndarray:
+    """Logits `[B, S, V]` of transformers' first MTP layer behind `model`, from token ids `[B, S + 1]`.
+
+    It reads the main model's last state of a position and the token after it, and predicts the one after that.
+    """
+    layer = f"model.layers.{model.config.num_hidden_layers}."
+    names = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
+    module = MtpModel(model, 1).to(torch.float32).eval()
+    state = {}
+    for own, value in module.state_dict().items():
+        if own.startswith("layers.0."):
+            name = own.removeprefix("layers.0.")
+            for theirs, original in names.items():
+                name = name.replace(theirs, original)
+            value = torch.from_numpy(_value(weights, layer + name, value))
+        state[own] = value
+    module.load_state_dict(state, strict=True)
+    inputs, following = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
+    positions = torch.arange(inputs.shape[1]).expand(inputs.shape)
+    states = model(inputs, output_hidden_states=True).hidden_states[-1]
+    return model.lm_head(module.forward_layer(0, states, positions, None, input_ids=following)).numpy()
 
 
 @torch.no_grad()
