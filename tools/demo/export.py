@@ -1,0 +1,55 @@
+"""Write a run's last checkpoint as the demo model's `model.safetensors`, in bfloat16 under Hugging Face's names.
+
+python -m tools.demo.export RUN_FOLDER [--folder configs/models/demo]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from dsjax.checkpoint.load import to_hf_tensors
+from dsjax.checkpoint.safetensors import TensorSpec, write_file
+from dsjax.config import load_config
+from dsjax.model.transformer import abstract_parameters
+from tools.demo.checkpoint import restore
+from tools.demo.optimizer import kind_of
+from tools.demo.train import FOLDER
+
+
+def export(run: Path, folder: Path) -> int:
+    """Write `folder/model.safetensors` beside its `config.json`; returns the step that it holds.
+
+    Raises:
+        FileNotFoundError: `run` holds no checkpoint.
+    """
+    config = load_config(folder)
+    infos = abstract_parameters(config, platform="any")
+    found = restore(run, dict.fromkeys(infos), {})
+    if found is None:
+        raise FileNotFoundError(f"no step-*.npz in {run}: run tools.demo.train first")
+    params, _, step, _ = found
+    # The balancing biases stay float32, as in DeepSeek's checkpoints: what they add up to is below bfloat16's steps.
+    dtypes = {path: np.float32 if kind_of(path) == "fixed" else ml_dtypes.bfloat16 for path in params}
+    tensors = to_hf_tensors(config, {path: np.asarray(jnp.asarray(params[path], dtypes[path])) for path in params})
+    specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
+    write_file(folder / "model.safetensors", specs, tensors.__getitem__)
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="with the model's config.json")
+    arguments = parser.parse_args()
+    step = export(arguments.run, arguments.folder)
+    size = (arguments.folder / "model.safetensors").stat().st_size
+    print(f"step {step}: {size:,} bytes in {arguments.folder / 'model.safetensors'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Train the demo model on the running CPython's own library.
+
+    nice python -m tools.demo.train RUN_FOLDER                  # the recipe behind the bundled weights
+    nice python -m tools.demo.train RUN_FOLDER --steps 100      # a trial
+
+A run stopped half-way continues from its last checkpoint when the same command is given again, and ends where the
+uninterrupted run would have. `log.jsonl` in the run folder has a line every ten steps. `export.py` makes the Hugging Face
+checkpoint. The same library, JAX version and kind of processor give the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "configs" / "models" / "demo"
+LOG_EVERY, SAVE_EVERY = 10, 100
+
+# A step's temporaries are gigabytes that glibc would map and unmap each time; page faults then took half of the time.
+# Read when a process starts, hence the restart in `main`.
+MALLOC_SETTINGS = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_ARENA_MAX": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+def train(run: Path, schedule, seed: int) -> None:
+    """Train up to `schedule.steps`, from the last checkpoint in `run` where there is one."""
+    import jax.numpy as jnp
+
+    from dsjax.config import load_config
+    from dsjax.model.transformer import parameter_table
+    from tools.demo import optimizer
+    from tools.demo.checkpoint import restore, save
+    from tools.demo.corpus import describe_differences, read_corpus
+    from tools.demo.data import Batches, encode_training_text
+    from tools.demo.step import initial_parameters, train_step
+
+    config = load_config(FOLDER)
+    table = parameter_table(config, weights="f32")
+    files, heldout = read_corpus()
+    if difference := describe_differences(files, heldout):
+        print(f"note: {difference}", file=sys.stderr)
+    batches = Batches(encode_training_text(files, FOLDER), schedule.batch_tokens, config.bos_token_id, seed)
+    print(
+        f"{len(batches.stream):,} tokens an epoch; {schedule.steps * schedule.batch_tokens:,} to train on", flush=True
+    )
+
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "recipe.json").write_text(json.dumps({"seed": seed, **dataclasses.asdict(schedule)}, indent=2) + "\n")
+    params = initial_parameters(table, seed)
+    state, first, used = optimizer.init_state(params), 0, 0.0
+    if found := restore(run, params, state):
+        params, state, first, used = found
+        print(f"continuing after step {first}", flush=True)
+    meter = Meter(run / "log.jsonl", schedule, used)
+    for step in range(first, schedule.steps):
+        rows = batches(step * schedule.batch_tokens, schedule.row_length(step))
+        params, state, measured = train_step(
+            params,
+            state,
+            jnp.asarray(rows),
+            jnp.int32(step),
+            jnp.float32(schedule.rate(step)),
+            jnp.float32(schedule.mtp_weight(step)),
+            jnp.float32(schedule.bias_speed(step)),
+            table=table,
+            config=config,
+            settings=optimizer.Settings(),
+            capacity_factor=schedule.capacity_factor,
+        )
+        meter.add(step, {name: float(value) for name, value in measured.items()})
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == schedule.steps:
+            save(run, params, state, step + 1, meter.processor_seconds)
+
+
+class Meter:
+    """Averages measurements over `LOG_EVERY` steps into a log line and a progress line."""
+
+    def __init__(self, path: Path, schedule, processor_seconds: float):
+        self.path, self.schedule = path, schedule
+        self._before = processor_seconds - time.process_time()
+        self._since, self._pending = time.monotonic(), []
+
+    @property
+    def processor_seconds(self) -> float:
+        """Of the whole run so far, interruptions not counted."""
+        return self._before + time.process_time()
+
+    def add(self, step: int, measured: dict[str, float]) -> None:
+        """Take one step's measurements."""
+        self._pending.append(measured)
+        if (step + 1) % LOG_EVERY and step + 1 != self.schedule.steps:
+            return
+        now, count = time.monotonic(), len(self._pending)
+        line = {name: sum(m[name] for m in self._pending) / count for name in measured}
+        line |= {
+            "step": step + 1,
+            "tokens": (step + 1) * self.schedule.batch_tokens,
+            "row_length": self.schedule.row_length(step),
+            "rate": self.schedule.rate(step),
+            "tokens_per_second": count * self.schedule.batch_tokens / (now - self._since),
+            "processor_seconds": self.processor_seconds,
+        }
+        with self.path.open("a") as log:
+            log.write(json.dumps({k: round(v, 5) for k, v in line.items()}) + "\n")
+        done = (step + 1) / self.schedule.steps
+        print(
+            f"[{'█' * int(20 * done):<20}] {step + 1}/{self.schedule.steps}  loss {line['loss']:.3f}  "
+            f"mtp {line['mtp_loss']:.3f}  MaxVio {line['max_violation']:.2f}  dropped {line['dropped']:.2%}  "
+            f"{line['tokens_per_second']:,.0f} tokens/s  {self.processor_seconds:,.0f} processor s",
+            flush=True,
+        )
+        self._since, self._pending = now, []
+
+
+def main() -> None:
+    from tools.demo.schedule import Schedule
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder for checkpoints and the log")
+    parser.add_argument("--seed", type=int, default=0)
+    for field in dataclasses.fields(Schedule):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    arguments = vars(parser.parse_args())
+    if MALLOC_SETTINGS.items() - os.environ.items() and platform.system() == "Linux":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | MALLOC_SETTINGS)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    train(arguments.pop("run"), seed=arguments.pop("seed"), schedule=Schedule(**arguments))
+
+
+if __name__ == "__main__":
+    main()
