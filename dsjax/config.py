@@ -200,11 +200,6 @@ class ModelConfig:
         """What attention scores are multiplied by before the softmax, YaRN's correction included."""
         return self.qk_head_dim**-0.5 * self.rope.softmax_correction
 
-    @property
-    def latent_norm_eps(self) -> float:
-        """Epsilon of `q_a_norm` and `kv_a_norm`: 1e-6 whatever `rms_norm_eps` says, as in transformers' classes."""
-        return 1e-6
-
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Read Hugging Face's `config.json`, in the original or the transformers-5 spelling.

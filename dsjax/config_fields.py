@@ -1,6 +1,6 @@
 """Checks of single configuration values, with one form of message: the field, what was found, what is accepted."""
 
-import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -31,8 +31,9 @@ def check_integer(name: str, value: Any, least: int) -> int:
 
 def check_number(name: str, value: Any, least: float, above: bool = False) -> float:
     """Return `value` as float if it is a finite number of at least `least` (`above`: greater than `least`)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < least or (above and value == least):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # An integer too large for a float is no more a number here than infinity is.
+    if not is_number or not least <= value <= sys.float_info.max or (above and value == least):
         raise reject(name, value, f"a finite number {'above' if above else 'of at least'} {least:g}")
     return float(value)
 

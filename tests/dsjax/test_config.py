@@ -7,6 +7,8 @@ import warnings
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsjax.config import ModelConfig, QuantizationConfig, RopeConfig, bundled_models, load_config
 from dsjax.errors import ConfigError, UserError
@@ -212,7 +214,13 @@ FAULTS = [
         '"e4m3"',
     ),
     (
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}},
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+                "activation_scheme": "static",
+            }
+        },
         "quantization_config.activation_scheme",
         '"dynamic"',
     ),
@@ -256,6 +264,30 @@ def test_a_changed_copy_is_checked_too():
         QuantizationConfig(fmt="e5m2")
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+RAW = v3()
+PLACES = [(key,) for key in RAW] + [
+    (group, key) for group in ("rope_scaling", "quantization_config") for key in RAW[group]
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(place=st.sampled_from(PLACES), value=JSON | st.just(10**400))
+def test_any_json_value_anywhere_is_read_or_refused_with_a_config_error(place, value):
+    raw = json.loads(json.dumps(RAW))
+    target = raw if len(place) == 1 else raw[place[0]]
+    target[place[-1]] = value
+    try:
+        config = ModelConfig.from_dict(raw)
+    except ConfigError:
+        return
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [(None, "no model configuration"), ("{", "not valid JSON"), ("[]", "a JSON object"), ("{}", "`model_type`")],
@@ -270,5 +302,5 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, content,
 
 
 def test_an_unknown_name_lists_the_bundled_ones():
-    with pytest.raises(ConfigError, match="deepseek-v3.*kimi-k2"):
+    with pytest.raises(ConfigError, match=r"deepseek-v3.*kimi-k2"):
         load_config("deepseek-v33")

@@ -19,6 +19,8 @@ import numpy as np
 from dsjax.config import ModelConfig
 
 Tensors = Mapping[str, np.ndarray]
+# Of the norms on latents, whatever the configuration says: transformers' and DeepSeek's classes leave it at this default.
+LATENT_EPS = 1e-6
 
 
 def mtp_logits(config: ModelConfig, tensors: Tensors, hidden: np.ndarray, next_tokens: np.ndarray) -> np.ndarray:
@@ -50,12 +52,10 @@ def attention(config: ModelConfig, own: Tensors, x: np.ndarray) -> np.ndarray:
     queries, keys, values = [], [], []
     for position, state in enumerate(x):
         query_latent = rms_norm(
-            own["self_attn.q_a_proj.weight"] @ state, own["self_attn.q_a_layernorm.weight"], config.latent_norm_eps
+            own["self_attn.q_a_proj.weight"] @ state, own["self_attn.q_a_layernorm.weight"], LATENT_EPS
         )
         compressed = own["self_attn.kv_a_proj_with_mqa.weight"] @ state
-        latent = rms_norm(
-            compressed[: config.kv_lora_rank], own["self_attn.kv_a_layernorm.weight"], config.latent_norm_eps
-        )
+        latent = rms_norm(compressed[: config.kv_lora_rank], own["self_attn.kv_a_layernorm.weight"], LATENT_EPS)
         shared_key = turn(compressed[config.kv_lora_rank :], position, config.rope.theta)
         q = (own["self_attn.q_b_proj.weight"] @ query_latent).reshape(-1, nope + rope)
         kv = (own["self_attn.kv_b_proj.weight"] @ latent).reshape(-1, nope + value)

@@ -36,6 +36,7 @@ from sharding.rules import Rules
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
+    pytest.mark.filterwarnings("ignore::dsjax.checkpoint.errors.CheckpointWarning"),
 ]
 
 # Seeds that no golden has: those count up from 0 in thousands, one thousand a case.
