@@ -1,1 +1,21 @@
-"""Serve, dry-run and plan DeepSeek-V3/R1-family models with JAX on any device mesh."""
+"""Serve, dry-run and plan DeepSeek-V3/R1-family models with JAX on any device mesh.
+
+::
+
+    from dsjax import LLM, SamplingParams
+"""
+
+from typing import Any
+
+from dsjax.engine.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` comes with JAX, which the command line must not import before it has arranged the devices."""
+    if name == "LLM":
+        from dsjax.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

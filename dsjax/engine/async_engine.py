@@ -87,6 +87,11 @@ class AsyncEngine:
         """Requests that have not ended."""
         return self._outputs.num_unfinished
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self) -> None:
         """Start the thread. Call it in the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()

@@ -92,12 +92,12 @@ class InputProcessor:
             text, token_ids = prompt, self._tokenizer.encode(prompt)
         else:
             token_ids = list(prompt)
-            for position, token_id in enumerate(token_ids):
-                # A device would clamp a wrong id and go on, so it must not get there.
-                if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
-                    raise PromptError(
-                        f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self._vocab_size - 1}"
-                    )
+        for position, token_id in enumerate(token_ids):
+            # A device would clamp a wrong id and go on, so it must not get there.
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise PromptError(
+                    f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self._vocab_size - 1}"
+                )
         if not token_ids:
             raise PromptError("the prompt is empty, expected at least one token")
         return text, token_ids

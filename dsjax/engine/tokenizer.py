@@ -17,6 +17,10 @@ class TokenizerError(UserError):
     """Tokenizer files that are missing, unreadable, or of a kind that is not read here."""
 
 
+class TextError(UserError):
+    """A string that is no text."""
+
+
 class Tokenizer:
     """A byte-level BPE tokenizer with its special tokens and chat template.
 
@@ -69,7 +73,17 @@ class Tokenizer:
         return cls(backend, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with the begin-of-sequence token in front where the tokenizer's configuration says so."""
+        """Token ids of a text; with the begin-of-sequence token in front where the tokenizer's configuration says so.
+
+        Raises:
+            TextError: half a surrogate pair, which JSON's escapes can smuggle in.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TextError(
+                f"the text has half a surrogate pair at character {error.start}; send whole characters"
+            ) from error
         ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return [self.bos_id, *ids] if add_special_tokens and self._prepends_bos else ids
 

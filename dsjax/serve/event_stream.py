@@ -1,0 +1,89 @@
+"""Server-sent events, and clients that go away."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from dsjax.engine.async_engine import OutputStream
+from dsjax.serve.errors import to_api_error
+
+Answer = TypeVar("Answer")
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; nobody reads the answer."""
+
+
+class EventStream(StreamingResponse):
+    """Chunks as server-sent events, then `[DONE]`; an error in between is an `error` event before it.
+
+    However the response ends, also when the client left before its first byte, the engine's stream is closed.
+    """
+
+    def __init__(self, stream: OutputStream, chunks: AsyncIterator[Mapping[str, Any]]):
+        super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stream.close()
+
+
+async def _events(chunks: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            yield _event(chunk)
+    except Exception as error:  # the status line is sent; an event is the only way left to tell
+        yield _event(to_api_error(error).body())
+    yield b"data: [DONE]\n\n"
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + to_json(body) + b"\n\n"
+
+
+def to_json(body: Any) -> bytes:
+    """Compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    """A JSON answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body's bytes."""
+        return to_json(content)
+
+
+async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Answer:
+    """Wait for an answer, but no longer than the client does.
+
+    Raises:
+        ClientGoneError: it has closed the connection; `work` is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

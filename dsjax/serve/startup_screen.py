@@ -1,0 +1,90 @@
+"""What the terminal shows while a server starts: the mesh, bytes per device, cache capacity, warm-up, the URL."""
+
+import contextlib
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from dsjax.engine import plan
+from dsjax.engine.facts import EngineFacts
+
+_MOST_ROWS = 4
+_MOST_COLUMNS = 16
+
+
+def show_facts(console: Console, facts: EngineFacts) -> None:
+    """Print the mesh as a picture, and what each device holds as a table."""
+    title = f"{facts.model} on {facts.mesh}: {facts.num_devices} × {facts.device_kind}"
+    console.print(
+        Panel(Group(_mesh_picture(facts), _layout_line(facts)), title=title, title_align="left", expand=False)
+    )
+    console.print(_bytes_table(facts))
+    tokens = f"{facts.cache_tokens:,} tokens in pages of {facts.page_size}, over {facts.dp_ranks} DP rank"
+    console.print(f"latent cache: {tokens}{'s' if facts.dp_ranks > 1 else ''}", highlight=False)
+    limits = f"up to {facts.max_num_seqs} running requests a rank, {facts.max_model_len:,} tokens a request"
+    console.print(limits, highlight=False)
+
+
+def _mesh_picture(facts: EngineFacts) -> Group:
+    """Devices as numbers in order: one line an EP row, `tp` neighbours joined."""
+    copies, ep, tp = facts.mesh_shape.values()
+    lines: list[Text] = []
+    for copy in range(copies):
+        if copy == _MOST_ROWS:
+            lines.append(Text(f"… {copies - _MOST_ROWS} more copies of the experts"))
+            break
+        groups = ["·".join(f"{(copy * ep + e) * tp + t:>2}" for t in range(tp)) for e in range(ep)]
+        columns = max(1, _MOST_COLUMNS // tp)
+        rows = [groups[at : at + columns] for at in range(0, ep, columns)]
+        lines += [Text("  ".join(f"[{group}]" for group in row)) for row in rows]
+        if copies > 1:
+            lines.append(Text(""))
+    return Group(*lines)
+
+
+def _layout_line(facts: EngineFacts) -> Text:
+    copies, _, tp = facts.mesh_shape.values()
+    parts = [f"{facts.dp_ranks} DP ranks of {tp}", f"{facts.physical_experts_per_device} experts a device"]
+    parts += [f"{copies} copies of the experts"] if copies > 1 else []
+    parts += [f"{facts.num_processes} processes"] if facts.num_processes > 1 else []
+    return Text(", ".join(parts), style="dim")
+
+
+def _bytes_table(facts: EngineFacts) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="bytes of one device", title_justify="left")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    table.add_column("GB", justify="right")
+    rows = [*facts.weight_bytes.items(), ("latent cache", facts.cache_bytes)]
+    total = sum(count for _, count in rows)
+    for name, count in rows:
+        table.add_row(name, f"{count:,}", f"{count / 1e9:.3f}")
+    table.add_section()
+    table.add_row("total", f"{total:,}", f"{total / 1e9:.3f}")
+    return table
+
+
+@contextlib.contextmanager
+def warm_up_bar(console: Console) -> Iterator[plan.Progress]:
+    """A progress bar for `Runner.warm_up`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("compiling", total=None)
+
+        def progress(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"compiling {label}")
+
+        yield progress
+
+
+def show_url(console: Console, host: str, port: int, names: tuple[str, ...]) -> None:
+    """Print where to send requests, last, so that it stands beside the prompt's cursor."""
+    shown = f"[{host}]" if ":" in host else host
+    console.print(
+        f"serving {', '.join(names)} at [bold]http://{shown}:{port}/v1[/bold]  (Ctrl-C ends)", highlight=False
+    )

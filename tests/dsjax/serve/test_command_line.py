@@ -1,0 +1,158 @@
+"""The commands without a model: options, messages, what is imported, what is printed."""
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from fake_runner import FakeRunner, expected_tokens
+from rich.console import Console
+from tiny_tokenizer import tiny_tokenizer
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.engine import LLMEngine
+from dsjax.engine.facts import EngineFacts
+from dsjax.engine.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.errors import UserError
+from dsjax.generate import write_continuations
+from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_no_command_imports_jax_before_the_devices_are_arranged():
+    code = "import dsjax, dsjax.cli, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_every_engine_option_is_a_flag_of_both_commands(command):
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    flags = set(re.findall(r"--[a-z-]+", text))
+    assert {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(EngineArgs)} <= flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("dsjax.serve", "--mesh", "dp=3,pp=2"), "error: mesh 'dp=3,pp=2': found 'pp=2'"),
+        (("dsjax", "serve", "--mla-decode", "XY"), "error: --mla-decode is 'XY', expected one of CD"),
+        (("dsjax.generate", "--prompt", "a", "--temperature", "-1"), "error: temperature: found -1.0"),
+        (("dsjax", "info", "--model", "no-such-model"), "error: no model configuration at 'no-such-model'"),
+    ],
+)
+def test_a_user_s_mistake_is_one_line_without_a_traceback(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_info_writes_documented_json(tmp_path):
+    done = run("dsjax", "info", "--model", "deepseek-v3", "--json", "-")
+    facts = json.loads(done.stdout)
+    assert set(facts) == {"model", "path", "config", "parameters"}
+    assert facts["parameters"]["main_model"] == 671_026_419_200
+    assert facts["config"]["hidden_size"] == 7168
+    CliRunner().invoke(app, ["info", "--model", "deepseek-v3", "--json", str(tmp_path / "out.json")])
+    assert json.loads((tmp_path / "out.json").read_text()) == facts
+
+
+def make_engine() -> LLMEngine:
+    runner = FakeRunner(num_ranks=2)
+    return LLMEngine(runner, tiny_tokenizer(), SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=16))
+
+
+def test_generate_writes_prompts_and_continuations_in_order():
+    out, engine = io.StringIO(), make_engine()
+    params = SamplingParams(temperature=0, max_tokens=9, output_kind=OutputKind.DELTA)
+    prompts = ["def main", "import", "x"]
+    write_continuations(out, engine, prompts, params)
+    tokenizer = engine.tokenizer
+    texts = [p + tokenizer.decode(expected_tokens(tokenizer.encode(p), 9)) for p in prompts]
+    assert out.getvalue() == "\n\n".join(texts) + "\n"
+
+
+def test_generate_in_chat_form_uses_the_template_and_says_when_there_is_none():
+    out, engine = io.StringIO(), make_engine()
+    params = SamplingParams(temperature=0, max_tokens=5, output_kind=OutputKind.DELTA)
+    write_continuations(out, engine, ["hi"], params, chat=True)
+    tokenizer = engine.tokenizer
+    ids = tokenizer.encode(
+        tokenizer.chat_template.render([{"role": "user", "content": "hi"}]), add_special_tokens=False
+    )
+    assert out.getvalue() == tokenizer.decode(expected_tokens(ids, 5)) + "\n"
+    engine.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="--chat"):
+        write_continuations(out, engine, ["hi"], params, chat=True)
+
+
+FACTS = EngineFacts(
+    model="demo",
+    parameters=10_047_264,
+    mesh="dp=4,tp=8",
+    mesh_shape={"dp": 1, "ep": 4, "tp": 8},
+    platform="cpu",
+    device_kind="cpu",
+    num_devices=32,
+    num_processes=1,
+    dp_ranks=4,
+    physical_experts_per_device=2,
+    dtype="float32",
+    weights="f32",
+    dispatch={"prefill": "auto", "decode": "auto"},
+    mla={"prefill": "CC", "decode": "A_CC_ME"},
+    weight_bytes={"attention": 1_000_000, "routed experts": 2_000_000},
+    cache_bytes=500_000,
+    cache_tokens=131_072,
+    page_size=16,
+    max_model_len=2048,
+    max_num_seqs=64,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices"), [((1, 4, 8), 32), ((1, 32, 1), 32), ((8, 1, 4), 32), ((1, 1, 1), 1), ((1, 144, 1), 144)]
+)
+def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
+    console = Console(file=io.StringIO(), width=120)
+    facts = dataclasses.replace(
+        FACTS, mesh_shape=dict(zip(("dp", "ep", "tp"), shape, strict=True)), num_devices=devices
+    )
+    show_facts(console, facts)
+    show_url(console, "127.0.0.1", 8123, ("demo",))
+    text = console.file.getvalue()
+    for expected in (
+        "dp=4,tp=8",
+        "routed experts",
+        "2,000,000",
+        "3,500,000",
+        "131,072 tokens",
+        "http://127.0.0.1:8123/v1",
+    ):
+        assert expected in text
+    shown = {
+        int(number)
+        for line in text.splitlines()
+        if "[" in line
+        for number in re.findall(r"(?<=[\[· ])\d+(?=[·\]])", line)
+    }
+    assert shown >= set(range(min(devices, 16)))
+    assert FACTS.to_json()["cache_tokens"] == 131_072
+
+
+def test_the_warm_up_bar_counts():
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    engine = make_engine()
+    with warm_up_bar(console) as progress:
+        engine.warm_up(progress)
+    assert engine.core.runner.warm
+    assert "3/3" in console.file.getvalue()

@@ -1,0 +1,146 @@
+"""Clients that leave, signals, and an engine that dies: pages come back, and nothing hangs."""
+
+import contextlib
+import json
+import socket
+import threading
+
+import httpx
+import pytest
+from conftest import wait_until
+
+from dsjax.errors import UserError
+from dsjax.serve.server import bind
+
+LONG = {"prompt": "ab", "max_tokens": 110, "temperature": 0}
+
+
+def events(text: str) -> list:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def in_background(function, *arguments) -> tuple[threading.Thread, list]:
+    results: list = []
+    thread = threading.Thread(target=lambda: results.append(function(*arguments)), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def test_a_streaming_client_that_leaves_frees_its_pages_within_two_steps(start_server):
+    server = start_server(step_seconds=0.02)
+    with httpx.stream("POST", server.url + "/v1/completions", json={**LONG, "stream": True, "n": 3}) as response:
+        next(response.iter_lines())
+        assert server.pages_in_use > 0
+    steps = server.runner.steps
+    wait_until(lambda: server.pages_in_use == 0)
+    assert server.runner.steps <= steps + 3, "one step may run while the disconnect arrives, then at most two"
+    assert server.engine.num_unfinished == 0
+
+
+def test_a_waiting_client_that_leaves_frees_its_pages_too(start_server):
+    server = start_server(step_seconds=0.05)
+    body = json.dumps(LONG).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        wait_until(lambda: server.pages_in_use > 0)
+    wait_until(lambda: server.pages_in_use == 0)
+    assert server.runner.steps < 100, "it did not run to its end"
+    assert server.engine.num_unfinished == 0
+
+
+def test_a_client_that_leaves_at_once_leaves_nothing(start_server):
+    server = start_server(step_seconds=0.01)
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    message = head.encode() + b"\r\n\r\n" + body
+    for cut in (len(message), len(message) - 5, 40):
+        for _ in range(5):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(message[:cut])
+    httpx.get(server.url + "/health")
+    wait_until(lambda: server.pages_in_use == 0 and server.engine.num_unfinished == 0)
+
+
+def test_a_signal_lets_running_requests_finish_and_admits_no_more(start_server):
+    server = start_server(step_seconds=0.005)
+    thread, results = in_background(server.post, "/v1/completions", {**LONG, "stream": True})
+    wait_until(lambda: server.pages_in_use > 0)
+    server.signal()
+    assert server.join() == 0
+    thread.join(5)
+    assert events(results[0].text)[-1] == "[DONE]"
+    assert events(results[0].text)[-2]["choices"][0]["finish_reason"] == "length"
+    with pytest.raises(httpx.ConnectError):
+        server.post("/v1/completions", LONG)
+    assert server.runner.closed
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_after_the_shutdown_timeout_what_still_runs_ends_with_an_error(start_server, stream):
+    server = start_server(step_seconds=0.1, shutdown_timeout=0.2)
+    thread, results = in_background(server.post, "/v1/completions", {**LONG, "stream": stream})
+    wait_until(lambda: server.pages_in_use > 0)
+    server.signal()
+    assert server.join() == 0
+    thread.join(5)
+    if stream:
+        assert events(results[0].text)[-2:] == [
+            {
+                "error": {
+                    "message": "the server is shutting down",
+                    "type": "server_error",
+                    "param": None,
+                    "code": "shutting_down",
+                }
+            },
+            "[DONE]",
+        ]
+    else:
+        assert results[0].status_code == 503
+    assert server.pages_in_use == 0
+
+
+def test_when_the_engine_dies_every_client_hears_of_it_and_the_exit_code_is_1(start_server):
+    server = start_server(step_seconds=0.02)
+    pending = [in_background(server.post, "/v1/completions", {**LONG, "stream": i % 2 == 0}) for i in range(6)]
+    wait_until(lambda: server.engine.num_unfinished == 6)
+    server.runner.fail_at_step = server.runner.steps
+    assert server.join() == 1
+    for index, (thread, results) in enumerate(pending):
+        thread.join(5)
+        (response,) = results
+        if index % 2 == 0:
+            assert "error" in events(response.text)[-2]
+            assert events(response.text)[-1] == "[DONE]"
+        else:
+            assert response.status_code == 500
+        assert "fake device" not in response.text, "messages hold no internals"
+
+
+def test_non_finite_values_fail_one_request_with_a_message(start_server, monkeypatch):
+    server = start_server()
+    good = server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()
+    monkeypatch.setattr("dsjax.serve.completions.new_id", lambda prefix: "bad")
+    server.runner.non_finite.add("bad")
+    answer = server.post("/v1/completions", LONG)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "non_finite_values")
+    streamed = server.post("/v1/completions", {**LONG, "stream": True})
+    assert events(streamed.text)[-2]["error"]["code"] == "non_finite_values"
+    monkeypatch.undo()
+    assert server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()["choices"] == good["choices"]
+    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+
+
+def test_an_address_in_use_is_known_before_anything_is_loaded():
+    with contextlib.closing(bind("127.0.0.1", 0)) as taken:
+        taken.listen()
+        with pytest.raises(UserError, match=f"cannot serve on 127.0.0.1 port {taken.getsockname()[1]}"):
+            bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match="--host"):
+        bind("203.0.113.9", 0)
