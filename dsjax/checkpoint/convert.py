@@ -17,7 +17,7 @@ from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.load import to_hf_tensors
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, Manifest, config_hash, write_manifest, write_params
-from dsjax.checkpoint.place import Advance, progress_bar
+from dsjax.checkpoint.place import Advance, aligned_empty, progress_bar
 from dsjax.checkpoint.publish import publish
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
@@ -159,7 +159,7 @@ def _assembled(checkpoint: Checkpoint, assembler: Assembler, advance: Advance) -
     """Every parameter, whole, in host memory."""
     values = {}
     for path, info in assembler.names.parameters.items():
-        values[path] = np.empty(info.shape, info.dtype)
+        values[path] = aligned_empty(info.shape, info.dtype)
         assembler.fill(values[path], path, tuple(slice(0, size) for size in info.shape))
         checkpoint.release()
         advance(info.nbytes)

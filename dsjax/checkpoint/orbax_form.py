@@ -60,14 +60,15 @@ class Manifest:
         return json.dumps(fields, indent=1) + "\n"
 
 
-def write_params(folder: Path, parameters: Mapping[str, ParameterInfo], values: Mapping[str, np.ndarray | jax.Array]):
-    """Write ``folder/params``. Values in a storage dtype (CPU) are written as the dtype that they mean."""
+def write_params(folder: Path, parameters: Mapping[str, ParameterInfo], values: Mapping[str, np.ndarray]) -> None:
+    """Write ``folder/params`` from host arrays in the parameters' true dtypes, aligned as JAX wants (``aligned_empty``)."""
     import orbax.checkpoint as ocp
 
-    tree, options = {}, {}
+    # Orbax copies NumPy arrays before it writes; JAX arrays that share the same memory it writes as they are.
+    host = jax.devices("cpu")[0]
+    tree = {path: jax.device_put(values[path], host, may_alias=True) for path in parameters}
+    options = {}
     for path, info in parameters.items():
-        value = values[path]
-        tree[path] = value if value.dtype == info.dtype else np.asarray(value).view(info.dtype)
         axes = tuple(axis for axis, name in enumerate(info.logical_axes) if name in _CHUNKED_AXES)
         options[path] = ocp.SaveArgs(shard_axes=axes, chunk_byte_size=_CHUNK_BYTES)
     with ocp.StandardCheckpointer() as checkpointer:

@@ -126,7 +126,9 @@ def _read_header(path: Path, file, size: int) -> tuple[dict, int]:
 
     try:
         header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=reject_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or an integer of thousands of digits
         raise CheckpointError(
             path, [f"has a header that is not JSON ({error}): not a safetensors file, or damaged"]
         ) from None
@@ -173,12 +175,14 @@ def _entry_problem(entry: object) -> str | None:
     """What is wrong with one tensor's header entry, taken alone."""
     if not isinstance(entry, dict):
         return f"its entry is {entry!r}, expected an object with dtype, shape and data_offsets"
-    if entry.get("dtype") not in DTYPES:
+    if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in DTYPES:
         return f"dtype {entry.get('dtype')!r} is not one of {', '.join(DTYPES)}"
     for key in ("shape", "data_offsets"):
         numbers = entry.get(key)
-        if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
-            return f"{key} is {numbers!r}, expected a list of non-negative integers"
+        if not isinstance(numbers, list) or any(
+            type(number) is not int or not 0 <= number < 2**63 for number in numbers
+        ):
+            return f"{key} is {numbers!r}, expected a list of non-negative integers below 2^63"
     if len(entry["data_offsets"]) != 2 or entry["data_offsets"][0] > entry["data_offsets"][1]:
         return f"data_offsets is {entry['data_offsets']}, expected [start, stop] with start ≤ stop"
     return None

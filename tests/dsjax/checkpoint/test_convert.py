@@ -297,6 +297,13 @@ def test_the_command_converts_to_the_other_form_and_says_what_it_wrote(checkpoin
     assert max(path.stat().st_size for path in (tmp_path / "back").glob("*.safetensors")) < 330_000
 
 
+def test_naming_the_command_does_not_import_jax():
+    """The command line must be able to set the number of emulated devices first."""
+    code = "import sys, dsjax.checkpoint.command, dsjax.checkpoint.hub; sys.exit('jax' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("text", ["", "0", "5XB", "-1GB", "GB"])
 def test_a_size_that_is_none_is_refused(text):
     from dsjax.checkpoint.command import parse_bytes

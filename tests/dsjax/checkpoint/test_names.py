@@ -3,11 +3,16 @@
 import dataclasses
 import gzip
 import json
+import warnings
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 
+from dsjax.checkpoint.check import check_structure
 from dsjax.checkpoint.names import TensorNames
+from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.transformer import abstract_parameters
 
@@ -29,6 +34,14 @@ def test_every_tensor_of_the_real_checkpoint_is_placed_with_its_shape_and_dtype(
     for copy, original in names.copies().items():
         ours[copy] = ours[original]
     assert ours == {name: (DTYPE_NAMES[spec["dtype"]], spec["shape"]) for name, spec in real.items()}
+    # And the loader has nothing to say of it, in any weights: no problem, no extra.
+    specs = {
+        name: TensorSpec(np.dtype(getattr(ml_dtypes, dtype, dtype)), tuple(shape))
+        for name, (dtype, shape) in ours.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_structure("R1", TensorNames(config, abstract_parameters(config, weights="bf16")), specs)
 
 
 def test_pieces_cover_every_parameter_exactly_once(tiny_config):
