@@ -1,0 +1,134 @@
+"""A tiny checkpoint, and the sweep over layouts, dispatches and MLA forms that tests and ``tools/check_layouts.py`` share."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from goldens.our_model import bound, expected_shapes, hf_tensors
+from goldens.random_weights import RandomWeights
+
+from dsjax import LLM, SamplingParams
+from dsjax.checkpoint.safetensors import TensorSpec, write_file
+from dsjax.config import ModelConfig
+from dsjax.engine.buckets import Buckets, Rectangle
+
+LAYOUTS = (
+    "dp=1",
+    "dp=8",
+    "dp=2,tp=4",
+    "tp=8",
+    "tp=8,ep=1",
+    "dp=8,ep=2",
+    "dp=32",
+    "dp=4,tp=8",
+    "dp=16,tp=2,ep=8",
+)
+DISPATCHES = ("gather", "padded", "ragged")
+# (prefill, decode): every form decodes once, and prefills once.
+FORMS = (("CC", "A_CC_ME"), ("CC", "A_CC"), ("CD", "CD"), ("A_CC_ME", "AM_CC_ME"), ("A_CC", "CC"), ("AM_CC_ME", "CC"))
+TINY = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+LENGTHS = (1, 3, 7, 12, 16, 17, 30, 41)
+NEW_TOKENS = 64
+
+
+def write_checkpoint(directory: Path, seed: int = 7) -> Path:
+    """A float32 checkpoint of ``TINY`` in Hugging Face's form, its correction bias partly negative."""
+    config = ModelConfig.from_dict(TINY)
+    tensors = hf_tensors(config, RandomWeights(seed, bias_center=-0.2))
+    assert tensors.keys() == expected_shapes(config).keys()
+    specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
+    write_file(directory / "model.safetensors", specs, tensors.__getitem__)
+    (directory / "config.json").write_text(json.dumps(TINY))
+    return directory
+
+
+def prompts() -> list[dict]:
+    """Eight prompts of unequal length."""
+    rng = np.random.default_rng(5)
+    return [{"prompt_token_ids": rng.integers(2, TINY["vocab_size"], size=length).tolist()} for length in LENGTHS]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a layout gives: logits at every position of the longest prompt, and greedy continuations of all."""
+
+    logits: np.ndarray
+    tokens: list[list[int]]
+
+
+def answer(directory: Path, mesh: str, dispatch: str, prefill: str, decode: str, **options) -> Answer:
+    """Run the eight prompts together on a layout."""
+    llm = LLM(
+        str(directory),
+        mesh=mesh,
+        dtype="float32",
+        dispatch=dispatch,
+        mla_prefill=prefill,
+        mla_decode=decode,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        prefill_chunk=16,
+        page_size=4,
+        **options,
+    )
+    # Three programs instead of eight: this is about layouts, not buckets.
+    llm.runner.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),))
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    try:
+        outputs = llm.generate(prompts(), params)
+        (logits,) = llm.logits([prompts()[-1]["prompt_token_ids"]])
+        return Answer(logits, [output.outputs[0].token_ids for output in outputs])
+    finally:
+        llm.shutdown()
+
+
+def difference(found: Answer, reference: Answer) -> str | None:
+    """How an answer differs from the reference's, or None where it keeps the bound."""
+    delta, allowed = float(np.abs(found.logits - reference.logits).max()), bound(reference.logits)
+    if not delta <= allowed:
+        return f"logits differ by {delta:.2e}, allowed {allowed:.2e}"
+    for index, (ours, theirs) in enumerate(zip(found.tokens, reference.tokens, strict=True)):
+        if list(ours) != list(theirs):
+            return f"prompt {index}: greedy tokens {ours} instead of {theirs}"
+    return None
