@@ -5,8 +5,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from dsjax.model.experts import ExpertProduct, sort_pairs
+from dsjax.model.experts import ExpertProduct, choose_implementation, sort_pairs
+from sharding import MeshSpec
+from sharding.dispatch import DispatchConfig, dispatch
 
 N, K, X, D, F = 24, 3, 5, 16, 8
 IMPLEMENTATIONS = ("tiles", "einsum", "ragged_dot")
@@ -40,7 +44,7 @@ def routings(rng):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("size", [1, 4, 80])
 def test_equals_the_loop_for_every_routing_and_tile_size(implementation, size):
     rng = np.random.default_rng(0)
     params, rows, weights = (
@@ -48,7 +52,7 @@ def test_equals_the_loop_for_every_routing_and_tile_size(implementation, size):
         rng.normal(size=(N, D)).astype(np.float32),
         rng.random((N, K), np.float32),
     )
-    product = jax.jit(ExpertProduct(implementation, tile=size, capacity=size))
+    product = jax.jit(ExpertProduct(implementation, tile=size, capacity=size, block=size))
     for name, ids in routings(rng).items():
         expected = by_loop(params, rows, ids, weights)
         # float32 sums of D and F products: a few units in the last place of values around 1
@@ -107,3 +111,58 @@ def test_fp8_weights_are_multiplied_by_their_block_scales(implementation):
     stored = {name: w.view(np.uint8) for name, w in fp8.items()} | scales
     expected = by_loop(plain, rows, ids, weights)
     np.testing.assert_allclose(jax.jit(product)(stored, rows, ids, weights), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_layer_of_a_stack_gives_what_that_layer_alone_gives(implementation):
+    rng = np.random.default_rng(4)
+    layers = [expert_weights(rng) for _ in range(3)]
+    rows, weights = rng.normal(size=(N, D)).astype(np.float32), rng.random((N, K), np.float32)
+    ids = routings(rng)["some"]
+    product = jax.jit(ExpertProduct(implementation))
+    stack = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
+    for index, layer in enumerate(layers):
+        alone = product(layer, rows, ids, weights)
+        np.testing.assert_array_equal(product(stack | {"layer": np.int32(index)}, rows, ids, weights), alone)
+
+
+@pytest.mark.parametrize("layout", ["dp=8", "dp=2,tp=4,ep=2", "tp=4,ep=1"])
+@pytest.mark.parametrize("method", ["gather", "padded"])
+def test_experts_behind_a_dispatch_equal_the_loop(layout, method):
+    experts, layers = 8, 2
+    spec = MeshSpec.parse(layout)
+    mesh = spec.build()
+    rng = np.random.default_rng(5)
+    params = expert_weights(rng, layers * experts)
+    stack = {name: w.reshape(layers, experts, *w.shape[1:]) for name, w in params.items()}
+    width_axes = spec.expert_width_axes or None
+    specs = {
+        "gate_up.weight": P(None, spec.expert_axes, None, None, width_axes),
+        "down.weight": P(None, spec.expert_axes, width_axes),
+    }
+    placed = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in stack.items()}
+    rows, weights = rng.normal(size=(N, D)).astype(np.float32), rng.random((N, K), np.float32)
+    ids = np.stack([rng.permutation(experts)[:K] for _ in range(N)])
+    ids[3:9] = -1
+
+    @jax.jit
+    def step(rows, ids, weights, placed, layer):
+        config = DispatchConfig(method, capacity=1)
+        params = placed | {"layer": layer}
+        return dispatch(
+            spec, mesh, config, rows, ids, weights, params, ExpertProduct(), specs | {"layer": P()}, experts=experts
+        )[0]
+
+    for layer in range(layers):
+        found = jax.block_until_ready(step(rows, ids, weights, placed, layer))
+        one = {name: w[layer] for name, w in stack.items()}
+        # float32 sums in another order than the loop's
+        np.testing.assert_allclose(found, by_loop(one, rows, ids, weights), atol=3e-6)
+
+
+def test_the_choice_follows_platform_and_load():
+    assert choose_implementation("cpu", pairs=2048, experts=64) == "tiles"
+    assert choose_implementation("gpu", pairs=256, experts=8) == "einsum"
+    assert choose_implementation("gpu", pairs=32768, experts=8) == "ragged_dot"
+    with pytest.raises(ValueError, match="'fastest'; expected one of"):
+        ExpertProduct("fastest")

@@ -1,0 +1,111 @@
+"""What a dispatch puts on the wire, as arithmetic on shapes: its collectives and their bytes, before anything is compiled.
+
+``tests/sharding/test_dispatch_cost.py`` holds this against the lowered StableHLO, collective by collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from sharding.dispatch.config import DispatchConfig
+from sharding.dispatch.entry import exchange_plan
+from sharding.dispatch.group import ExpertGroup
+from sharding.dispatch.ragged import NATIVE_PLATFORMS
+from sharding.dispatch.wire import WireFormat
+from sharding.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation of a layer's dispatch.
+
+    kind: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``ragged_all_to_all``. axes, ranks: over which mesh axes, and
+        how many ranks meet. purpose: ``dispatch``, ``combine`` or ``sizes``.
+    operand_bytes: size of a device's operand. bytes_sent: bytes that leave a device each time, padding included (a
+        ring or a direct exchange sends the same); of ``ragged_all_to_all`` the mean under even routing.
+    times: how often it runs in a layer.
+    """
+
+    kind: str
+    purpose: str
+    axes: tuple[str, ...]
+    ranks: int
+    operand_bytes: int
+    bytes_sent: int
+    times: int
+
+
+def dispatch_collectives(
+    spec: MeshSpec,
+    config: DispatchConfig,
+    *,
+    tokens: int,
+    width: int,
+    top_k: int,
+    experts: int,
+    dtype: jnp.dtype,
+    platform: str,
+    rounds: int = 1,
+) -> tuple[Collective, ...]:
+    """The collectives of one MoE layer on one device, in program order; none for an EP group of one rank.
+
+    tokens: tokens of one device, that is of a DP rank divided over its ``tp`` ranks, rounded up; width: D; experts: physical
+    experts over all ranks; dtype: the compute dtype; rounds: of ``padded``, per chunk (1 unless routing overflows ``capacity``).
+    """
+    group = ExpertGroup.of(spec, experts, platform)
+    method, chunk, chunks, capacity = exchange_plan(config, tokens, top_k, group)
+    wire = WireFormat(width, top_k, jnp.dtype(dtype), config.wire == "fp8")
+    there, back = wire.row_bytes, width * np.dtype(dtype).itemsize
+    if method == "local":
+        return ()
+    if method == "gather":
+        every = chunk * group.all_ranks
+        return (
+            _all_gather("dispatch", group.all_axes, group.all_ranks, chunk * there, chunks),
+            _spread("reduce_scatter", "combine", group.all_axes, group.all_ranks, every * back, chunks),
+        )
+    if method == "padded":
+        arriving, exchange = group.size * capacity, "all_to_all"
+    else:
+        arriving = group.size * chunk
+        exchange = "ragged_all_to_all" if platform in NATIVE_PLATFORMS else "all_to_all"
+    times = chunks * (rounds if method == "padded" else 1)
+    found = []
+    if method == "ragged" and group.size > 1:
+        found.append(_all_gather("sizes", group.axes, group.size, 4 * group.size, times))
+    if group.size > 1:
+        found.append(_exchange(exchange, "dispatch", group, arriving, chunk, top_k, there, times))
+    if group.width > 1:
+        found.append(_all_gather("dispatch", group.width_axes, group.width, arriving * there, times))
+        pooled = group.width * arriving * back
+        found.append(_spread("reduce_scatter", "combine", group.width_axes, group.width, pooled, times))
+    if group.size > 1:
+        found.append(_exchange(exchange, "combine", group, arriving, chunk, top_k, back, times))
+    return tuple(found)
+
+
+def even_routing_rows(tokens: int, top_k: int, ranks: int) -> float:
+    """Mean rows that a rank's tokens send to one other rank when every expert is as likely: ``T (1 - (1 - 1/G)^K)``."""
+    return tokens * (1.0 - (1.0 - 1.0 / ranks) ** top_k)
+
+
+def _all_gather(purpose: str, axes: tuple[str, ...], ranks: int, operand: int, times: int) -> Collective:
+    return Collective("all_gather", purpose, axes, ranks, operand, operand * (ranks - 1), times)
+
+
+def _spread(kind: str, purpose: str, axes: tuple[str, ...], ranks: int, operand: int, times: int) -> Collective:
+    return Collective(kind, purpose, axes, ranks, operand, operand // ranks * (ranks - 1), times)
+
+
+def _exchange(
+    kind: str, purpose: str, group: ExpertGroup, arriving: int, chunk: int, top_k: int, row_bytes: int, times: int
+) -> Collective:
+    if kind == "all_to_all":
+        return _spread(kind, purpose, group.axes, group.size, arriving * row_bytes, times)
+    sending = chunk * min(top_k, group.size)
+    operand = (sending if purpose == "dispatch" else arriving) * row_bytes
+    mean = even_routing_rows(chunk, top_k, group.size) * (group.size - 1) * row_bytes
+    return Collective(kind, purpose, group.axes, group.size, operand, round(mean), times)

@@ -1,0 +1,115 @@
+"""``DispatchStatistics``: the counts that dispatches reported, as figures for people, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from sharding.dispatch.config import DispatchConfig
+from sharding.dispatch.cost import dispatch_collectives
+from sharding.dispatch.entry import exchange_plan
+from sharding.dispatch.group import ExpertGroup
+from sharding.dispatch.ragged import NATIVE_PLATFORMS
+from sharding.dispatch.wire import WireFormat
+from sharding.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class DispatchStatistics:
+    """Expert load and traffic of one or more layers of one step.
+
+    tokens_per_expert: ``[layers, X]`` int64, (token, expert) pairs of each physical expert, summed over the copies of
+        the set of experts that a mesh with ``ep`` < devices has.
+    tokens_per_rank: ``[layers, ranks]`` int64, pairs computed on each device (devices that share an expert's width each
+        count them).
+    rows_sent: rows that had to go to another device; the same number of weighted sums came back. rows_sent_per_rank:
+        by the rank that the tokens belong to.
+    rounds: exchanges that a rank took part in, summed over layers and chunks: above ``layers × chunks`` tokens overflowed.
+    payload_bytes: bytes of those rows, both ways. wire_bytes: bytes that devices sent, padding included.
+    """
+
+    tokens_per_expert: np.ndarray
+    tokens_per_rank: np.ndarray
+    rows_sent_per_rank: np.ndarray
+    rows_received_per_rank: np.ndarray
+    rounds: int
+    payload_bytes: int
+    wire_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        counts: Mapping[str, np.ndarray],
+        spec: MeshSpec,
+        config: DispatchConfig,
+        *,
+        tokens: int,
+        width: int,
+        top_k: int,
+        dtype: jnp.dtype,
+        platform: str,
+    ) -> DispatchStatistics:
+        """Read what ``dispatch`` returned, for one layer or stacked over layers (a scan's output).
+
+        tokens: of one device, as in ``dispatch_collectives``; width: D; dtype: the compute dtype.
+        """
+        arrays = {name: np.asarray(value).astype(np.int64) for name, value in counts.items()}
+        if arrays["rounds"].ndim == 1:
+            arrays = {name: value[None] for name, value in arrays.items()}
+        per_rank = arrays["tokens_per_expert"]
+        layers, _, local = per_rank.shape
+        by_axis = per_rank.reshape(layers, *spec.shape, local)
+        if spec.splits_expert_width:
+            by_axis = by_axis[:, :, :, :1]
+        per_expert = by_axis.sum(axis=1).reshape(layers, -1)
+        shape = {"tokens": tokens, "width": width, "top_k": top_k, "dtype": dtype, "platform": platform}
+        shape["experts"] = per_expert.shape[1]
+        wire = WireFormat(width, top_k, jnp.dtype(dtype), config.wire == "fp8")
+        row_bytes = wire.row_bytes + width * np.dtype(dtype).itemsize
+        payload = int(arrays["rows_sent"].sum()) * row_bytes
+        return cls(
+            tokens_per_expert=per_expert,
+            tokens_per_rank=per_rank.sum(axis=2),
+            rows_sent_per_rank=arrays["rows_sent"].sum(axis=0),
+            rows_received_per_rank=arrays["rows_received"].sum(axis=0),
+            rounds=int(arrays["rounds"].max(axis=1).sum()),
+            payload_bytes=payload,
+            wire_bytes=_wire_bytes(arrays, spec, config, payload, shape),
+        )
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the bytes on the wire that nobody needed."""
+        return 1.0 - self.payload_bytes / self.wire_bytes if self.wire_bytes else 0.0
+
+    @property
+    def balancedness(self) -> float:
+        """Mean ÷ max over ranks of the load summed over layers (ratio of sums); 1 is perfect, and so is no load at all."""
+        return _mean_over_max(self.tokens_per_rank.sum(axis=0))
+
+    @property
+    def layer_balancedness(self) -> float:
+        """Mean over layers of each layer's mean ÷ max. What a step waits for: never above ``balancedness`` by much, often far below."""
+        return float(np.mean([_mean_over_max(load) for load in self.tokens_per_rank]))
+
+
+def _mean_over_max(load: np.ndarray) -> float:
+    return float(load.mean() / load.max()) if load.max() else 1.0
+
+
+def _wire_bytes(
+    arrays: Mapping[str, np.ndarray], spec: MeshSpec, config: DispatchConfig, payload: int, shape: dict
+) -> int:
+    """Bytes that all devices sent: one round's collectives times the rounds that each rank counted."""
+    group = ExpertGroup.of(spec, shape["experts"], shape["platform"])
+    method, _, chunks, _ = exchange_plan(config, shape["tokens"], shape["top_k"], group)
+    collectives = dispatch_collectives(spec, config, **shape)
+    if method == "ragged" and shape["platform"] in NATIVE_PLATFORMS and group.width == 1:
+        collectives = tuple(c for c in collectives if c.purpose == "sizes")
+    else:
+        payload = 0
+    once = sum(c.bytes_sent * c.times for c in collectives) // chunks
+    return payload + once * int(arrays["rounds"].sum())

@@ -1,0 +1,192 @@
+"""Every dispatch on every layout returns exactly the single-device sums, and counts what it moved."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dispatch_cases import (
+    LAYOUTS,
+    K,
+    coded_experts,
+    coded_rows,
+    compiled,
+    expected,
+    routings,
+    weights_of,
+)
+
+from sharding import MeshError, MeshSpec
+from sharding.dispatch import DispatchConfig, dispatch
+
+EXPERTS, TOKENS = 32, 3  # tokens of a device
+METHODS = {
+    "gather": DispatchConfig("gather", report=True),
+    "padded": DispatchConfig("padded", report=True),
+    "padded, capacity 1": DispatchConfig("padded", capacity=1, report=True),
+    "ragged": DispatchConfig("ragged", report=True),
+    "padded, chunks": DispatchConfig("padded", capacity=1, chunk_tokens=2, report=True),
+}
+# Chunks are the same code on every layout: three of them are enough.
+CASES = [(layout, method) for layout in LAYOUTS for method in METHODS if method != "padded, chunks"]
+CASES += [(layout, "padded, chunks") for layout in ("dp=1", "dp=8", "dp=8,tp=4,ep=2")]
+
+
+def expected_counts(spec, slots, experts):
+    """Counts by plain NumPy, from the routing alone: tokens per expert on each rank, rows sent and received by each."""
+    dp, ep, tp = spec.shape
+    per_rank = experts // spec.ep_size
+    holder = slots // per_rank  # place in the EP group
+    devices = np.arange(spec.num_devices).reshape(dp, ep, tp)
+    loads = np.zeros((spec.num_devices, per_rank), int)
+    sent, received = np.zeros(spec.num_devices, int), np.zeros(spec.num_devices, int)
+    tokens = len(slots) // spec.num_devices
+    for t, row in enumerate(slots):
+        home = t // tokens
+        copy, _, _ = np.unravel_index(home, (dp, ep, tp))
+        reached = set()
+        for k in np.flatnonzero(row >= 0):
+            if spec.splits_expert_width:
+                holders = devices[copy, holder[t, k], :]
+            else:
+                holders = [devices[copy].reshape(-1)[holder[t, k]]]
+            for device in holders:
+                loads[device, row[k] % per_rank] += 1
+                reached.add(int(device))
+        sent[home] += len(reached - {home})
+        for device in reached - {home}:
+            received[device] += 1
+    return loads, sent, received
+
+
+@pytest.mark.parametrize(("layout", "method"), CASES)
+def test_every_dispatch_equals_the_single_device_sums_on_every_layout(layout, method):
+    spec, call = compiled(layout, METHODS[method], EXPERTS)
+    tokens = TOKENS * spec.num_devices
+    x, weights = coded_rows(tokens), weights_of(tokens)
+    for name, slots in routings(tokens, EXPERTS, spec.num_devices).items():
+        y, report = call(x, slots, weights)
+        np.testing.assert_array_equal(y, expected(x, slots, weights), err_msg=name)
+        loads, sent, received = expected_counts(spec, slots, EXPERTS)
+        np.testing.assert_array_equal(report["tokens_per_expert"], loads, err_msg=name)
+        np.testing.assert_array_equal(report["rows_sent"], sent, err_msg=name)
+        np.testing.assert_array_equal(np.sum(report["rows_received"]), np.sum(received), err_msg=name)
+        if spec.num_devices > 1 and method in ("gather", "padded", "ragged"):
+            assert set(np.asarray(report["rounds"])) == {1}, name
+    if spec.num_devices == 1:
+        assert report["rounds"].tolist() == [0]
+
+
+def test_only_the_group_that_overflows_runs_further_rounds():
+    spec, call = compiled("dp=8,ep=2", METHODS["padded, capacity 1"], EXPERTS)
+    tokens = TOKENS * spec.num_devices
+    slots = np.full((tokens, K), -1, np.int32)
+    slots[: 2 * TOKENS, 0] = EXPERTS - 1  # every token of the first of four groups of two ranks
+    _, report = call(coded_rows(tokens), slots, weights_of(tokens))
+    np.testing.assert_array_equal(report["rounds"], [3, 3, 1, 1, 1, 1, 1, 1])
+
+
+def test_tokens_that_do_not_divide_over_tp_are_padded_and_cut_again():
+    spec, call = compiled("dp=2,tp=4", DispatchConfig("padded"), EXPERTS)
+    tokens = 3 * spec.dp_size  # 3 tokens of a DP rank over 4 tp ranks
+    x, weights = coded_rows(tokens), weights_of(tokens)
+    slots = routings(tokens, EXPERTS, 2)["random, some idle"]
+    y, report = call(x, slots, weights)
+    np.testing.assert_array_equal(y, expected(x, slots, weights))
+    assert report is None
+
+
+def test_a_further_compilation_is_never_needed():
+    calls = []
+
+    def counting(*arguments):
+        calls.append(1)  # once per trace
+        return coded_experts(*arguments)
+
+    spec, call = compiled("dp=8", DispatchConfig("padded", capacity=1), EXPERTS, local_experts=counting)
+    tokens = TOKENS * spec.num_devices
+    x, weights = coded_rows(tokens), weights_of(tokens)
+    cases = routings(tokens, EXPERTS, spec.num_devices)
+    call(x, cases["no token"], weights)
+    traced = len(calls)
+    call(x, cases["every token to one expert"], weights)
+    assert len(calls) == traced > 0
+
+
+def test_what_does_not_divide_is_an_error_with_the_numbers():
+    _, call = compiled("dp=8", DispatchConfig(), EXPERTS)
+    with pytest.raises(MeshError, match=r"9 tokens do not divide over dp=8"):
+        call(coded_rows(9), np.zeros((9, K), np.int32), weights_of(9))
+    spec = MeshSpec.parse("dp=8")
+    with pytest.raises(MeshError, match=r"30 physical experts are not divisible by ep=8; add 2 redundant"):
+        dispatch(spec, spec.build(), DispatchConfig(), jnp.ones((8, 2)), jnp.zeros((8, K), int), jnp.ones((8, K)),
+                 jnp.ones((30, 2)), coded_experts, None)  # fmt: skip
+    with pytest.raises(MeshError, match="dispatch method 'fastest'"):
+        DispatchConfig("fastest")
+    with pytest.raises(MeshError, match="capacity=0"):
+        DispatchConfig(capacity=0)
+
+
+def test_the_native_ragged_all_to_all_gets_the_offsets_that_its_documentation_asks_for(monkeypatch):
+    """GPU and TPU take ``lax.ragged_all_to_all``, which CPU lacks: here the documented semantics stand in for it."""
+    from jax import lax
+
+    from sharding.dispatch import ragged
+
+    def documented(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+        everyone = [lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
+        me = lax.axis_index(axis_name)
+        place = jnp.arange(operand.shape[0])
+        for operand, starts, sizes, lands in zip(*everyone, strict=True):
+            run = (place >= starts[me]) & (place < starts[me] + sizes[me])
+            target = jnp.where(run, place - starts[me] + lands[me], output.shape[0])
+            output = output.at[target].set(operand, mode="drop")
+        sent_here = everyone[2][:, me]
+        return jnp.where(jnp.all(sent_here == recv_sizes), output, jnp.zeros_like(output))
+
+    monkeypatch.setattr(lax, "ragged_all_to_all", documented)
+    monkeypatch.setattr(ragged, "NATIVE_PLATFORMS", ("cpu",))
+    for layout in ("dp=8", "dp=8,tp=4,ep=2"):
+        spec, call = compiled(layout, METHODS["ragged"], EXPERTS)
+        tokens = TOKENS * spec.num_devices
+        x, weights = coded_rows(tokens), weights_of(tokens)
+        for name, slots in routings(tokens, EXPERTS, spec.num_devices).items():
+            np.testing.assert_array_equal(call(x, slots, weights)[0], expected(x, slots, weights), err_msg=name)
+
+
+def test_the_native_ragged_all_to_all_lowers_for_cuda():
+    from sharding.dispatch.group import ExpertGroup
+    from sharding.dispatch.ragged import ragged_exchange
+
+    spec = MeshSpec.parse("dp=8")
+    group = ExpertGroup.of(spec, EXPERTS, "gpu")
+    ones = jnp.ones((8,), jnp.int32)
+
+    def exchange(rows):
+        return ragged_exchange(group, rows, jnp.zeros_like(rows), ones, ones, lands_G=ones, most=3)
+
+    over = jax.sharding.PartitionSpec(spec.token_axes)
+    step = jax.shard_map(exchange, mesh=spec.build(), in_specs=over, out_specs=over, check_vma=False)
+    text = jax.jit(step).trace(jnp.ones((64, 4), jnp.uint16)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @ragged_all_to_all") == 1
+    assert 'all_to_all"(' not in text
+
+
+def test_seventy_two_ranks_with_redundant_experts():
+    """DEP72: 256 experts and 32 redundant ones, 4 on a rank; more devices than the test process emulates."""
+    program = Path(__file__).parent / "dispatch_on_72_ranks.py"
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=72 --xla_cpu_collective_call_terminate_timeout_seconds=60",
+        "PJRT_NPROC": "144",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    ran = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.split("\n")[0] == "72 ranks, 288 physical experts: gather padded ragged exact"

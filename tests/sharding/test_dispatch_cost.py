@@ -1,0 +1,129 @@
+"""The arithmetic of collectives and bytes, held against the program that JAX lowers."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dispatch_cases import LAYOUTS, K, coded_experts, codes
+from jax.sharding import PartitionSpec as P
+
+from sharding import MeshSpec
+from sharding.dispatch import DispatchConfig, DispatchStatistics, dispatch, dispatch_collectives
+
+EXPERTS, TOKENS, WIDTH = 32, 6, 160
+BYTES = {"f32": 4, "bf16": 2, "ui32": 4, "ui16": 2, "ui8": 1, "i32": 4}
+CONFIGS = {
+    "gather": DispatchConfig("gather"),
+    "gather fp8": DispatchConfig("gather", wire="fp8"),
+    "padded": DispatchConfig("padded"),
+    "padded rounds": DispatchConfig("padded", capacity=2),
+    "padded chunks": DispatchConfig("padded", chunk_tokens=3),
+    "ragged": DispatchConfig("ragged"),
+}
+
+
+def lowered(spec, config, dtype):
+    """StableHLO of one layer's dispatch: ``[(kind, operand bytes)]`` in program order."""
+    mesh = spec.build()
+    specs = {"code": P(spec.expert_axes, spec.expert_width_axes or None)}
+
+    def layer(x, slots, weights, params):
+        return dispatch(spec, mesh, config, x, slots, weights, params, coded_experts, specs)[0]
+
+    total = TOKENS * spec.num_devices
+    shapes = jnp.zeros((total, WIDTH), dtype), jnp.zeros((total, K), jnp.int32), jnp.zeros((total, K))
+    text = jax.jit(layer).lower(*shapes, {"code": jnp.asarray(codes(np.arange(EXPERTS)))}).as_text()
+    found = []
+    for match in re.finditer(r'"stablehlo\.(all_gather|all_to_all|reduce_scatter)"', text):
+        signature = re.compile(r": \(tensor<([\dx]+)x(\w+)>\) -> tensor").search(text, match.end())
+        size = np.prod([int(n) for n in signature.group(1).split("x")])
+        found.append((match.group(1), int(size) * BYTES[signature.group(2)]))
+    for other in ("all_reduce", "collective_permute", "collective_broadcast"):
+        assert f"stablehlo.{other}" not in text
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, jnp.float32) for name in CONFIGS if name != "gather fp8"] + [("gather fp8", jnp.bfloat16)],
+)
+def test_collectives_and_their_operands_are_those_of_the_lowered_program(name, dtype):
+    for layout in LAYOUTS:
+        spec = MeshSpec.parse(layout)
+        config = CONFIGS[name]
+        predicted = dispatch_collectives(
+            spec, config, tokens=TOKENS, width=WIDTH, top_k=K, experts=EXPERTS, dtype=dtype, platform="cpu"
+        )
+        expected = [(c.kind, c.operand_bytes) for c in predicted]
+        if name == "padded rounds" and predicted:
+            expected *= 2  # the first round, and the body of the loop over further ones
+        assert lowered(spec, config, dtype) == expected, layout
+
+
+def test_two_collectives_a_layer_and_none_for_a_group_of_one():
+    def count(layout, method, tokens=TOKENS):
+        shape = {
+            "tokens": tokens,
+            "width": WIDTH,
+            "top_k": K,
+            "experts": EXPERTS,
+            "dtype": jnp.bfloat16,
+            "platform": "cpu",
+        }
+        return [c.kind for c in dispatch_collectives(MeshSpec.parse(layout), DispatchConfig(method), **shape)]
+
+    assert count("dp=1", "padded") == count("dp=1", "gather") == count("dp=4,ep=1", "auto") == []
+    assert count("dp=32", "gather") == ["all_gather", "reduce_scatter"]
+    assert count("dp=32", "padded") == count("dp=4,tp=8", "padded") == ["all_to_all", "all_to_all"]
+    assert count("tp=8,ep=1", "padded") == ["all_gather", "reduce_scatter"]
+    assert count("dp=8,tp=4,ep=2", "padded") == ["all_to_all", "all_gather", "reduce_scatter", "all_to_all"]
+    assert count("dp=32", "ragged") == ["all_gather", "all_to_all", "all_to_all"]
+
+
+def test_bytes_sent_are_the_rows_of_the_other_ranks():
+    shape = {"tokens": 6, "width": 128, "top_k": 4, "experts": 32, "dtype": jnp.bfloat16, "platform": "cpu"}
+    there, back = dispatch_collectives(MeshSpec.parse("dp=8"), DispatchConfig("gather"), **shape)
+    row = 128 * 2 + 4 * 4 + 4 * 2 + 4  # values, weights, ids, extra
+    assert there.bytes_sent == 7 * 6 * row
+    assert back.bytes_sent == 7 * 6 * 128 * 2
+    there, back = dispatch_collectives(MeshSpec.parse("dp=8"), DispatchConfig("padded", capacity=2), **shape, rounds=3)
+    assert (there.bytes_sent, there.times) == (7 * 2 * row, 3)
+    fp8, _ = dispatch_collectives(MeshSpec.parse("dp=8"), DispatchConfig("gather", wire="fp8"), **shape)
+    assert fp8.bytes_sent == 7 * 6 * (128 + 4 + 4 * 4 + 4 * 2 + 4)
+
+
+def test_statistics_tell_load_payload_and_padding():
+    spec, config = MeshSpec.parse("dp=4,ep=2"), DispatchConfig("padded", capacity=4)
+    counts = {  # two layers, four ranks that are two copies of two ranks, two experts on a rank
+        "tokens_per_expert": np.array([[[1, 0], [2, 0], [3, 0], [2, 0]], [[0, 4], [0, 0], [0, 0], [0, 0]]]),
+        "rows_sent": np.array([[1, 2, 0, 0], [0, 0, 0, 0]]),
+        "rows_received": np.array([[2, 1, 0, 0], [0, 0, 0, 0]]),
+        "rounds": np.array([[1, 1, 2, 2], [1, 1, 1, 1]]),
+    }
+    shape = {"tokens": 8, "width": 16, "top_k": 2, "dtype": jnp.float32, "platform": "cpu"}
+    found = DispatchStatistics.of(counts, spec, config, **shape)
+    np.testing.assert_array_equal(found.tokens_per_expert, [[4, 0, 4, 0], [0, 4, 0, 0]])
+    np.testing.assert_array_equal(found.tokens_per_rank, [[1, 2, 3, 2], [4, 0, 0, 0]])
+    assert found.balancedness == pytest.approx(3 / 5)  # loads 5, 2, 3, 2
+    assert found.layer_balancedness == pytest.approx((2 / 3 + 1 / 4) / 2)
+    row = 16 * 4 + 2 * 4 + 2 * 4 + 4 + 16 * 4
+    assert found.payload_bytes == 3 * row
+    assert found.wire_bytes == (1 + 1 + 2 + 2 + 4) * 4 * row  # rounds × capacity rows for the one other rank
+    assert found.padding_share == pytest.approx(1 - 3 / 40)
+    assert found.rounds == 2 + 1
+
+
+def test_statistics_count_an_expert_once_where_its_width_is_split():
+    counts = {
+        "tokens_per_expert": np.array([[3, 5]] * 4),
+        "rows_sent": np.array([3] * 4),
+        "rows_received": np.array([3] * 4),
+        "rounds": np.array([1] * 4),
+    }
+    shape = {"tokens": 1, "width": 16, "top_k": 2, "dtype": jnp.float32, "platform": "cpu"}
+    found = DispatchStatistics.of(counts, MeshSpec.parse("tp=4,ep=1"), DispatchConfig("gather"), **shape)
+    np.testing.assert_array_equal(found.tokens_per_expert, [[3, 5]])
+    assert found.balancedness == 1.0
+    assert found.padding_share == 0.0
