@@ -113,7 +113,7 @@ def answer(directory: Path, mesh: str, dispatch: str, prefill: str, decode: str,
         **options,
     )
     # Three programs instead of eight: this is about layouts, not buckets.
-    llm.runner.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),))
+    llm.runner.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=True)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     try:
         outputs = llm.generate(prompts(), params)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dsjax.engine.plan import ScheduledRow, StepPlan
 
-SMALLEST_CHUNK = 16
+SMALLEST_CHUNK = 32
 """Prefill rectangles narrower than this would only save padding on very short prompts."""
 
 
@@ -34,19 +34,24 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes: decode row counts, ascending, and prefill rectangles, widest chunk first."""
+    """The shapes: decode row counts, ascending, and prefill rectangles, widest chunk first.
+
+    mixed: whether decodes and prompts of a step share a launch. That reads the weights once instead of twice, which pays
+    on accelerators; with it, each prefill rectangle is compiled twice.
+    """
 
     decode: tuple[int, ...]
     prefill: tuple[Rectangle, ...]
+    mixed: bool
 
     @classmethod
-    def covering(cls, max_num_seqs: int, prefill_chunk: int) -> Buckets:
-        """Decode rows 1, 4, then doubling; prefill rectangles of ``prefill_chunk`` tokens, from one row to narrow rows.
+    def covering(cls, max_num_seqs: int, prefill_chunk: int, *, mixed: bool) -> Buckets:
+        """Decode rows 1, 8, then doubling; prefill rectangles of ``prefill_chunk`` tokens, from one row to narrow rows.
 
         Doubling bounds padding to a factor of 2 where steps are expensive; below 8 rows a step costs about the same,
         so fewer shapes are compiled.
         """
-        decode = [rows for rows in (1, 4) if rows < max_num_seqs]
+        decode = [1] if max_num_seqs > 1 else []
         rows = 8
         while rows < max_num_seqs:
             decode.append(rows)
@@ -57,16 +62,16 @@ class Buckets:
             if chunk <= SMALLEST_CHUNK or rows >= max_num_seqs:
                 break
             chunk, rows = -(-chunk // 2), rows * 2
-        return cls((*decode, max_num_seqs), tuple(rectangles))
+        return cls((*decode, max_num_seqs), tuple(rectangles), mixed)
 
     def shapes(self) -> list[tuple[Rectangle | None, Rectangle | None]]:
         """Every (decode, prefill) pair that ``launches`` can ask for."""
-        most = Rectangle(self.decode[-1], 1)
+        beside = (None, Rectangle(self.decode[-1], 1)) if self.mixed else (None,)
         alone = [(Rectangle(rows, 1), None) for rows in self.decode]
-        return alone + [(decode, rectangle) for rectangle in self.prefill for decode in (None, most)]
+        return alone + [(decode, rectangle) for rectangle in self.prefill for decode in beside]
 
     def launches(self, plan: StepPlan) -> list[Launch]:
-        """Lay a plan into rectangles; the decodes join the first prefill rectangle, if there is one.
+        """Lay a plan into rectangles; if ``mixed``, the decodes join the first prefill rectangle, if there is one.
 
         Prompts are taken longest first, so that those of a rectangle are of like length.
         """
@@ -79,12 +84,12 @@ class Buckets:
             rectangle = self._narrowest(max(rows[0].length for rows in waiting if rows))
             taken = [rows[: rectangle.rows] for rows in waiting]
             waiting = [rows[rectangle.rows :] for rows in waiting]
-            joined = not launches and most_decodes > 0
+            joined = self.mixed and not launches and most_decodes > 0
             decode = Rectangle(self.decode[-1], 1) if joined else None
             launches.append(Launch(decode, rectangle, decodes if joined else nothing, taken))
-        if not launches and most_decodes:
+        if most_decodes and not (launches and self.mixed):
             rows = next(rows for rows in self.decode if rows >= most_decodes)
-            launches.append(Launch(Rectangle(rows, 1), None, decodes, nothing))
+            launches.insert(0, Launch(Rectangle(rows, 1), None, decodes, nothing))
         return launches
 
     def _narrowest(self, length: int) -> Rectangle:

@@ -20,6 +20,7 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step, weights_format
 from dsjax.engine.buckets import Buckets
+from dsjax.engine.compile_cache import enable_compile_cache
 from dsjax.engine.facts import EngineFacts
 from dsjax.engine.host_memory import keep_freed_memory
 from dsjax.engine.plan import RunnerLimits
@@ -58,6 +59,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     mesh = spec.build()
+    enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     step = make_step(args, config, spec, mesh)
@@ -75,7 +77,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     )
     params = materialise(step, params)
     limits = _limits(args, step, max_model_len)
-    runner = MeshRunner(step, params, limits, Buckets.covering(limits.max_rows_decode, limits.max_chunk))
+    mixed = mesh.devices.flat[0].platform != "cpu"
+    runner = MeshRunner(step, params, limits, Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed))
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
         runner, tokenizer, config, _eos_ids(directory, config), _facts(args, step, limits, params, weights)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Mapping
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jaxtyping import Array
 from dsjax.engine import cache as device_cache
 from dsjax.engine.buckets import Buckets, Launch, Rectangle
 from dsjax.engine.plan import Progress, RowResult, RunnerLimits, ScheduledRow, StepPlan
-from dsjax.engine.sampler import Sampled, SamplingRows, greedy, needs_sampler, sample
+from dsjax.engine.sampler import Sampled, SamplingRows, Wanted, greedy, needs_sampler, sample
 from dsjax.engine.tables import PageTables
 from dsjax.model.step import GroupShape, RowGroup, Step
 
@@ -34,6 +34,7 @@ class MeshRunner:
         max_pages = -(-limits.max_model_len // limits.page_size)
         self._tables = PageTables(limits.num_ranks, limits.max_rows_decode, max_pages)
         self._rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
+        self._everywhere = NamedSharding(step.mesh, P())
         self._programs: dict[tuple, jax.stages.Compiled] = {}
 
     def execute(self, plan: StepPlan) -> dict[str, RowResult]:
@@ -44,20 +45,29 @@ class MeshRunner:
         return results
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every program that ``execute`` can ask for."""
+        """Compile every program that ``execute`` can ask for: traced here one by one, compiled on all cores at once."""
         shapes = self.buckets.shapes()
         rows = sorted({_rows_of(decode, prefill) for decode, prefill in shapes})
-        work = [("step", shape) for shape in shapes] + list(itertools.product(("plain", "full"), rows))
-        for done, (kind, argument) in enumerate(work):
-            label = _describe(*argument) if kind == "step" else f"{kind} sampler, {argument} rows"
-            if progress:
-                progress(done, len(work), label)
-            if kind == "step":
-                self._step_program(self._shapes(*argument))
-            else:
-                self._sample_program(argument, kind == "full")
-        if progress:
-            progress(len(work), len(work), "ready")
+        work = [(_describe(*pair), lambda pair=pair: self._lower_step(self._shapes(*pair))) for pair in shapes]
+        work += [(f"sampler, {count} rows", lambda count=count: self._lower_sampler(count)) for count in rows]
+        report = progress or (lambda done, total, label: None)
+        pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
+        try:
+            report(0, len(work), work[0][0])
+            pending = {}
+            for label, lower in work:
+                key, lowered = lower()
+                if lowered is not None:
+                    pending[pool.submit(lowered.compile)] = (key, label)
+            done = len(work) - len(pending)
+            for future in as_completed(pending):
+                key, label = pending[future]
+                self._programs[key] = future.result()
+                done += 1
+                report(done, len(work), label)
+        finally:
+            # An interrupt must not wait for what is queued.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def logits(self, token_ids: list[int], pages: list[int]) -> np.ndarray:
         """Float32 logits ``[tokens, V]`` of every position of one sequence, computed in chunks through ``pages`` of rank 0.
@@ -98,7 +108,7 @@ class MeshRunner:
         packed = jax.device_put(np.concatenate(parts, axis=1), self._rows)
         tokens, logits, self.cache = self._step_program(shapes)(self.params, self.cache, packed)
         sampled = self._sample(logits, placed, first_row)
-        self._read(sampled or Sampled(tokens), placed, results)
+        self._read(tokens, sampled, placed, results)
 
     def _row_lists(self, launch: Launch):
         pairs = ((launch.decode, launch.decode_rows), (launch.prefill, launch.prefill_rows))
@@ -114,12 +124,16 @@ class MeshRunner:
         rows = SamplingRows.greedy(self.limits.num_ranks, num_rows)
         for rank, row, request in wanting:
             rows.set(rank, row, request)
-        full = any(r.params.logprobs is not None or r.params.top_k > 0 or r.params.top_p < 1 for _, _, r in wanting)
-        return self._sample_program(num_rows, full)(logits, jax.device_put(rows, self._rows))
+        wanted = Wanted.by(request for _, _, request in wanting)
+        inputs = jax.device_put((rows, wanted), (self._rows, self._everywhere))
+        return self._sample_program(num_rows)(logits, *inputs)
 
-    def _read(self, sampled: Sampled, placed, results: dict[str, RowResult]) -> None:
-        host = jax.device_get(sampled)
-        tokens = host.tokens.tolist()
+    def _read(self, greedy_tokens: Array, sampled: Sampled | None, placed, results: dict[str, RowResult]) -> None:
+        if sampled is None:
+            host, tokens = None, np.asarray(greedy_tokens).tolist()
+        else:
+            host = jax.device_get(sampled)
+            tokens = host.tokens.tolist()
         for rank, row, scheduled in placed:
             request, token = scheduled.request, tokens[rank][row]
             if token < 0:
@@ -127,8 +141,7 @@ class MeshRunner:
             elif request.params.logprobs is None:
                 results[request.request_id] = RowResult(token)
             else:
-                count = request.params.logprobs
-                at = (rank, row)
+                count, at = request.params.logprobs, (rank, row)
                 top = zip(host.top_tokens[at][:count].tolist(), host.top_logprobs[at][:count].tolist(), strict=True)
                 results[request.request_id] = RowResult(
                     token, float(host.logprobs[at]), list(top), True, int(host.ranks[at])
@@ -144,41 +157,53 @@ class MeshRunner:
         )
 
     def _step_program(self, shapes: tuple[GroupShape, ...]) -> jax.stages.Compiled:
-        def run(params, cache, packed):
-            logits, cache, _ = self.step(params, cache, packed, shapes)
-            return greedy(logits), logits, cache
+        return self._compiled(*self._lower_step(shapes))
 
-        return self._compiled(("step", shapes), run, shapes)
+    def _sample_program(self, num_rows: int) -> jax.stages.Compiled:
+        return self._compiled(*self._lower_sampler(num_rows))
 
     def _every_token_program(self, shapes: tuple[GroupShape, ...]) -> jax.stages.Compiled:
         def run(params, cache, packed):
             logits, cache, _ = self.step(params, cache, packed, shapes, every_token=True)
             return logits, cache
 
-        return self._compiled(("every token", shapes), run, shapes)
+        return self._compiled(*self._lower(("every token", shapes), run, shapes))
 
-    def _compiled(self, key: tuple, function, shapes: tuple[GroupShape, ...]) -> jax.stages.Compiled:
-        if key not in self._programs:
-            width = sum(shape.packed_width for shape in shapes)
-            packed = jax.ShapeDtypeStruct((self.limits.num_ranks, width), np.int32, sharding=self._rows)
-            lowered = jax.jit(function, donate_argnums=1).lower(self.params, self.cache, packed)
+    def _compiled(self, key: tuple, lowered: jax.stages.Lowered | None) -> jax.stages.Compiled:
+        if lowered is not None:
             self._programs[key] = lowered.compile()
         return self._programs[key]
 
-    def _sample_program(self, num_rows: int, full: bool) -> jax.stages.Compiled:
-        key = ("sample", num_rows, full)
-        if key not in self._programs:
-            step, ranks = self.step, self.limits.num_ranks
-            vocab = step.rules.spec(("ranks", None, "vocab"))
-            logits = jax.ShapeDtypeStruct(
-                (ranks, num_rows, step.config.vocab_size), np.float32, sharding=NamedSharding(step.mesh, vocab)
-            )
-            rows = jax.tree.map(
-                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._rows),
-                SamplingRows.greedy(ranks, num_rows),
-            )
-            self._programs[key] = jax.jit(partial(sample, full=full)).lower(logits, rows).compile()
-        return self._programs[key]
+    def _lower_step(self, shapes: tuple[GroupShape, ...]) -> tuple[tuple, jax.stages.Lowered | None]:
+        def run(params, cache, packed):
+            logits, cache, _ = self.step(params, cache, packed, shapes)
+            return greedy(logits), logits, cache
+
+        return self._lower(("step", shapes), run, shapes)
+
+    def _lower(self, key: tuple, function, shapes: tuple[GroupShape, ...]) -> tuple[tuple, jax.stages.Lowered | None]:
+        """The program's key, and the program traced, or None where it is compiled already."""
+        if key in self._programs:
+            return key, None
+        width = sum(shape.packed_width for shape in shapes)
+        packed = jax.ShapeDtypeStruct((self.limits.num_ranks, width), np.int32, sharding=self._rows)
+        return key, jax.jit(function, donate_argnums=1).lower(self.params, self.cache, packed)
+
+    def _lower_sampler(self, num_rows: int) -> tuple[tuple, jax.stages.Lowered | None]:
+        key = ("sample", num_rows)
+        if key in self._programs:
+            return key, None
+        step, mesh, ranks = self.step, self.step.mesh, self.limits.num_ranks
+        vocab = NamedSharding(mesh, step.rules.spec(("ranks", None, "vocab")))
+        logits = jax.ShapeDtypeStruct((ranks, num_rows, step.config.vocab_size), np.float32, sharding=vocab)
+        rows = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._rows), SamplingRows.greedy(ranks, num_rows)
+        )
+        wanted = Wanted(*[jax.ShapeDtypeStruct((), bool, sharding=self._everywhere)] * 2)
+        # Each DP rank draws for its own rows; over tp, where the vocabulary is spread, all ranks draw the same.
+        own, everywhere = P(step.spec.batch_axes), P()
+        draw = jax.shard_map(sample, mesh=mesh, in_specs=(own, own, everywhere), out_specs=own, check_vma=False)
+        return key, jax.jit(draw).lower(logits, rows, wanted)
 
 
 class _HostGroup:

@@ -6,6 +6,7 @@ row, its rank, or what runs beside it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,13 +65,27 @@ class SamplingRows:
 
 
 class Sampled(NamedTuple):
-    """Tokens (−1 where logits were not finite) and, if asked for, raw log-probabilities."""
+    """Tokens (−1 where logits were not finite), and raw log-probabilities, 0 where nobody asked for any."""
 
     tokens: Int[Array, "B R"]
-    logprobs: Float[Array, "B R"] | None = None
-    ranks: Int[Array, "B R"] | None = None
-    top_tokens: Int[Array, "B R 20"] | None = None
-    top_logprobs: Float[Array, "B R 20"] | None = None
+    logprobs: Float[Array, "B R"]
+    ranks: Int[Array, "B R"]
+    top_tokens: Int[Array, "B R 20"]
+    top_logprobs: Float[Array, "B R 20"]
+
+
+class Wanted(NamedTuple):
+    """What any row of a launch asks for: the same on all devices, so that all take the same branch."""
+
+    truncation: Array  # bool: top-k or top-p
+    logprobs: Array  # bool
+
+    @classmethod
+    def by(cls, requests: Iterable[Request]) -> Wanted:
+        """What these requests want together."""
+        params = [request.params for request in requests]
+        truncation = any(p.top_k > 0 or p.top_p < 1 for p in params)
+        return cls(np.array(truncation), np.array(any(p.logprobs is not None for p in params)))
 
 
 def needs_sampler(request: Request) -> bool:
@@ -78,29 +93,37 @@ def needs_sampler(request: Request) -> bool:
     return not request.params.greedy or request.params.logprobs is not None or request.suppresses_stop_ids
 
 
-def sample(logits: Float[Array, "B R V"], rows: SamplingRows, *, full: bool) -> Sampled:
+def sample(logits: Float[Array, "B R V"], rows: SamplingRows, wanted: Wanted) -> Sampled:
     """Draw each row's token.
-
-    full: with top-k and top-p (which sort the vocabulary) and log-probabilities; otherwise temperature only.
 
     Tokens outside top-k, then top-p, get probability 0; the draw inverts the cumulative distribution *in vocabulary
     order* at one uniform number, so that rounding which swaps two nearly equal tokens in a sorted order changes nothing.
+    Sorting the vocabulary and log-probabilities are skipped when no row wants them.
     """
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
     allowed = _suppress(logits, rows.suppressed)
     scaled = allowed / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[..., None]
-    if full:
-        scaled = jnp.where(scaled >= _threshold(scaled, rows)[..., None], scaled, -jnp.inf)
-    drawn = _invert(jax.nn.softmax(scaled, axis=-1), _uniform(rows))
+    least = jax.lax.cond(
+        wanted.truncation, _threshold, lambda scaled, rows: jnp.full(scaled.shape[:-1], -jnp.inf), scaled, rows
+    )
+    probs = jax.nn.softmax(jnp.where(scaled >= least[..., None], scaled, -jnp.inf), axis=-1)
+    drawn = _invert(probs, _uniform(rows))
     tokens = jnp.where(rows.temperature > 0, drawn, jnp.argmax(allowed, axis=-1)).astype(jnp.int32)
     tokens = jnp.where(finite, tokens, -1)
-    if not full:
-        return Sampled(tokens)
+    return Sampled(tokens, *jax.lax.cond(wanted.logprobs, _logprobs, _no_logprobs, logits, tokens))
+
+
+def _logprobs(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]):
+    """Log-probability and rank of each token, and the 20 most probable tokens with theirs."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=-1)
     top, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
-    ranks = jnp.sum(logprobs > chosen, axis=-1) + 1
-    return Sampled(tokens, chosen[..., 0], ranks, top_tokens, top)
+    return chosen[..., 0], jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32) + 1, top_tokens, top
+
+
+def _no_logprobs(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]):
+    shapes = jax.eval_shape(_logprobs, logits, tokens)
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
 def _suppress(logits: Float[Array, "B R V"], suppressed: Int[Array, "B R N"]) -> Float[Array, "B R V"]:

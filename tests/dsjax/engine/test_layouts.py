@@ -36,7 +36,9 @@ def test_one_device_gives_the_logits_of_the_model_without_cache_or_mesh(one_devi
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("dispatch", "forms"), PAIRS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    ("dispatch", "forms"), PAIRS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
 def test_layout_gives_the_answer_of_one_device(checkpoint, one_device, layout, dispatch, forms):
     assert difference(answer(checkpoint, layout, dispatch, *forms), one_device) is None
 

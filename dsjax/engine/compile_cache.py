@@ -1,0 +1,29 @@
+"""JAX's persistent compilation cache: the second start finds the programs of the first."""
+
+import os
+import warnings
+from pathlib import Path
+
+import jax
+
+LEAST_SECONDS = 0.2
+"""Programs that compile faster are not worth a file."""
+
+
+def enable_compile_cache() -> Path | None:
+    """Keep compiled programs on disk; the directory, or None where it cannot be written.
+
+    ``JAX_COMPILATION_CACHE_DIR`` decides where, if set; otherwise ``dsjax/compiled`` in the user's cache folder. The
+    programs themselves do not depend on it.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjax" / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warnings.warn(f"compiled programs will not be kept: cannot write {folder} ({error.strerror})", stacklevel=2)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+    return folder
