@@ -1,30 +1,53 @@
 """The command line: `dsjax <command>`, or `python -m dsjax <command>`.
 
-No module that is imported here brings JAX in: `--mesh dp=32` on a CPU must set the number of emulated devices first.
+A command's module is imported when the command is used. No such module brings JAX in before it runs, because
+`--mesh dp=32` on a CPU must set the number of emulated devices first.
 """
 
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.text import Text
 
 from dsjax.errors import UserError
-from dsjax.generate import generate
-from dsjax.info import info
-from dsjax.serve.command import serve
 
-app = typer.Typer(
-    name="dsjax",
-    help="Serve, dry-run and plan DeepSeek-V3/R1-family models with JAX on any device mesh.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(serve)
-app.command()(generate)
-app.command()(info)
+_COMMANDS = {
+    "serve": ("dsjax.serve.command", "serve"),
+    "generate": ("dsjax.generate", "generate"),
+    "convert": ("dsjax.checkpoint.command", "convert"),
+    "info": ("dsjax.info", "info"),
+}
+"""Command to (module, function), in the order of `--help`."""
+
+
+class LazyCommands(typer.core.TyperGroup):
+    """A group that imports a command's module when the command is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and make one; None for an unknown name."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module, function = _COMMANDS[cmd_name]
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command(cmd_name)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(single)
+
+
+app = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def dsjax() -> None:
+    """Serve, dry-run and plan DeepSeek-V3/R1-family models with JAX on any device mesh."""
 
 
 def main(prefix: Sequence[str] = ()) -> None:

@@ -77,10 +77,8 @@ class Rank:
         """Rows for requests with one token to compute, and the requests still in their prompt; each oldest first."""
         decodes: list[ScheduledRow] = []
         partial: list[Request] = []
-        running, page_size = self.running, self.pool.page_size
-        index = 0
-        while index < len(running):  # preemption shortens `running` at its end
-            request = running[index]
+        page_size = self.pool.page_size
+        for request in self.running:  # preemption shortens the list at its end, which ends this loop the sooner
             computed = request.num_computed_tokens
             if len(request.token_ids) - computed > 1:
                 partial.append(request)
@@ -88,7 +86,6 @@ class Rank:
                 if computed == len(request.pages) * page_size and not self._grow(request):
                     break
                 decodes.append(ScheduledRow(request, computed, 1))
-            index += 1
         return decodes, partial
 
     def _schedule_chunk(self, request: Request, budget: int, prefills: list[ScheduledRow]) -> int:

@@ -47,6 +47,7 @@ class Request:
             was preempted may come back to the same slot with other pages.
         pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
         num_computed_tokens: how many of `token_ids` are in the cache.
+        max_total_tokens: length of `token_ids` at which the request has made its `max_tokens`.
     """
 
     request_id: str
@@ -67,10 +68,14 @@ class Request:
     admissions: int = 0
     pages: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    max_total_tokens: int = field(init=False)
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+
+    def __post_init__(self):
+        self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -168,45 +168,46 @@ class Scheduler:
         Requests that were aborted while the step ran are passed over.
         """
         updates: list[Update] = []
+        running = Status.RUNNING  # looked up once: this loop is the engine's host cost
         for rank, rank_plan in zip(self.ranks, plan.ranks, strict=True):
             finished: list[Request] = []
-            sampled = 0
+            before = len(updates)
+            failed = 0
             for rows in rank_plan:
                 for request, start, length in rows:
-                    if request.status is not Status.RUNNING:
+                    if request.status is not running:
                         continue
-                    request.num_computed_tokens = start + length
+                    request.num_computed_tokens = computed = start + length
                     tokens = request.token_ids
-                    if start + length < len(tokens):
+                    if computed < len(tokens):
                         continue
                     result = results[request.request_id]
+                    reason = None
                     if result.finite:
                         tokens.append(result.token_id)
-                        sampled += 1
+                        if result.token_id in request.stop_ids or len(tokens) >= request.max_total_tokens:
+                            reason = _finish_reason(request, result.token_id)
                         if request.first_token_time is None:
                             request.first_token_time = now
-                    reason = _finish_reason(request, result)
+                    else:
+                        reason = FinishReason.ERROR
+                        failed += 1
                     if reason is not None:
                         _finish(request, reason, now)
                         finished.append(request)
                         del self._requests[request.request_id]
                     updates.append(Update(request, result, reason))
-            rank.load += sampled
+            rank.load += len(updates) - before - failed
             if finished:
                 rank.remove_finished(finished)
         return updates
 
 
-def _finish_reason(request: Request, result: RowResult) -> FinishReason | None:
+def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
     """Whether the token just appended ends the request. Stop strings are found later, where the text is made."""
-    if not result.finite:
-        return FinishReason.ERROR
-    num_output = len(request.token_ids) - request.num_prompt_tokens
-    if result.token_id in request.stop_ids and num_output > request.params.min_tokens:
+    if token_id in request.stop_ids and request.num_output_tokens > request.params.min_tokens:
         return FinishReason.STOP
-    if num_output >= request.max_tokens:
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
 
 
 def _finish(request: Request, reason: FinishReason, now: float) -> None:
