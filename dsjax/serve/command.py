@@ -68,7 +68,11 @@ def serve_model(
     with warm_up_bar(console) as progress:
         model.engine.warm_up(progress)
     serving = Serving(AsyncEngine(model.engine), names, model.facts.model, model.facts.max_model_len)
-    server = Server(serving, shutdown_timeout=shutdown_timeout, log_level=log_level)
     host, port = listener.getsockname()[:2]
-    show_url(console, host, port, names)
+    server = Server(
+        serving,
+        shutdown_timeout=shutdown_timeout,
+        log_level=log_level,
+        on_ready=lambda: show_url(console, host, port, names),
+    )
     return server.serve_on(listener)

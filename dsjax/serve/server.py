@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -23,9 +24,17 @@ class Server(uvicorn.Server):
     with an error; on the second it ends at once. `exit_code` is 1 when the engine died, else 0.
     """
 
-    def __init__(self, serving: Serving, *, shutdown_timeout: float, log_level: str = "info"):
+    def __init__(
+        self,
+        serving: Serving,
+        *,
+        shutdown_timeout: float,
+        log_level: str = "info",
+        on_ready: Callable[[], None] = lambda: None,
+    ):
         self._engine = serving.engine
         self._shutdown_timeout = shutdown_timeout
+        self._on_ready = on_ready
         serving.engine.on_death = self._stop
         config = uvicorn.Config(
             create_app(serving),
@@ -38,6 +47,12 @@ class Server(uvicorn.Server):
     def exit_code(self) -> int:
         """What the process should end with."""
         return 0 if self._engine.error is None else 1
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; call `on_ready` once clients are answered."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: finish in peace. Second, whichever it is: at once."""

@@ -59,13 +59,14 @@ def _bytes_table(facts: EngineFacts) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="bytes of one device", title_justify="left")
     table.add_column("what")
     table.add_column("bytes", justify="right")
-    table.add_column("GB", justify="right")
     rows = [*facts.weight_bytes.items(), ("latent cache", facts.cache_bytes)]
     total = sum(count for _, count in rows)
+    unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
+    table.add_column(unit, justify="right")
     for name, count in rows:
-        table.add_row(name, f"{count:,}", f"{count / 1e9:.3f}")
+        table.add_row(name, f"{count:,}", f"{count / size:.2f}")
     table.add_section()
-    table.add_row("total", f"{total:,}", f"{total / 1e9:.3f}")
+    table.add_row("total", f"{total:,}", f"{total / size:.2f}")
     return table
 
 
