@@ -229,9 +229,14 @@ def choose_implementation(platform: str, pairs: int, experts: int) -> str:
 
 
 def default_tile(pairs: int, experts: int) -> int:
-    """Rows of a tile, by the most pairs an expert could have on average: 8, 16 or 32 (measured on CPU: ``docs/dispatch.md``)."""
+    """Rows of a tile: 4 to 64, by the most pairs an expert could have on average (measured on CPU: ``docs/dispatch.md``).
+
+    A tile costs one copy of its expert's weights and the product of all its rows, used or not: small tiles for few
+    rows, large ones for many. Where a rank holds few of many experts the true mean is lower than what shapes can tell; 16 to 64
+    then differ little.
+    """
     mean = pairs / experts
-    return 8 if mean <= 8 else 16 if mean <= 64 else 32
+    return next((tile for tile, most in ((4, 1), (8, 8), (16, 64), (32, 256)) if mean <= most), 64)
 
 
 def default_capacity(pairs: int, experts: int) -> int:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from sharding.dispatch.config import default_capacity
 
-CPU_GATHER_TOKENS = 64
+CPU_GATHER_TOKENS = 256
 PADDED_TOKENS = 512
 
 
 def choose_method(tokens: int, top_k: int, ranks: int, platform: str) -> str:
     """``gather``, ``padded`` or ``ragged`` for so many tokens per rank: the phase shows in that number.
 
-    tokens: tokens of one rank (per chunk); top_k: experts a token uses; ranks: size of the EP group, width parts included.
+    tokens: tokens of one rank (per chunk); top_k: experts a token uses; ranks: over which whole experts
+    are spread (1 where only their width is split: then ``gather`` is all there is to do).
 
     - ``gather`` where no method could move fewer rows: when ``padded``'s capacity is all of a rank's tokens (few tokens, or
       few ranks, so that a token has an expert nearly everywhere). Two collectives, no queues.
-    - On CPU, where an all-to-all copies each pair's block by itself, ``gather`` up to ``CPU_GATHER_TOKENS``, then ``padded``;
-      measured, see ``docs/dispatch.md``. ``ragged`` is emulated there by padding and never the better one.
+    - On emulated CPU devices ``gather`` was the fastest at every size measured (``docs/dispatch.md``): an all-to-all there
+      copies each pair's block by itself, and ``ragged`` is emulated by padding. But each device then holds every token of the
+      group, in one memory: past ``CPU_GATHER_TOKENS`` tokens ``padded``, whose buffers are a third to a half as large.
     - On accelerators ``padded`` for decode, up to ``PADDED_TOKENS``, where latency counts and nothing should be
       negotiated; ``ragged`` for prefill, where bytes count. This is how DeepEP's low-latency and normal kernels divide
       the work; the threshold is not measured here.

@@ -95,7 +95,7 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
         return "local", chunk, chunks, capacity
     method = config.method
     if method == "auto":
-        method = choose_method(chunk, top_k, group.all_ranks, group.platform)
+        method = choose_method(chunk, top_k, group.size, group.platform)
     return method, chunk, chunks, capacity
 
 
