@@ -159,8 +159,8 @@ def _decompressed(scale: float):
     def kernel(queries, weights):
         (q,) = queries
         return (
-            lambda c: _product("rchw,rshw->rchs", q, c["key"]) * scale,
-            lambda probs, c: _product("rchs,rshu->rchu", probs.astype(q.dtype), c["value"]),
+            lambda c: _product("rshw,rchw->rsch", c["key"], q) * scale,
+            lambda probs, c: _product("rsch,rshu->rchu", probs.astype(q.dtype), c["value"]),
         )
 
     return kernel
@@ -178,12 +178,12 @@ def _expanded(scale: float):
             latent, k_rope = parts(c)
             k_nope = jnp.einsum("rsm,mhn->rshn", latent, up_key)
             return (
-                _product("rchn,rshn->rchs", q[..., :N], k_nope) + _product("rcho,rso->rchs", q[..., N:], k_rope)
+                _product("rshn,rchn->rsch", k_nope, q[..., :N]) + _product("rso,rcho->rsch", k_rope, q[..., N:])
             ) * scale
 
         def weigh(probs, c):
             values = jnp.einsum("rsm,mhu->rshu", parts(c)[0], up_value)
-            return _product("rchs,rshu->rchu", probs.astype(q.dtype), values)
+            return _product("rsch,rshu->rchu", probs.astype(q.dtype), values)
 
         return score, weigh
 
@@ -194,8 +194,8 @@ def _joined(scale: float, latent_width: int):
     def kernel(queries, weights):
         (q,) = queries
         return (
-            lambda c: _product("rchw,rsw->rchs", q, c["joined"]) * scale,
-            lambda probs, c: _product("rchs,rsm->rchm", probs.astype(q.dtype), c["joined"][..., :latent_width]),
+            lambda c: _product("rsw,rchw->rsch", c["joined"], q) * scale,
+            lambda probs, c: _product("rsch,rsm->rchm", probs.astype(q.dtype), c["joined"][..., :latent_width]),
         )
 
     return kernel
@@ -206,10 +206,10 @@ def _apart(scale: float):
         q_latent, q_rope = queries
 
         def score(c):
-            scores = _product("rchm,rsm->rchs", q_latent, c["latent"])
-            return (scores + _product("rcho,rso->rchs", q_rope, c["rope"])) * scale
+            scores = _product("rsm,rchm->rsch", c["latent"], q_latent)
+            return (scores + _product("rso,rcho->rsch", c["rope"], q_rope)) * scale
 
-        return score, lambda probs, c: _product("rchs,rsm->rchm", probs.astype(q_rope.dtype), c["latent"])
+        return score, lambda probs, c: _product("rsch,rsm->rchm", probs.astype(q_rope.dtype), c["latent"])
 
     return kernel
 

@@ -111,7 +111,7 @@ class Step:
     prefill_form: Form = "CC"
     decode_form: Form = "A_CC_ME"
     page_size: int = 16
-    block_tokens: int = 256
+    block_tokens: int = 128
 
     @property
     def attention(self) -> PagedAttention:
