@@ -20,17 +20,20 @@ def emulate_devices(count: int) -> None:
     if count < 1:
         raise ValueError(f"found {count} devices to emulate, expected at least 1")
     flags = os.environ.get("XLA_FLAGS", "")
-    found = re.search(rf"{_COUNT_FLAG}=(\d+)", flags)
-    present = int(found.group(1)) if found else 1
+    found = re.findall(rf"{_COUNT_FLAG}=(\d+)", flags)
+    present = int(found[-1]) if found else 1  # XLA takes the last of several
     if present < count:
         rest = re.sub(rf"{_COUNT_FLAG}=\d+", "", flags)
         os.environ["XLA_FLAGS"] = f"{rest} {_COUNT_FLAG}={count}".strip()
     threads = max(2 * count, os.cpu_count() or 1)
     if int(os.environ.get("PJRT_NPROC", "0")) < threads:
         os.environ["PJRT_NPROC"] = str(threads)
-    if present < count and "jax" in sys.modules and not backend_is_running():
-        # JAX was imported but has not started: its own option still decides.
-        sys.modules["jax"].config.update("jax_num_cpu_devices", count)
+    if "jax" in sys.modules and not backend_is_running():
+        # JAX was imported but has not started: its own option still decides, over the flag.
+        config = sys.modules["jax"].config
+        asked = config.jax_num_cpu_devices  # −1: not set
+        if max(asked, present if asked < 0 else 0) < count:
+            config.update("jax_num_cpu_devices", count)
 
 
 def backend_is_running() -> bool:

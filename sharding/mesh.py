@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,9 +161,10 @@ class MeshSpec:
             if width % shards:
                 problems.append(f"{name} {width} is not divisible by tp={shards}; tp may be {_divisors(width)}")
             elif block and shards > 1 and (width // shards) % block:
+                whole = _divisors(width // block) if width % block == 0 else [1]
                 problems.append(
                     f"{name} {width} over tp={shards} is {width // shards} a device, which cuts a quantisation block of "
-                    f"{block}; use at most tp={max(width // block, 1)}, or weights that are not FP8"
+                    f"{block}; tp may be {whole}, or use weights that are not FP8"
                 )
         if problems:
             raise MeshError(f"mesh {self} does not fit the model: " + "; ".join(problems))
@@ -199,4 +201,5 @@ class MeshSpec:
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

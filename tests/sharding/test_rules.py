@@ -1,0 +1,81 @@
+"""``Rules``: one table from logical axes to mesh axes, which says when an entry cannot be."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from sharding import MeshError, MeshSpec, Rules
+
+
+@pytest.fixture
+def wide():
+    """Experts over ep and tp together."""
+    spec = MeshSpec.parse("dp=2,tp=4,ep=8")
+    return Rules.for_mesh(spec), spec.build()
+
+
+def test_logical_axes_become_the_mesh_axes_of_the_table(wide):
+    rules, mesh = wide
+    assert rules.spec(("embed", "stack", "mlp_width")) == P(None, None, "tp")
+    assert rules.spec(("layers", "experts", "embed")) == P(None, ("ep", "tp"), None)
+    assert rules.spec(("ranks", None, "vocab")) == P(("dp", "ep"), None, "tp")
+    sharding = rules.sharding(mesh, ("layers", "experts", "embed"), (3, 16, 5))
+    assert sharding.shard_shape((3, 16, 5)) == (3, 2, 5)
+
+
+def test_expert_width_is_split_where_experts_leave_tp_free():
+    spec = MeshSpec.parse("tp=8,ep=1")
+    rules = Rules.for_mesh(spec)
+    sharding = rules.sharding(spec.build(), ("experts", "expert_width", "embed"), (4, 16, 6))
+    assert sharding.shard_shape((4, 16, 6)) == (4, 2, 6)
+
+
+def test_two_dimensions_over_one_mesh_axis_are_a_collision_that_names_both(wide):
+    rules, _ = wide
+    with pytest.raises(MeshError, match=r"'heads' and 'vocab' are both split over mesh axis 'tp'"):
+        rules.spec(("heads", "vocab"))
+    # A collision may also be brought about by a change of the table.
+    with pytest.raises(MeshError, match=r"'experts' and 'expert_width' are both split over mesh axis 'tp'"):
+        rules.replace(expert_width=("tp",)).spec(("experts", "embed", "stack", "expert_width"))
+
+
+def test_a_mesh_axis_twice_in_one_rule_is_refused():
+    with pytest.raises(MeshError, match="name it once"):
+        Rules({"heads": ("tp", "tp")})
+
+
+def test_an_unknown_name_is_answered_with_those_there_are(wide):
+    rules, mesh = wide
+    for call in (lambda: rules.spec(("head",)), lambda: rules.ways(mesh, "head")):
+        with pytest.raises(MeshError, match=r"no rule for logical axis 'head'; the names are .*'heads'"):
+            call()
+    with pytest.raises(MeshError, match=r"no logical axis is called \['head'\]; the names are .*'heads'"):
+        rules.replace(head=("tp",))
+
+
+def test_replacing_an_entry_changes_it_alone_and_leaves_the_original(wide):
+    rules, mesh = wide
+    whole = rules.replace(shared_width=())
+    assert (rules.ways(mesh, "shared_width"), whole.ways(mesh, "shared_width")) == (4, 1)
+    assert {name for name in rules if rules.table[name] != whole.table[name]} == {"shared_width"}
+    with pytest.raises(TypeError):
+        rules.table["embed"] = ("tp",)
+
+
+def test_a_dimension_that_does_not_divide_is_named_with_its_size_and_the_way_out(wide):
+    rules, mesh = wide
+    with pytest.raises(MeshError, match=r"'vocab' of size 10 is not divisible by 4.*Rules.replace\(vocab=\(\)\)"):
+        rules.sharding(mesh, ("embed", "vocab"), (3, 10))
+    with pytest.raises(MeshError, match=r"'experts' of size 12 is not divisible by 8"):
+        rules.sharding(mesh, ("experts", "embed"), (12, 5))
+    rules.sharding(mesh, ("embed", "vocab"), (3, 12))
+
+
+def test_the_number_of_pieces_is_the_product_over_mesh_axes(wide):
+    rules, mesh = wide
+    assert {name: rules.ways(mesh, name) for name in ("experts", "heads", "embed", "ranks", "tokens")} == {
+        "experts": 8,
+        "heads": 4,
+        "embed": 1,
+        "ranks": 2,
+        "tokens": 8,
+    }
