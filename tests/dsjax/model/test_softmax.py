@@ -1,0 +1,105 @@
+"""Attention in blocks is plain causal attention, and reads no block that no query sees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsjax.model.softmax import attend_in_blocks
+
+R, C, H, W, S = 3, 2, 2, 4, 24
+
+
+def plain(positions, q, keys, values):
+    """Float64, one query at a time, over just the positions that it sees."""
+    out = np.zeros((R, C, H, W))
+    for r, c, h in np.ndindex(R, C, H):
+        seen = slice(0, positions[r, c] + 1)
+        scores = keys[r, seen].astype(np.float64) @ q[r, c, h].astype(np.float64)
+        weights = np.exp(scores - scores.max())
+        out[r, c, h] = (weights / weights.sum()) @ values[r, seen]
+    return out
+
+
+@pytest.fixture
+def case():
+    rng = np.random.default_rng(0)
+    # Contexts of 1, 8 and 23 positions: at the start, at a block's end, and inside a block.
+    positions = np.array([[0, 1], [7, 8], [21, 22]])
+    q = rng.normal(size=(R, C, H, W)).astype(np.float32)
+    keys, values = rng.normal(size=(2, R, S, W)).astype(np.float32)
+    return positions, q, keys, values
+
+
+def in_blocks(positions, q, keys, values, block, num_blocks=None):
+    def run(positions, q, keys, values):
+        def fetch(index):
+            return [jax.lax.dynamic_slice_in_dim(a, index * block, block, axis=1) for a in (keys, values)]
+
+        return attend_in_blocks(
+            positions,
+            fetch,
+            lambda context: jnp.einsum("rsw,rchw->rsch", context[0], q),
+            lambda probs, context: jnp.einsum("rsch,rsw->rchw", probs, context[1]),
+            num_blocks=num_blocks or S // block,
+            block=block,
+        )
+
+    return np.asarray(jax.jit(run)(positions, q, keys, values))
+
+
+# float32 sums of up to 24 products of values around 1
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+@pytest.mark.parametrize("block", [1, 3, 8, 24])
+def test_every_block_size_gives_plain_attention(case, block):
+    np.testing.assert_allclose(in_blocks(*case, block), plain(*case), **TOLERANCE)
+
+
+@pytest.mark.parametrize("block", [4, 24])
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_large_scores_neither_overflow_nor_vanish(case, block, size):
+    positions, q, keys, values = case
+    # All scores of the size's sign and magnitude, apart by a few units, which float32 still holds at 1e4 (to 0.001).
+    q = np.abs(q) + 0.5
+    keys = np.full_like(keys, size / 4) / q.mean() + np.round(keys)
+    q = np.full_like(q, q.mean())
+    found = in_blocks(positions, q, keys, values, block)
+    assert np.all(np.isfinite(found))
+    np.testing.assert_allclose(found, plain(positions, q, keys, values), atol=2e-2)
+
+
+@pytest.mark.parametrize("block", [4, 24])
+def test_a_maximum_that_comes_late_or_early_is_taken_over_all_blocks(case, block):
+    positions, q, keys, values = case
+    positions = np.full_like(positions, S - 1)
+    q = np.ones_like(q)
+    for place in (0, 5, S - 1):
+        keys = np.full_like(keys, -1e4)
+        keys[:, place] = 1e4
+        expected = np.broadcast_to(values[:, None, None, place], (R, C, H, W))
+        np.testing.assert_allclose(in_blocks(positions, q, keys, values, block), expected, rtol=1e-6)
+
+
+def test_blocks_that_no_query_sees_are_never_read(case):
+    positions, q, keys, values = case
+    positions = np.minimum(positions, 15)  # the third block of 8 is past every query
+    expected = plain(positions, q, keys, values)
+    keys[:, 16:] = values[:, 16:] = np.nan
+    found = in_blocks(positions, q, keys, values, 8)
+    np.testing.assert_allclose(found, expected, **TOLERANCE)
+
+
+def test_a_context_that_ends_in_its_first_block_leaves_later_blocks_no_weight(case):
+    positions, q, keys, values = case
+    positions = np.array([[0, 1], [2, 3], [0, 23]])  # the last row needs all blocks, the others only the first
+    np.testing.assert_allclose(in_blocks(positions, q, keys, values, 4), plain(positions, q, keys, values), **TOLERANCE)
+
+
+def test_queries_past_the_table_see_all_of_it(case):
+    # Padding's positions go on counting; the table ends where it ends.
+    positions, q, keys, values = case
+    past = np.full_like(positions, 10 * S)
+    found = in_blocks(past, q, keys, values, 8)
+    np.testing.assert_allclose(found, plain(np.full_like(positions, S - 1), q, keys, values), **TOLERANCE)
