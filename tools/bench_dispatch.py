@@ -153,9 +153,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32, 64, 256, 1024, 4096])
     parser.add_argument("--local-experts", type=int, nargs="+", default=[2, 8, 64])
-    parser.add_argument(
-        "--products", nargs="+", default=["tiles:8", "tiles:16", "tiles:32", "einsum:8", "auto"]
-    )
+    parser.add_argument("--products", nargs="+", default=["tiles:8", "tiles:16", "tiles:32", "einsum:8", "auto"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--methods", nargs="+", default=["gather", "padded", "ragged", "auto"])
     parser.add_argument("--product", default="auto")

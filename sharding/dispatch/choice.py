@@ -18,7 +18,7 @@ def choose_method(tokens: int, top_k: int, ranks: int, platform: str) -> str:
       few ranks, so that a token has an expert nearly everywhere). Two collectives, no queues.
     - On emulated CPU devices ``gather`` was the fastest at every size measured (``docs/dispatch.md``): an all-to-all there
       copies each pair's block by itself, and ``ragged`` is emulated by padding. But each device then holds every token of the
-      group, in one memory: past ``CPU_GATHER_TOKENS`` tokens ``padded``, whose buffers are a third to a half as large.
+      group, in one memory: past ``CPU_GATHER_TOKENS`` tokens ``padded``, whose buffers are smaller (a third, on 32 ranks).
     - On accelerators ``padded`` for decode, up to ``PADDED_TOKENS``, where latency counts and nothing should be
       negotiated; ``ragged`` for prefill, where bytes count. This is how DeepEP's low-latency and normal kernels divide
       the work; the threshold is not measured here.
