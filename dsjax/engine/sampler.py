@@ -139,7 +139,9 @@ def _threshold(scaled: Float[Array, "B R V"], rows: SamplingRows) -> Float[Array
     kth = jnp.take_along_axis(descending, (k - 1)[..., None], axis=-1)
     probs = jax.nn.softmax(jnp.where(descending >= kth, descending, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    kept = jnp.sum((before < rows.top_p[..., None]) & (probs > 0), axis=-1)
+    # Rounding lets ``before`` reach 1 before the last token; top-p 1 keeps all the same, as where no row wants truncation.
+    within = (before < rows.top_p[..., None]) | (rows.top_p[..., None] >= 1)
+    kept = jnp.sum(within & (probs > 0), axis=-1)
     return jnp.take_along_axis(descending, jnp.maximum(kept - 1, 0)[..., None], axis=-1)[..., 0]
 
 

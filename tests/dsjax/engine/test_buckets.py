@@ -1,0 +1,111 @@
+"""Every plan is laid into shapes that were compiled, each row exactly once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsjax.engine.buckets import SMALLEST_CHUNK, Buckets, Rectangle
+from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import SamplingParams
+
+
+def row(length: int) -> ScheduledRow:
+    request = Request("", [0] * length, length, SamplingParams(), 1, 0)
+    return ScheduledRow(request, 0, length)
+
+
+@st.composite
+def cases(draw):
+    """Buckets, and a plan within the limits that they cover; idle ranks and idle phases are frequent."""
+    max_num_seqs, chunk = draw(st.integers(1, 40)), draw(st.integers(1, 300))
+    buckets = Buckets.covering(max_num_seqs, chunk, mixed=draw(st.booleans()))
+    ranks = []
+    for _ in range(draw(st.integers(1, 4))):
+        decodes = draw(st.integers(0, max_num_seqs)) if draw(st.booleans()) else 0
+        lengths = draw(st.lists(st.integers(1, chunk), max_size=max_num_seqs)) if draw(st.booleans()) else []
+        ranks.append(RankPlan([row(1) for _ in range(decodes)], [row(length) for length in lengths]))
+    return buckets, StepPlan(ranks)
+
+
+@given(cases())
+def test_every_row_is_laid_once_on_its_rank_into_a_compiled_shape_that_holds_it(case):
+    buckets, plan = case
+    launches = buckets.launches(plan)
+    shapes = buckets.shapes()
+    laid = [([], []) for _ in plan.ranks]
+    for launch in launches:
+        assert (launch.decode, launch.prefill) in shapes
+        assert len(launch.decode_rows) == len(launch.prefill_rows) == len(plan.ranks)
+        for rank, own in enumerate(zip(launch.decode_rows, launch.prefill_rows, strict=True)):
+            for rows, rectangle, seen in zip(own, (launch.decode, launch.prefill), laid[rank], strict=True):
+                assert len(rows) <= (rectangle.rows if rectangle else 0)
+                assert all(scheduled.length <= rectangle.chunk for scheduled in rows)
+                seen += rows
+        assert any(launch.decode_rows) or any(launch.prefill_rows)
+    for rank, (decodes, prefills) in zip(plan.ranks, laid, strict=True):
+        assert [id(r.request) for r in decodes] == [id(r.request) for r in rank.decodes]
+        assert sorted(id(r.request) for r in prefills) == sorted(id(r.request) for r in rank.prefills)
+
+
+@given(cases())
+def test_decodes_come_in_the_first_launch_and_share_it_only_where_that_is_wanted(case):
+    buckets, plan = case
+    launches = buckets.launches(plan)
+    with_decodes = [i for i, launch in enumerate(launches) if any(launch.decode_rows)]
+    assert with_decodes in ([], [0])
+    if with_decodes:
+        prompts = any(rank.prefills for rank in plan.ranks)
+        assert (launches[0].prefill is not None) == (buckets.mixed and prompts)
+
+
+@given(cases())
+def test_a_decode_launch_has_the_fewest_rows_that_hold_the_fullest_rank(case):
+    buckets, plan = case
+    most = max(len(rank.decodes) for rank in plan.ranks)
+    for launch in buckets.launches(plan):
+        if launch.decode and not launch.prefill:
+            assert launch.decode.rows == min(rows for rows in buckets.decode if rows >= most)
+
+
+@given(cases())
+def test_a_rectangle_is_the_narrowest_that_its_longest_prompt_fits(case):
+    buckets, plan = case
+    for launch in buckets.launches(plan):
+        if launch.prefill:
+            longest = max(scheduled.length for rows in launch.prefill_rows for scheduled in rows)
+            assert launch.prefill.chunk == min(r.chunk for r in buckets.prefill if r.chunk >= longest)
+
+
+def test_an_empty_plan_launches_nothing():
+    buckets = Buckets.covering(8, 64, mixed=True)
+    assert buckets.launches(StepPlan([RankPlan([], []), RankPlan([], [])])) == []
+
+
+def test_prompts_of_like_length_share_a_rectangle():
+    buckets = Buckets.covering(4, 128, mixed=False)
+    assert buckets.prefill == (Rectangle(1, 128), Rectangle(2, 64), Rectangle(4, 32))
+    plan = StepPlan([RankPlan([], [row(n) for n in (5, 100, 30, 60, 20)]), RankPlan([], [row(40)])])
+    found = [
+        (launch.prefill, [[r.length for r in rows] for rows in launch.prefill_rows])
+        for launch in buckets.launches(plan)
+    ]
+    assert found == [
+        (Rectangle(1, 128), [[100], [40]]),
+        (Rectangle(2, 64), [[60, 30], []]),
+        (Rectangle(4, 32), [[20, 5], []]),
+    ]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("sequences", "chunk"), [(1, 1), (1, 256), (8, 16), (3, 100), (256, 256), (256, 257)])
+def test_few_shapes_cover_everything(sequences, chunk, mixed):
+    buckets = Buckets.covering(sequences, chunk, mixed=mixed)
+    assert buckets.decode[-1] == sequences
+    assert list(buckets.decode) == sorted(set(buckets.decode))
+    assert buckets.prefill[0] == (1, chunk)
+    # Each rectangle has at least as many token slots as the widest, and not twice as many.
+    assert all(chunk <= r.rows * r.chunk < 2 * chunk or r.rows == 1 for r in buckets.prefill)
+    assert buckets.prefill[-1].chunk > SMALLEST_CHUNK // 2 or chunk <= SMALLEST_CHUNK
+    assert len(set(buckets.shapes())) == len(buckets.shapes())
+    assert len(buckets.shapes()) == len(buckets.decode) + (2 if mixed else 1) * len(buckets.prefill)

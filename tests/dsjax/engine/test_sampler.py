@@ -1,0 +1,203 @@
+"""The next token: greedy, drawn from the right distribution, reproducible wherever a row stands."""
+
+import jax
+import numpy as np
+import pytest
+
+from dsjax.engine.request import Request
+from dsjax.engine.sampler import MAX_SUPPRESSED, SamplingRows, Wanted, _threshold, greedy, needs_sampler, sample
+from dsjax.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+
+V = 24
+DRAWS = 4096
+LOGITS = (np.random.default_rng(0).normal(size=V) * 1.5).astype(np.float32)
+
+run = jax.jit(sample)
+
+
+def request(made: int = 0, seed: int = 0, stop_ids=(), **params) -> Request:
+    return Request("", [1] * (1 + made), 1, SamplingParams(max_tokens=50, **params), 50, seed, frozenset(stop_ids))
+
+
+def sampled(logits, rows_of_requests):
+    """Sample ``[B, R, V]`` logits for requests by rank; rows without one are greedy."""
+    logits = np.asarray(logits, np.float32)
+    rows = SamplingRows.greedy(*logits.shape[:2])
+    for rank, own in enumerate(rows_of_requests):
+        for row, one in enumerate(own):
+            if one is not None:
+                rows.set(rank, row, one)
+    wanted = Wanted.by(one for own in rows_of_requests for one in own if one is not None)
+    return jax.device_get(run(logits, rows, wanted))
+
+
+def draw(count=DRAWS, logits=LOGITS, **params):
+    """So many tokens, each with a seed of its own."""
+    return sampled(np.broadcast_to(logits, (1, count, V)), [[request(seed=s, **params) for s in range(count)]]).tokens[
+        0
+    ]
+
+
+def distribution(temperature=1.0, top_k=0, top_p=1.0):
+    """What the parameters mean, in float64: temperature, then top-k, then the smallest set that reaches top-p."""
+    scaled = LOGITS.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    order = np.argsort(-probs)
+    if top_k > 0:
+        probs[order[top_k:]] = 0
+    probs /= probs.sum()
+    reached = np.cumsum(probs[order])
+    probs[order[1:][reached[:-1] >= top_p]] = 0
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.7},
+        {"temperature": 2.0, "top_k": 12, "top_p": 0.8},
+        {"temperature": 1.0, "top_k": 3, "top_p": 0.01},
+        {"temperature": 1.0, "top_k": 1000},
+    ],
+)
+def test_tokens_are_drawn_from_the_distribution_that_the_parameters_mean(params):
+    expected = distribution(**params)
+    counts = np.bincount(draw(**params), minlength=V)
+    assert not counts[expected == 0].any()
+    support = expected > 0
+    # χ² of the draws has (support − 1) degrees of freedom k: mean k, variance 2k. Six standard deviations above and a bit
+    # for its tail; the seeds are fixed, so this passes always or never.
+    degrees = support.sum() - 1
+    statistic = np.sum((counts - DRAWS * expected)[support] ** 2 / (DRAWS * expected[support]))
+    assert statistic <= degrees + 6 * np.sqrt(2 * degrees) + 6
+
+
+def test_the_comparison_would_notice_a_temperature_that_is_a_quarter_off():
+    expected = distribution(1.25)
+    counts = np.bincount(draw(temperature=1.0), minlength=V)
+    statistic = np.sum((counts - DRAWS * expected) ** 2 / (DRAWS * expected))
+    assert statistic > V - 1 + 6 * np.sqrt(2 * (V - 1)) + 6
+
+
+def test_draws_of_one_request_are_as_independent_as_those_of_many():
+    steps = [request(made=made, seed=7, temperature=1.0) for made in range(DRAWS // 4)]
+    tokens = sampled(np.broadcast_to(LOGITS, (1, len(steps), V)), [steps]).tokens[0]
+    expected = len(steps) * distribution()
+    statistic = np.sum((np.bincount(tokens, minlength=V) - expected) ** 2 / expected)
+    assert statistic <= V - 1 + 6 * np.sqrt(2 * (V - 1)) + 6
+
+
+def test_greedy_takes_the_most_probable_and_of_equals_the_lowest():
+    logits = np.zeros((2, 2, V), np.float32)
+    logits[0, 0, [9, 4, 20]] = 2.5
+    logits[0, 1, 23] = 1.0
+    logits[1, 0] = -1e4
+    expected = [[4, 23], [0, 0]]
+    assert greedy(logits).tolist() == expected
+    assert sampled(logits, [[request(temperature=0), request(temperature=0)]]).tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 4, "top_p": 0.9}])
+def test_the_same_seed_gives_the_same_token_in_any_row_and_rank_and_company(params):
+    mine = request(made=3, seed=42, temperature=1.0, **params)
+    others = [request(made=1, seed=s, temperature=0.3, top_k=2, logprobs=3) for s in range(3)]
+    alone = sampled(LOGITS[None, None], [[mine]]).tokens[0, 0]
+    rng = np.random.default_rng(1)
+    for rank, row in [(0, 0), (0, 3), (1, 1), (2, 2)]:
+        logits = rng.normal(size=(3, 4, V)).astype(np.float32)
+        logits[rank, row] = LOGITS
+        requests = [[*others, None] for _ in range(3)]
+        requests[rank][row] = mine
+        assert sampled(logits, requests).tokens[rank, row] == alone
+    elsewhere = {
+        sampled(LOGITS[None, None], [[request(made=m, seed=42, temperature=1.0)]]).tokens[0, 0] for m in range(9)
+    }
+    assert len(elsewhere) > 1
+
+
+def test_every_token_can_be_drawn_where_all_are_kept_beside_a_truncated_row():
+    logits = np.full((1, 2, V), -60.0, np.float32)
+    logits[..., 0] = 0  # the others have probabilities of 1e-26, which vanish in the sum but not in the set
+    rows = SamplingRows.greedy(1, 2)
+    rows.set(0, 0, request(temperature=1.0))
+    rows.set(0, 1, request(temperature=1.0, top_p=0.5))
+    assert jax.jit(_threshold)(logits, rows).tolist() == [[-60.0, 0.0]]
+
+
+def test_equals_of_the_last_token_kept_are_kept_too():
+    logits = np.full(V, -9.0, np.float32)
+    logits[[3, 8, 11]] = [2.0, 1.0, 1.0]
+    assert set(draw(count=256, logits=logits, temperature=1.0, top_k=2).tolist()) == {3, 8, 11}
+
+
+def test_min_tokens_holds_stop_tokens_back_until_enough_are_made():
+    logits = np.zeros((1, 1, V), np.float32)
+    logits[..., [5, 6, 7]] = [9.0, 8.0, 7.0]
+    stops = {"stop_ids": (5, 6), "min_tokens": 2}
+
+    def token(made, **params):
+        return sampled(logits, [[request(made=made, **stops, **params)]]).tokens[0, 0]
+
+    assert [token(made, temperature=0) for made in (0, 1, 2)] == [7, 7, 5]
+    assert needs_sampler(request(made=1, temperature=0, **stops))
+    assert not needs_sampler(request(made=2, temperature=0, **stops))
+    held = [request(seed=s, temperature=3.0, **stops) for s in range(200)]
+    tokens = sampled(np.broadcast_to(logits, (1, 200, V)), [held]).tokens
+    assert not {5, 6} & set(tokens[0].tolist())
+    assert len(set(tokens[0].tolist())) > 1
+
+
+def test_as_many_stop_tokens_as_are_promised_are_held_back():
+    logits = np.arange(V, 0, -1, dtype=np.float32)[None, None]
+    held = request(temperature=0, min_tokens=1, stop_ids=range(MAX_SUPPRESSED))
+    assert sampled(logits, [[held]]).tokens.tolist() == [[MAX_SUPPRESSED]]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_gives_minus_one_and_its_neighbours_their_tokens(bad):
+    logits = np.broadcast_to(LOGITS, (2, 3, V)).copy()
+    clean = sampled(logits, [[request(seed=s, temperature=1.0) for s in range(3)]] * 2).tokens
+    logits[1, 1, 17] = bad
+    broken = sampled(logits, [[request(seed=s, temperature=1.0, logprobs=2) for s in range(3)]] * 2)
+    expected = clean.copy()
+    expected[1, 1] = -1
+    np.testing.assert_array_equal(broken.tokens, expected)
+    neighbours = np.ones((2, 3), bool)
+    neighbours[1, 1] = False
+    assert np.all(np.isfinite(broken.logprobs[neighbours]))
+    best = np.full((2, 3), int(np.argmax(LOGITS)))
+    best[1, 1] = -1
+    np.testing.assert_array_equal(greedy(logits), best)
+
+
+def test_logprobs_are_the_log_softmax_of_the_raw_logits_whatever_the_parameters():
+    rng = np.random.default_rng(4)
+    logits = (rng.normal(size=(2, 3, V)) * 4).astype(np.float32)
+    asked = [[request(seed=s, temperature=0.7, top_k=3, min_tokens=4, stop_ids=(1,), logprobs=5) for s in range(3)]] * 2
+    found = sampled(logits, asked)
+    exact = logits.astype(np.float64)
+    exact -= np.log(np.exp(exact - exact.max(-1, keepdims=True)).sum(-1, keepdims=True)) + exact.max(-1, keepdims=True)
+    chosen = np.take_along_axis(exact, found.tokens[..., None], axis=-1)
+    np.testing.assert_allclose(found.logprobs, chosen[..., 0], atol=2e-6)  # float32 of values up to 20
+    np.testing.assert_array_equal(found.ranks, 1 + np.sum(exact > chosen, axis=-1))
+    assert found.top_tokens.shape == found.top_logprobs.shape == (2, 3, MAX_LOGPROBS)
+    np.testing.assert_array_equal(found.top_tokens, np.argsort(-logits, axis=-1, kind="stable")[..., :MAX_LOGPROBS])
+    np.testing.assert_allclose(found.top_logprobs, np.take_along_axis(exact, found.top_tokens, axis=-1), atol=2e-6)
+    assert np.all(np.diff(found.top_logprobs, axis=-1) <= 0)
+    jaxs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), found.tokens[..., None], axis=-1)
+    np.testing.assert_array_equal(found.logprobs, jaxs[..., 0])
+
+
+def test_nobody_pays_for_logprobs_that_nobody_asked_for():
+    found = sampled(LOGITS[None, None], [[request(temperature=1.0)]])
+    assert not found.logprobs.any()
+    assert not found.top_logprobs.any()
+
+
+def test_a_small_vocabulary_has_as_many_top_tokens_as_it_has():
+    found = sampled(np.array([[[1.0, 3.0, 2.0]]]), [[request(temperature=0, logprobs=3)]])
+    assert found.top_tokens.tolist() == [[[1, 2, 0]]]
