@@ -1,7 +1,7 @@
 """`InputProcessor`: prompts and parameters, checked and turned into requests, before anything reaches a device."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,10 @@ class InputProcessor:
             if self._tokenizer is None:
                 raise PromptError("the prompt is text, but this model has no tokenizer; give prompt_token_ids")
             text, token_ids = prompt, self._tokenizer.encode(prompt)
-        else:
+        elif isinstance(prompt, Iterable):
             token_ids = list(prompt)
+        else:
+            raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
         for position, token_id in enumerate(token_ids):
             # A device would clamp a wrong id and go on, so it must not get there.
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:

@@ -116,7 +116,9 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
 
 
 def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
-    sequences = args.max_num_seqs or max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size)
+    sequences = args.max_num_seqs or min(
+        max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
+    )
     pages_per_request = -(-max_model_len // args.page_size)
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sequences * pages_per_request
     chunk = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len)

@@ -15,6 +15,7 @@ from jaxtyping import Array
 from dsjax.engine import cache as device_cache
 from dsjax.engine.buckets import Buckets, Launch, Rectangle
 from dsjax.engine.plan import Progress, RowResult, RunnerLimits, ScheduledRow, StepPlan
+from dsjax.engine.request import Request
 from dsjax.engine.sampler import Sampled, SamplingRows, Wanted, greedy, needs_sampler, sample
 from dsjax.engine.tables import PageTables
 from dsjax.model.step import GroupShape, RowGroup, Step
@@ -109,6 +110,9 @@ class MeshRunner:
         tokens, logits, self.cache = self._step_program(shapes)(self.params, self.cache, packed)
         sampled = self._sample(logits, placed, first_row)
         self._read(tokens, sampled, placed, results)
+        failed = [(rank, row.request) for rank, _, row in placed if not results[row.request.request_id].finite]
+        if failed:
+            self._scrub(failed)
 
     def _row_lists(self, launch: Launch):
         pairs = ((launch.decode, launch.decode_rows), (launch.prefill, launch.prefill_rows))
@@ -146,6 +150,18 @@ class MeshRunner:
                 results[request.request_id] = RowResult(
                     token, float(host.logprobs[at]), list(top), True, int(host.ranks[at])
                 )
+
+    def _scrub(self, failed: list[tuple[int, Request]]) -> None:
+        """Zero the pages of requests whose logits were not finite.
+
+        Attention weights the positions that a query does not see by 0, and 0 × NaN is NaN: the next request to get
+        one of these pages would fail too. Compiles at first need, which healthy weights never have.
+        """
+        dirty = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
+        for rank, request in failed:
+            dirty[rank, request.pages] = True
+        program = self._compiled(*self._lower_scrub())
+        self.cache = jax.block_until_ready(program(self.cache, jax.device_put(dirty, self._rows)))
 
     def _shapes(self, decode: Rectangle | None, prefill: Rectangle | None) -> tuple[GroupShape, ...]:
         forms = (self.step.decode_form, self.step.prefill_form)
@@ -188,6 +204,16 @@ class MeshRunner:
         width = sum(shape.packed_width for shape in shapes)
         packed = jax.ShapeDtypeStruct((self.limits.num_ranks, width), np.int32, sharding=self._rows)
         return key, jax.jit(function, donate_argnums=1).lower(self.params, self.cache, packed)
+
+    def _lower_scrub(self) -> tuple[tuple, jax.stages.Lowered | None]:
+        key = ("scrub",)
+        if key in self._programs:
+            return key, None
+        shardings = {name: array.sharding for name, array in self.cache.items()}
+        dirty = jax.ShapeDtypeStruct((self.limits.num_ranks, self.limits.pages_per_rank), bool, sharding=self._rows)
+        return key, jax.jit(device_cache.clear_pages, donate_argnums=0, out_shardings=shardings).lower(
+            self.cache, dirty
+        )
 
     def _lower_sampler(self, num_rows: int) -> tuple[tuple, jax.stages.Lowered | None]:
         key = ("sample", num_rows)

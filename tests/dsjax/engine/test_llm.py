@@ -1,0 +1,307 @@
+"""``LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request."""
+
+import jax
+import numpy as np
+import pytest
+from goldens.our_model import bound, hf_tensors, logits_of
+from goldens.random_weights import RandomWeights
+from layouts import TINY, write_checkpoint
+
+from dsjax import LLM, SamplingParams
+from dsjax.config import ModelConfig
+from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.errors import UserError
+from sharding import MeshError
+
+VOCABULARY = TINY["vocab_size"]
+PAGE = 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def load(checkpoint, mesh="dp=1", **options) -> LLM:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": PAGE}
+    return LLM(str(checkpoint), mesh=mesh, dtype="float32", **(sizes | options))
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    """One device; a single program for each phase."""
+    made = load(checkpoint)
+    made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def on_four(checkpoint):
+    """Four devices; decodes share a program with prompts."""
+    made = load(checkpoint, "dp=4", dispatch="padded")
+    made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=True)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(request):
+    """After each test, whatever happened in it: no request, no page in use."""
+    yield
+    for name in {"llm", "on_four"} & set(request.fixturenames):
+        made = request.getfixturevalue(name)
+        assert not made.engine.has_unfinished()
+        assert [rank.pool.num_used for rank in made.engine.core.scheduler.ranks] == [0] * made.runner.limits.num_ranks
+
+
+def prompt(length: int, seed: int = 0) -> dict:
+    return {"prompt_token_ids": np.random.default_rng([seed, length]).integers(2, VOCABULARY, size=length).tolist()}
+
+
+def greedy(tokens: int = 6, **more) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+LENGTHS = (30, 1, 17, 5, 16, 2)
+
+
+def test_outputs_come_in_the_prompts_order_each_by_its_own_parameters(llm):
+    prompts = [prompt(length) for length in LENGTHS]
+    counts = [2, 9, 1, 7, 3, 8]  # the first to come is not the first to end
+    outputs = llm.generate(prompts, [greedy(count) for count in counts])
+    assert [output.prompt_token_ids for output in outputs] == [p["prompt_token_ids"] for p in prompts]
+    assert [len(tokens) for tokens in tokens_of(outputs)] == counts
+    assert all(output.finished for output in outputs)
+    longer = llm.generate(prompts, greedy(9))
+    for tokens, more in zip(tokens_of(outputs), tokens_of(longer), strict=True):
+        assert tokens == more[: len(tokens)]
+
+
+def test_greedy_tokens_are_the_largest_logits_of_the_sequence_so_far(llm):
+    (output,) = llm.generate(prompt(20), greedy(5))
+    tokens = output.outputs[0].token_ids
+    (logits,) = llm.logits([output.prompt_token_ids + tokens])
+    assert logits[19:-1].argmax(axis=-1).tolist() == tokens
+
+
+def test_one_prompt_or_none_is_as_good_as_several(llm):
+    assert len(llm.generate(prompt(3), greedy(1))) == 1
+    assert llm.generate([], greedy(1)) == []
+
+
+def test_the_number_of_parameters_must_fit(llm):
+    with pytest.raises(UserError, match="found 2 sampling parameters for 3 prompts; give one, or one for each"):
+        llm.generate([prompt(2)] * 3, [greedy(), greedy()])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompt_token_ids": [3, VOCABULARY, 4]}, "token 1 is 96, expected an integer from 0 to 95"),
+        ({"prompt_token_ids": [3, -1]}, "token 1 is -1"),
+        ({"prompt_token_ids": []}, "the prompt is empty"),
+        ({"prompt_token_ids": [3] * 126}, "maximum context length of this model is 128 tokens"),
+        ({"tokens": [3]}, "prompt or prompt_token_ids"),
+        ("text", "no tokenizer; give prompt_token_ids"),
+        (5, "the prompt is 5, expected text, token ids"),
+    ],
+)
+def test_one_wrong_prompt_is_named_and_nothing_runs(llm, wrong, message, monkeypatch):
+    monkeypatch.setattr(llm.runner, "execute", lambda plan: pytest.fail("a step was run"))
+    with pytest.raises(UserError, match=message):
+        llm.generate([prompt(4), wrong, prompt(2)], greedy())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "parts"),
+    [
+        ({"mesh": "tp=3"}, MeshError, ["8 attention heads", "32 physical experts", "redundant experts that fits is 1"]),
+        ({"mesh": "dp=5"}, MeshError, ["32 physical experts (32 + 0 redundant)", "fits is 3"]),
+        ({"mesh": "dp=64"}, MeshError, ["wants 64 devices, found 32"]),
+        ({"mla_prefill": "CD"}, UserError, ["MLA form CD for prefill", "A_CC_ME"]),
+        ({"max_model_len": 129}, UserError, ["--max-model-len is 129", "128 positions"]),
+        ({"dispatch": "teleport"}, UserError, ["--dispatch is 'teleport'", "gather"]),
+        ({"speed": 2}, UserError, ["unknown engine option speed"]),
+        ({"cache_tokens": 1, "page_size": 1 << 40}, UserError, ["the cache has room for 0 pages", "--page-size"]),
+    ],
+)
+def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, error, parts, monkeypatch):
+    from dsjax.engine import loading
+
+    if "cache_tokens" not in options:  # the cache is what is left beside the weights
+        monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
+    with pytest.raises(error) as found:
+        load(checkpoint, **options)
+    for part in parts:
+        assert part in str(found.value)
+
+
+def test_logits_of_any_length_are_those_of_the_model_without_cache(llm, on_four):
+    config = ModelConfig.from_dict(TINY)
+    tensors = hf_tensors(config, RandomWeights(7, bias_center=-0.2))
+    longest = prompt(41)["prompt_token_ids"]
+    reference = logits_of(config, tensors, np.array([longest]))[0]
+    lengths = (41, 1, 16, 17, 32)  # around whole chunks of 16
+    for made in (llm, on_four):
+        found = made.logits([longest[:length] for length in lengths])
+        assert [logits.shape for logits in found] == [(length, VOCABULARY) for length in lengths]
+        for length, logits in zip(lengths, found, strict=True):
+            assert logits.dtype == np.float32
+            assert np.abs(logits - reference[:length]).max() <= bound(reference)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        ([], "found a sequence of 0 tokens, expected 1 to 128"),
+        ([2] * 129, "found a sequence of 129 tokens, expected 1 to 128"),
+        ([2, VOCABULARY, -1], r"token ids \[96, -1\] are outside the vocabulary, 0 to 95"),
+    ],
+)
+def test_logits_of_an_impossible_sequence_are_refused(llm, sequence, message):
+    with pytest.raises(UserError, match=message):
+        llm.logits([[2, 3], sequence])
+
+
+def test_logits_wait_for_no_running_request(llm):
+    llm.engine.add_request("mine", prompt(4), greedy())
+    with pytest.raises(UserError, match="requests are running"):
+        llm.logits([[2, 3]])
+    llm.engine.abort("mine")
+    llm.engine.step()
+    assert len(llm.logits([[2, 3]])) == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, steps, monkeypatch):
+    prompts = [prompt(length) for length in LENGTHS]
+    undisturbed = tokens_of(llm.generate(prompts, greedy()))
+    execute, calls = llm.runner.execute, []
+
+    def interrupted(plan):
+        calls.append(plan)
+        if len(calls) > steps:
+            raise KeyboardInterrupt
+        return execute(plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runner, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, greedy())
+    assert len(calls) == steps + 1
+    assert llm.engine.core.scheduler.num_unfinished == 0
+    assert len(llm.logits([[2, 3]])) == 1
+    assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
+
+
+def test_the_same_seed_gives_the_same_text_alone_and_in_company_and_on_another_mesh(llm, on_four):
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=12, ignore_eos=True)
+    company = [greedy(9), SamplingParams(temperature=2.0, max_tokens=5), SamplingParams(top_k=2, logprobs=3)]
+    found = []
+    for made in (llm, on_four):
+        found += tokens_of(made.generate([prompt(9)], params))
+        for place in (0, 2, 5):
+            prompts = [prompt(n, seed=1) for n in (21, 3, 8, 2, 30)]
+            all_params = [company[i % 3] for i in range(5)]
+            prompts.insert(place, prompt(9))
+            all_params.insert(place, params)
+            found.append(tokens_of(made.generate(prompts, all_params))[place])
+    assert found == [found[0]] * 8
+    other = SamplingParams(temperature=1.0, top_p=0.9, seed=12, max_tokens=12, ignore_eos=True)
+    assert tokens_of(llm.generate([prompt(9)], other))[0] != found[0]
+
+
+def test_completions_of_one_prompt_differ_by_their_seeds(llm):
+    (output,) = llm.generate([prompt(9)], SamplingParams(n=3, seed=11, max_tokens=12, ignore_eos=True))
+    texts = [completion.token_ids for completion in output.outputs]
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    for index, tokens in enumerate(texts):
+        (alone,) = llm.generate([prompt(9)], SamplingParams(seed=11 + index, max_tokens=12, ignore_eos=True))
+        assert alone.outputs[0].token_ids == tokens
+    assert len({tuple(tokens) for tokens in texts}) == 3
+
+
+def test_logprobs_are_those_of_the_logits(llm):
+    (output,) = llm.generate(prompt(9), SamplingParams(seed=1, max_tokens=6, ignore_eos=True, logprobs=3))
+    completion = output.outputs[0]
+    (logits,) = llm.logits([output.prompt_token_ids + completion.token_ids])
+    exact = np.asarray(jax.nn.log_softmax(logits[8:-1]))
+    total = 0.0
+    for position, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        # A step's logits and those of the same position in a chunk are float32 sums in another order.
+        for candidate, entry in entries.items():
+            assert entry.logprob == pytest.approx(exact[position, candidate], abs=1e-4)
+        assert set(np.argsort(-exact[position])[:3]) <= set(entries)
+        assert entries[token].rank == 1 + np.sum(exact[position] > exact[position, token])
+        total += entries[token].logprob
+    assert completion.cumulative_logprob == pytest.approx(total)
+
+
+def test_a_cache_too_small_for_all_makes_requests_wait_and_changes_nothing(checkpoint, llm):
+    prompts = [prompt(length) for length in (14, 9, 12, 7)]
+    expected = tokens_of(llm.generate(prompts, greedy(14)))
+    small = load(checkpoint, cache_tokens=40)
+    small.runner.buckets = llm.runner.buckets
+    try:
+        outputs = small.generate(prompts, greedy(14))
+        assert tokens_of(outputs) == expected
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        assert small.engine.core.scheduler.ranks[0].pool.num_used == 0
+    finally:
+        small.shutdown()
+
+
+@pytest.fixture
+def poisoned(llm):
+    """The embedding of one token is not finite."""
+    clean = llm.runner.params["embed.weight"]
+    llm.runner.params["embed.weight"] = clean.at[95].set(np.nan)
+    yield 95
+    llm.runner.params["embed.weight"] = clean
+
+
+def test_a_request_that_is_not_finite_fails_alone_and_leaves_nothing_in_its_pages(llm, poisoned):
+    good = [{"prompt_token_ids": [3, 4, 5]}, {"prompt_token_ids": [6, 7]}]
+    params = [greedy(2, logprobs=1), greedy(2), greedy(2)]
+    expected = tokens_of(llm.generate(good, params[1:]))
+    bad = {"prompt_token_ids": [poisoned] * 30}  # fills pages that the next requests get
+    failed, *others = llm.generate([bad, *good], params)
+    assert failed.outputs[0].finish_reason == "error"
+    assert tokens_of(others) == expected
+    for _ in range(3):
+        after = llm.generate(good, params[1:])
+        assert [output.outputs[0].finish_reason for output in after] == ["length"] * 2
+        assert tokens_of(after) == expected
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_after_warming_up_nothing_more_is_compiled(checkpoint, mixed):
+    warm = load(checkpoint, max_num_seqs=2)
+    warm.runner.buckets = Buckets(decode=(1, 2), prefill=(Rectangle(1, 16), Rectangle(2, 8)), mixed=mixed)
+    try:
+        seen = []
+        warm.warm_up(lambda done, total, label: seen.append((done, total, label)))
+        programs = dict(warm.runner._programs)
+        assert seen[0][0] == 0
+        assert [done for done, _, _ in seen[1:]] == list(range(1, len(programs) + 1))
+        assert {total for _, total, _ in seen} == {len(programs)}
+        prompts = [prompt(length) for length in (5, 30, 8, 1, 17)]
+        warm.generate(prompts, [greedy(3), SamplingParams(max_tokens=5, logprobs=2), greedy(9), greedy(2), greedy(4)])
+        warm.warm_up()
+        assert warm.runner._programs == programs
+    finally:
+        warm.shutdown()
+
+
+def test_rows_follow_the_budget_of_tokens_where_nobody_gives_them(checkpoint):
+    made = load(checkpoint, max_num_seqs=None, max_num_batched_tokens=20)
+    try:
+        # 256 running requests would leave no token for a prompt.
+        assert made.runner.limits.max_rows_decode == 20
+    finally:
+        made.shutdown()
