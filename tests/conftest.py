@@ -4,8 +4,11 @@ import itertools
 import os
 import sys
 
-# The number of emulated devices, and a stuck collective that aborts in a minute instead of hanging the suite.
+# The number of emulated devices; a stuck collective that aborts in a minute instead of hanging the suite; and compilation
+# without LLVM's optimisations, which on these tiny models cost more than they save (XLA's own passes all run).
 _XLA_FLAGS = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
     "--xla_force_host_platform_device_count=32",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
     "--xla_cpu_collective_call_terminate_timeout_seconds=40",

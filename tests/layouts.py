@@ -97,8 +97,10 @@ class Answer:
     tokens: list[list[int]]
 
 
-def answer(directory: Path, mesh: str, dispatch: str, prefill: str, decode: str, **options) -> Answer:
-    """Run the eight prompts together on a layout."""
+def answer(
+    directory: Path, mesh: str, dispatch: str, prefill: str, decode: str, *, mixed: bool = False, **options
+) -> Answer:
+    """Run the eight prompts together on a layout; ``mixed``: decodes and prompts share launches."""
     llm = LLM(
         str(directory),
         mesh=mesh,
@@ -112,8 +114,8 @@ def answer(directory: Path, mesh: str, dispatch: str, prefill: str, decode: str,
         page_size=4,
         **options,
     )
-    # Three programs instead of eight: this is about layouts, not buckets.
-    llm.runner.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=True)
+    # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.
+    llm.runner.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     try:
         outputs = llm.generate(prompts(), params)

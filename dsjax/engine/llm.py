@@ -83,6 +83,8 @@ class LLM:
         except BaseException:
             for request_id in ids:
                 self.engine.abort(request_id)
+            if self.engine.has_unfinished():
+                self.engine.step()  # takes the aborted requests' last outputs out
             raise
         return [outputs[request_id] for request_id in ids]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 from flax import nnx
@@ -21,6 +19,7 @@ from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.compile_cache import enable_compile_cache
+from dsjax.engine.eos import read_eos_token_ids
 from dsjax.engine.facts import EngineFacts
 from dsjax.engine.host_memory import keep_freed_memory
 from dsjax.engine.plan import RunnerLimits
@@ -81,7 +80,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     runner = MeshRunner(step, params, limits, Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed))
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
-        runner, tokenizer, config, _eos_ids(directory, config), _facts(args, step, limits, params, weights)
+        runner, tokenizer, config, read_eos_token_ids(directory, tokenizer), _facts(args, step, limits, params, weights)
     )
 
 
@@ -97,9 +96,10 @@ def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
         stand_in = {path: params.get(path, 0) for path in step.table.infos}
         model, found = step.table.bind(stand_in), {}
         for name in {path.split(".")[0] for path in derived}:
-            graph, weights = nnx.split(getattr(model, name).attn)
+            attention = getattr(model, name).attn
+            graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.attn.{path[-1]}" in derived, ...)  # noqa: B023
             query_key, value_output = jax.lax.map(
-                lambda w, graph=graph: nnx.merge(graph, w).materialise(step.dtype), weights
+                lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
             )
             found |= {f"{name}.attn.query_key": query_key, f"{name}.attn.value_output": value_output}
         return found
@@ -132,20 +132,6 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
         max_model_len=max_model_len,
         vocab_size=step.config.vocab_size,
     )
-
-
-def _eos_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
-    """End-of-sequence tokens: ``generation_config.json``'s where it names any, else ``config.json``'s."""
-    path = directory / "generation_config.json"
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON: {error}") from error
-        ids = found if isinstance(found, list) else [found]
-        if found is not None:
-            return tuple(ids)
-    return config.eos_token_id
 
 
 def _facts(

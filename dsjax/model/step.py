@@ -8,7 +8,7 @@ are ``shard_map``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -27,72 +27,11 @@ from dsjax.model.moe import RoutedExperts
 from dsjax.model.parameters import ParameterTable
 from dsjax.model.rope import Rotation
 from dsjax.model.router import Routing
+from dsjax.model.rows import GroupShape, RowGroup, flatten, last_tokens
 from dsjax.model.transformer import DecoderLayer, Transformer
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig, dispatch
 from sharding.placement import Placement, assign_copies
-
-
-@dataclass(frozen=True)
-class GroupShape:
-    """Static shape of a row group on one DP rank: ``rows`` requests, ``chunk`` tokens each, ``pages`` of context."""
-
-    rows: int
-    chunk: int
-    pages: int
-    form: Form
-
-    @property
-    def tokens(self) -> int:
-        """Token slots of the group on one DP rank."""
-        return self.rows * self.chunk
-
-    @property
-    def packed_width(self) -> int:
-        """Integers that describe the group on one DP rank: tokens, start, length, page table."""
-        return self.rows * (self.chunk + 2 + self.pages)
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class RowGroup:
-    """What a row group computes: ``length`` tokens of each row from position ``start`` on; ``length`` 0 is padding."""
-
-    tokens: Int[Array, "B R C"]
-    start: Int[Array, "B R"]
-    length: Int[Array, "B R"]
-    tables: Int[Array, "B R Pr"]
-    shape: GroupShape = field(metadata={"static": True})
-
-    @classmethod
-    def unpack(cls, packed: Int[Array, "B W"], shape: GroupShape) -> RowGroup:
-        """Read a group from its integers, laid out as ``pack`` does."""
-        R, C = shape.rows, shape.chunk
-        ends = np.cumsum([R * C, R, R])
-        tokens, start, length, tables = jnp.split(packed, ends, axis=1)
-        return cls(tokens.reshape(-1, R, C), start, length, tables.reshape(-1, R, shape.pages), shape)
-
-    @staticmethod
-    def pack(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        """``[B, W]`` int32 from NumPy arrays of the fields' shapes: one transfer carries a step's inputs."""
-        ranks = tokens.shape[0]
-        return np.concatenate([a.reshape(ranks, -1) for a in (tokens, start, length, tables)], axis=1, dtype=np.int32)
-
-    @property
-    def positions(self) -> Int[Array, "B R C"]:
-        """Position of each token; padding continues the count and is masked by ``active``."""
-        return self.start[..., None] + jnp.arange(self.shape.chunk)
-
-    @property
-    def active(self) -> Array:
-        """Which token slots hold a token: ``[B, R, C]`` bool."""
-        return jnp.arange(self.shape.chunk) < self.length[..., None]
-
-    def slots(self, page_size: int) -> Int[Array, "B R C"]:
-        """Cache slot of each token on its rank, −1 for padding."""
-        pages = jnp.minimum(self.positions // page_size, self.shape.pages - 1)
-        page = jnp.take_along_axis(self.tables, pages, axis=2)
-        return jnp.where(self.active, page * page_size + self.positions % page_size, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,10 +77,10 @@ class Step:
         """
         groups = self._unpack(packed, shapes)
         model: Transformer = self.table.bind(params)
-        tokens = _flatten([g.tokens for g in groups])
-        positions = _flatten([g.positions for g in groups])
-        active = _flatten([g.active for g in groups])
-        slots = _flatten([g.slots(self.page_size) for g in groups])
+        tokens = flatten([g.tokens for g in groups])
+        positions = flatten([g.positions for g in groups])
+        active = flatten([g.active for g in groups])
+        slots = flatten([g.slots(self.page_size) for g in groups])
         rotation = Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
 
         x = self._constrain(model.embed(tokens, self.dtype), self.spec.batch_axes)
@@ -152,7 +91,7 @@ class Step:
 
         x = model.final_norm(x)
         if not every_token:
-            x = _last_tokens(x, groups)
+            x = last_tokens(x, groups)
         with jax.named_scope("head"):
             logits = jnp.einsum("btd,dv->btv", x, model.head_weight(self.dtype), preferred_element_type=jnp.float32)
         vocab_axes = self.rules.spec(("vocab",))[0]
@@ -165,14 +104,17 @@ class Step:
         ]
 
     def _run_stack(self, stack: DecoderLayer, x, cache, layer, groups, slots, active, rotation):
-        graph, weights = nnx.split(stack)
+        # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
+        # first copy a layer's experts on CPU, all of them, for the few that have tokens.
+        graph, experts, weights = nnx.split(stack, lambda path, _: "experts" in path, ...)
+        first = layer
 
         def body(carry, weights):
             x, cache, layer = carry
-            block: DecoderLayer = nnx.merge(graph, weights)
+            block: DecoderLayer = nnx.merge(graph, experts, weights)
             attended, cache = self._attend(block, block.attn_norm(x), cache, layer, groups, slots, rotation)
             x = x + attended
-            y, report = self._feed_forward(block, block.mlp_norm(x), active)
+            y, report = self._feed_forward(block, layer - first, block.mlp_norm(x), active)
             return (self._constrain(x + y, self.spec.batch_axes), cache, layer + 1), report
 
         (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), weights)
@@ -193,10 +135,11 @@ class Step:
             start += R * C
         return self._constrain(jnp.concatenate(outs, axis=1), self.spec.batch_axes), cache
 
-    def _feed_forward(self, block: DecoderLayer, x: Float[Array, "B T D"], active):
+    def _feed_forward(self, block: DecoderLayer, index: Int[Array, ""], x: Float[Array, "B T D"], active):
+        """The dense MLP, or the experts of layer ``index`` of the stack."""
         if hasattr(block, "mlp"):
             return block.mlp(x), {}
-        apply = lambda experts, x, routing: self._dispatch(experts, x, routing, active)  # noqa: E731
+        apply = lambda experts, x, routing: self._dispatch(experts, index, x, routing, active)  # noqa: E731
         y, _, report = block.moe(x, apply, self._on_each_rank)
         return y, report or {}
 
@@ -205,14 +148,14 @@ class Step:
         tokens = P(self.spec.batch_axes)
         return jax.shard_map(choose, mesh=self.mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=False)
 
-    def _dispatch(self, experts: RoutedExperts, x: Float[Array, "B T D"], routing: Routing, active):
+    def _dispatch(self, experts: RoutedExperts, index, x: Float[Array, "B T D"], routing: Routing, active):
         """Send active tokens to the physical copies of their experts and bring the weighted sums back."""
         B, T, D = x.shape
         K = routing.ids.shape[-1]
         logical = routing.ids.reshape(B * T, K)
         slots = assign_copies(self.placement.tables, logical, active.reshape(B * T), ranks=B)
-        stored = experts.stored()
-        specs = {name: self._expert_spec(experts, name) for name in stored}
+        stack = experts.stored()
+        specs = {name: self._expert_spec(experts, name) for name in stack}
         product = ExpertProduct(weight_dtype=experts.down.weight.info.dtype, platform=self._platform)
         y, report = dispatch(
             self.spec,
@@ -221,9 +164,10 @@ class Step:
             x.reshape(B * T, D),
             slots,
             routing.weights.reshape(B * T, K),
-            stored,
+            stack | {"layer": index},
             product,
-            specs,
+            specs | {"layer": P()},
+            experts=self.placement.n_physical,
         )
         return self._constrain(y.reshape(B, T, D), self.spec.batch_axes), report
 
@@ -238,7 +182,7 @@ class Step:
     def _expert_spec(self, experts: RoutedExperts, name: str):
         matrix, part = name.split(".")
         axes = getattr(getattr(experts, matrix), part).info.logical_axes
-        return self.rules.spec(axes[1:])  # without the layers axis, which the scan has taken off
+        return self.rules.spec(axes)
 
     @property
     def _platform(self) -> str:
@@ -246,18 +190,3 @@ class Step:
 
     def _constrain(self, array: Array, *axes) -> Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, P(*axes)))
-
-
-def _flatten(parts: list[Array]) -> Array:
-    """``[B, R, C]`` of each group → ``[B, T]`` of all: the tokens of a rank, group after group."""
-    return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
-
-
-def _last_tokens(x: Float[Array, "B T D"], groups: list[RowGroup]) -> Float[Array, "B R D"]:
-    """Each row's last active token; its first slot where the row is padding."""
-    indices, start = [], 0
-    for group in groups:
-        first = start + jnp.arange(group.shape.rows) * group.shape.chunk
-        indices.append(first + jnp.maximum(group.length - 1, 0))
-        start += group.shape.tokens
-    return jnp.take_along_axis(x, jnp.concatenate(indices, axis=1)[..., None], axis=1)

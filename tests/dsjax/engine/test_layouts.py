@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from goldens.our_model import bound, hf_tensors, logits_of
 from goldens.random_weights import RandomWeights
-from layouts import DISPATCHES, FORMS, LAYOUTS, TINY, answer, difference, prompts, write_checkpoint
+from layouts import DISPATCHES, LAYOUTS, TINY, answer, difference, prompts, write_checkpoint
 
 from dsjax.config import ModelConfig
 
-# Each layout meets every dispatch and every form at least once. All pairs: tools/check_layouts.py.
-PAIRS = [
-    (DISPATCHES[0], FORMS[0]),
-    (DISPATCHES[1], FORMS[1]),
-    (DISPATCHES[2], FORMS[2]),
-    (DISPATCHES[1], FORMS[3]),
-    (DISPATCHES[2], FORMS[4]),
+# Between them these pairs prefill or decode with each of the five forms. Each layout meets all of them and all three
+# dispatches; which goes with which turns from layout to layout. All combinations: tools/check_layouts.py.
+FORMS = (("CC", "A_CC"), ("A_CC_ME", "AM_CC_ME"), ("CD", "CD"))
+RUNS = [
+    (layout, DISPATCHES[(turn + index) % 3], *forms)
+    for turn, layout in enumerate(LAYOUTS)
+    for index, forms in enumerate(FORMS)
 ]
 
 
@@ -35,12 +35,14 @@ def test_one_device_gives_the_logits_of_the_model_without_cache_or_mesh(one_devi
     assert np.abs(one_device.logits - reference).max() <= bound(reference)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("dispatch", "forms"), PAIRS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
-)
-def test_layout_gives_the_answer_of_one_device(checkpoint, one_device, layout, dispatch, forms):
-    assert difference(answer(checkpoint, layout, dispatch, *forms), one_device) is None
+@pytest.mark.parametrize(("layout", "dispatch", "prefill", "decode"), RUNS)
+def test_layout_gives_the_answer_of_one_device(checkpoint, one_device, layout, dispatch, prefill, decode):
+    assert difference(answer(checkpoint, layout, dispatch, prefill, decode), one_device) is None
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=4,tp=8"])
+def test_prompts_and_decodes_in_one_launch_change_nothing(checkpoint, one_device, layout):
+    assert difference(answer(checkpoint, layout, "padded", "CC", "A_CC_ME", mixed=True), one_device) is None
 
 
 def test_redundant_experts_change_nothing(checkpoint, one_device):

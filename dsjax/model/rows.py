@@ -1,0 +1,89 @@
+"""Row groups: which tokens of which requests a step computes, as the arrays that the device reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dsjax.model.forms import Form
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Static shape of a row group on one DP rank: ``rows`` requests, ``chunk`` tokens each, ``pages`` of context."""
+
+    rows: int
+    chunk: int
+    pages: int
+    form: Form
+
+    @property
+    def tokens(self) -> int:
+        """Token slots of the group on one DP rank."""
+        return self.rows * self.chunk
+
+    @property
+    def packed_width(self) -> int:
+        """Integers that describe the group on one DP rank: tokens, start, length, page table."""
+        return self.rows * (self.chunk + 2 + self.pages)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class RowGroup:
+    """What a row group computes: ``length`` tokens of each row from position ``start`` on; ``length`` 0 is padding."""
+
+    tokens: Int[Array, "B R C"]
+    start: Int[Array, "B R"]
+    length: Int[Array, "B R"]
+    tables: Int[Array, "B R Pr"]
+    shape: GroupShape = field(metadata={"static": True})
+
+    @classmethod
+    def unpack(cls, packed: Int[Array, "B W"], shape: GroupShape) -> RowGroup:
+        """Read a group from its integers, laid out as ``pack`` does."""
+        R, C = shape.rows, shape.chunk
+        ends = np.cumsum([R * C, R, R])
+        tokens, start, length, tables = jnp.split(packed, ends, axis=1)
+        return cls(tokens.reshape(-1, R, C), start, length, tables.reshape(-1, R, shape.pages), shape)
+
+    @staticmethod
+    def pack(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """``[B, W]`` int32 from NumPy arrays of the fields' shapes: one transfer carries a step's inputs."""
+        ranks = tokens.shape[0]
+        return np.concatenate([a.reshape(ranks, -1) for a in (tokens, start, length, tables)], axis=1, dtype=np.int32)
+
+    @property
+    def positions(self) -> Int[Array, "B R C"]:
+        """Position of each token; padding continues the count and is masked by ``active``."""
+        return self.start[..., None] + jnp.arange(self.shape.chunk)
+
+    @property
+    def active(self) -> Array:
+        """Which token slots hold a token: ``[B, R, C]`` bool."""
+        return jnp.arange(self.shape.chunk) < self.length[..., None]
+
+    def slots(self, page_size: int) -> Int[Array, "B R C"]:
+        """Cache slot of each token on its rank, −1 for padding."""
+        pages = jnp.minimum(self.positions // page_size, self.shape.pages - 1)
+        page = jnp.take_along_axis(self.tables, pages, axis=2)
+        return jnp.where(self.active, page * page_size + self.positions % page_size, -1)
+
+
+def flatten(parts: list[Array]) -> Array:
+    """``[B, R, C]`` of each group → ``[B, T]`` of all: the tokens of a rank, group after group."""
+    return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
+
+
+def last_tokens(x: Float[Array, "B T D"], groups: list[RowGroup]) -> Float[Array, "B R D"]:
+    """Each row's last active token; its first slot where the row is padding."""
+    indices, start = [], 0
+    for group in groups:
+        first = start + jnp.arange(group.shape.rows) * group.shape.chunk
+        indices.append(first + jnp.maximum(group.length - 1, 0))
+        start += group.shape.tokens
+    return jnp.take_along_axis(x, jnp.concatenate(indices, axis=1)[..., None], axis=1)

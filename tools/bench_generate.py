@@ -1,0 +1,167 @@
+"""Output tokens a second of dsjax and of transformers' ``generate``, side by side in one run.
+
+    python tools/bench_generate.py transformers:grouped_mm transformers:eager dsjax:dp=1
+    python tools/bench_generate.py --prompts 256 --prompt-tokens 32 dsjax:dp=1 dsjax:dp=32
+
+A system is ``dsjax:MESH`` or ``transformers:EXPERTS``. Each runs in a process of its own; they take turns, one round each, so
+that a slow minute of the machine hits all of them. Round 0 warms up and is not counted. The figure is the median over rounds
+of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to the first system. All use the same prompts, greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    """Run the systems in turns, or be the worker of one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("systems", nargs="*", help="dsjax:MESH or transformers:EXPERTS (eager, batched_mm, grouped_mm)")
+    parser.add_argument("--model", default=str(ROOT / "configs" / "models" / "demo"))
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
+    parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch and transformers")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option of dsjax")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return
+    if not args.systems:
+        parser.error("name at least one system, for example: transformers:grouped_mm dsjax:dp=1")
+    compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Start a worker for each system, let them take turns, and print the table."""
+    workers = {system: _start(args, system) for system in args.systems}
+    seconds: dict[str, list[float]] = {system: [] for system in args.systems}
+    produced: dict[str, list] = {}
+    try:
+        for round_number in range(args.rounds + 1):
+            for system, worker in workers.items():
+                worker.stdin.write("go\n")
+                worker.stdin.flush()
+                line = worker.stdout.readline()
+                if not line:
+                    sys.exit(f"{system} ended with code {worker.wait()}; its message is above")
+                answer = json.loads(line)
+                produced[system] = answer["tokens"]
+                if round_number:
+                    seconds[system].append(answer["seconds"])
+            print(
+                f"round {round_number} of {args.rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr
+            )
+    finally:
+        for worker in workers.values():
+            worker.kill()
+    total = args.prompts * args.new_tokens
+    first = statistics.median(seconds[args.systems[0]])
+    rows = []
+    print(f"{'system':32} {'tokens/s':>10} {'best':>10} {'ratio':>7}  same tokens as the first")
+    for system, times in seconds.items():
+        median = statistics.median(times)
+        same = statistics.fmean(a == b for a, b in zip(produced[system], produced[args.systems[0]], strict=True))
+        rows.append({"system": system, "seconds": times, "tokens_per_second": total / median, "ratio": first / median})
+        print(
+            f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f}  {same:.0%} of prompts"
+        )
+    if args.json:
+        Path(args.json).write_text(json.dumps({"arguments": vars(args), "systems": rows}, indent=1))
+
+
+def _start(args: argparse.Namespace, system: str) -> subprocess.Popen:
+    python = args.torch_python if system.startswith("transformers:") else sys.executable
+    sizes = [
+        f"--{name.replace('_', '-')}={getattr(args, name)}"
+        for name in ("model", "prompts", "prompt_tokens", "new_tokens", "threads")
+    ]
+    options = [f"--option={option}" for option in args.option]
+    command = [python, __file__, "--worker", system, *sizes, *options]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def work(args: argparse.Namespace) -> None:
+    """Load one system, then run a round for each line that comes."""
+    # Libraries print; only the answers may go to the pipe.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    kind, _, how = args.worker.partition(":")
+    run = {"dsjax": _dsjax, "transformers": _transformers}[kind](args, how)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        tokens = run()
+        json.dump({"seconds": time.perf_counter() - start, "tokens": tokens}, answers)
+        answers.write("\n")
+        answers.flush()
+
+
+def _prompts(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
+    """The same pseudo-random prompts for every system, without a library that might differ."""
+    state, prompts = 12345, []
+    for _ in range(args.prompts):
+        prompt = []
+        for _ in range(args.prompt_tokens):
+            state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+            prompt.append(16 + (state >> 33) % (vocabulary - 16))
+        prompts.append(prompt)
+    return prompts
+
+
+def _dsjax(args: argparse.Namespace, mesh: str):
+    sys.path.insert(0, str(ROOT))
+    from dsjax import LLM, SamplingParams
+
+    options = {
+        name: int(value) if value.isdigit() else value for name, _, value in (o.partition("=") for o in args.option)
+    }
+    llm = LLM(args.model, mesh=mesh, dtype="float32", **options)
+    params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in _prompts(args, llm.config.vocab_size)]
+
+    def run():
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+    return run
+
+
+def _transformers(args: argparse.Namespace, experts: str):
+    import torch
+    import transformers
+
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float32, experts_implementation=experts
+    )
+    prompts = torch.tensor(_prompts(args, model.config.vocab_size))
+    settings = {
+        "max_new_tokens": args.new_tokens,
+        "min_new_tokens": args.new_tokens,
+        "do_sample": False,
+        "pad_token_id": 2,
+    }
+
+    def run():
+        with torch.inference_mode():
+            out = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+        return out[:, prompts.shape[1] :].tolist()
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
