@@ -84,6 +84,12 @@ def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: W
     widths = {"dense MLP width": config.intermediate_size} if config.num_dense_layers else {}
     if config.n_shared_experts:
         widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
+    if weights == "fp8":
+        # Whole heads always divide; their blocks of FP8 need not.
+        heads, nope, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+        widths["query heads' width"] = heads * config.qk_head_dim
+        widths["key and value heads' width"] = heads * (nope + value)
+        widths["value heads' width"] = heads * value
     spec.check_fits(
         heads=config.num_attention_heads,
         experts=config.n_routed_experts,
