@@ -16,17 +16,18 @@ _XLA_FLAGS = (
 
 
 def _wants_gpu(arguments: list[str]) -> bool:
-    """Whether the run is `pytest -m gpu`: then JAX chooses the platform."""
+    """Whether the run is `pytest -m gpu`: then JAX chooses the platform, and XLA's own settings hold."""
     return ("-m", "gpu") in itertools.pairwise(arguments) or "-mgpu" in arguments
 
 
 def _set_environment() -> None:
     if "jax" in sys.modules:
         raise RuntimeError("jax was imported before tests/conftest.py could set its environment")
+    if _wants_gpu(sys.argv):
+        return
     os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS)).strip()
     os.environ.setdefault("PJRT_NPROC", "64")
-    if not _wants_gpu(sys.argv):
-        os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 _set_environment()
