@@ -24,15 +24,19 @@ def save(run: Path, params: dict[str, Array], state: State, step: int, processor
         old.unlink()
 
 
-def restore(run: Path, params: dict[str, Array], state: State) -> tuple[dict[str, Array], State, int, float] | None:
-    """The last checkpoint of `run` in the structure of `params` and `state`; None where there is none."""
+def restore(run: Path) -> tuple[dict[str, Array], State, int, float] | None:
+    """Parameters, moments, step and processor seconds of the last checkpoint in `run`; None where there is none."""
     found = sorted(run.glob("step-*.npz"))
     if not found:
         return None
+    params, state = {}, {}
     with np.load(found[-1]) as saved:
-        params = {path: jnp.asarray(saved[f"params/{path}"]) for path in params}
-        state = {
-            path: {name: jnp.asarray(saved[f"state/{path}/{name}"]) for name in moments}
-            for path, moments in state.items()
-        }
+        for name in saved.files:
+            kind, _, path = name.partition("/")
+            if kind == "params":
+                params[path] = jnp.asarray(saved[name])
+                state.setdefault(path, {})
+            elif kind == "state":
+                path, _, moment = path.rpartition("/")
+                state.setdefault(path, {})[moment] = jnp.asarray(saved[name])
         return params, state, int(saved["step"]), float(saved["processor_seconds"])

@@ -3,8 +3,8 @@
     python -m tools.demo.evaluate                      # print the figures
     python -m tools.demo.evaluate --run RUN_FOLDER     # and write configs/models/demo/training.json
 
-Bits are those of every token of a file and of its end, each predicted from at least `CONTEXT / 2` tokens before it (or
-all there are); bytes are the file's. The routing has no capacity here: no token is dropped.
+Bits are those of every token of a file and of its end, each predicted from at least `OVERLAP` tokens before it (or
+all there are); bytes are the file's. No token is dropped: the experts are the product that serving uses on a CPU.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.safetensors import SafetensorsFile
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.dense import forward, predict_further
+from dsjax.model.experts import ExpertProduct
 from dsjax.model.transformer import parameter_table
 from tools.demo.corpus import MANIFESTS, SourceFile, describe_differences, read_corpus
 from tools.demo.train import FOLDER
 
-CONTEXT = 2048
+CONTEXT, OVERLAP = 2048, 512
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Evaluator:
         self._measure = jax.jit(lambda params, tokens: _measure(params, table, config, tokens))
 
     def add(self, tally: Tally, file: SourceFile) -> None:
-        """Evaluate one file into `tally`, in windows of `CONTEXT` tokens that overlap by half."""
+        """Evaluate one file into `tally`, in windows of `CONTEXT` tokens."""
         tokens = np.array([*self.tokenizer.encode(file.content.decode()).ids, self.config.eos_token_id[0]])
         tally.content_bytes += len(file.content)
         start, scored = 0, 0  # `scored`: tokens before this position were counted
@@ -90,7 +91,7 @@ class Evaluator:
             tally.drafts += drafts.stop - drafts.start
             tally.loads = tally.loads + _loads(result["ids"][:, new], self.config.n_routed_experts)
             scored = start + len(window) - 1
-            start += CONTEXT // 2
+            start += CONTEXT - OVERLAP
 
 
 def _bucket(length: int) -> int:
@@ -98,8 +99,13 @@ def _bucket(length: int) -> int:
 
 
 def _measure(params, table, config: ModelConfig, tokens):
-    main = forward(params, table, config, tokens[:, :-1])
-    further = predict_further(params, table, config, main.hidden, tokens[:, 1:])
+    product = ExpertProduct("tiles")
+
+    def experts(weights, x_TD, ids_TK, weights_TK):
+        return product(weights.stored(), x_TD, ids_TK, weights_TK)
+
+    main = forward(params, table, config, tokens[:, :-1], experts=experts)
+    further = predict_further(params, table, config, main.hidden, tokens[:, 1:], experts=experts)
     choice = jnp.argmax(main.logits[0], axis=-1)
     picked = jnp.take_along_axis(main.logits[0], tokens[0, 1:, None], axis=-1)[:, 0]
     draft = jnp.argmax(further.logits[0], axis=-1)

@@ -15,7 +15,6 @@ import numpy as np
 from dsjax.checkpoint.load import to_hf_tensors
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import load_config
-from dsjax.model.transformer import abstract_parameters
 from tools.demo.checkpoint import restore
 from tools.demo.optimizer import kind_of
 from tools.demo.train import FOLDER
@@ -28,8 +27,7 @@ def export(run: Path, folder: Path) -> int:
         FileNotFoundError: `run` holds no checkpoint.
     """
     config = load_config(folder)
-    infos = abstract_parameters(config, platform="any")
-    found = restore(run, dict.fromkeys(infos), {})
+    found = restore(run)
     if found is None:
         raise FileNotFoundError(f"no step-*.npz in {run}: run tools.demo.train first")
     params, _, step, _ = found

@@ -44,8 +44,10 @@ def kind_of(path: str) -> Kind:
 
 
 def rate_factor(path: str) -> float:
-    """A parameter's share of the learning rate: routers and norms are easily upset by the matrices' rate."""
-    return 0.3 if "router" in path or path.endswith(".scale") else 1.0
+    """A parameter's share of the learning rate: AdamW's parameters are easily upset by the rate that suits Muon's."""
+    if kind_of(path) == "muon":
+        return 1.0
+    return 0.5 if path in ("embed.weight", "head.weight") else 0.3
 
 
 def init_state(params: Mapping[str, Array]) -> State:

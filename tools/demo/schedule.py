@@ -12,14 +12,14 @@ class Schedule:
     Nothing before the decay depends on `steps`, so a run can be prolonged from a checkpoint taken before it.
     """
 
-    steps: int = 1800
+    steps: int = 1080
     batch_tokens: int = 4096
-    peak_rate: float = 0.01
+    peak_rate: float = 0.004
     warmup_steps: int = 50
-    decay_steps: int = 600
-    short_steps: int = 800
+    decay_steps: int = 580
+    short_steps: int = 500
     """Steps at the beginning with rows of `short_length` tokens."""
-    long_steps: int = 80
+    long_steps: int = 60
     """Steps at the end with rows of `long_length` tokens."""
     short_length: int = 256
     length: int = 512
@@ -28,9 +28,12 @@ class Schedule:
     """An expert takes at most this many times the mean load; what is over is dropped (in training only)."""
 
     def rate(self, step: int) -> float:
-        """Learning rate: linear warm-up, constant, and `1 − √x` decay (Hägele et al., arXiv 2405.18392)."""
-        decayed = max(0.0, step - (self.steps - self.decay_steps)) / self.decay_steps
-        return self.peak_rate * min(1.0, (step + 1) / self.warmup_steps) * (1 - decayed**0.5)
+        """Learning rate: linear warm-up, constant, linear decay (Hägele et al., arXiv 2405.18392)."""
+        return self.peak_rate * min(1.0, (step + 1) / self.warmup_steps) * self.remaining(step)
+
+    def remaining(self, step: int) -> float:
+        """What the decay has left of the peak rate: 1 before it, 0 at the end."""
+        return min(1.0, (self.steps - step) / self.decay_steps)
 
     def row_length(self, step: int) -> int:
         """Tokens a row."""
@@ -38,14 +41,10 @@ class Schedule:
             return self.long_length
         return self.short_length if step < self.short_steps else self.length
 
-    def decaying(self, step: int) -> bool:
-        """Whether the learning rate is on its way down."""
-        return step >= self.steps - self.decay_steps
-
     def bias_speed(self, step: int) -> float:
-        """By how much the balancing bias moves in a step; small at the end, so that the router settles."""
-        return 0.001 if self.decaying(step) else 0.005
+        """By how much the balancing bias moves in a step. It falls with the learning rate: slower, the router outruns it."""
+        return 0.005 * max(0.1, self.remaining(step))
 
     def mtp_weight(self, step: int) -> float:
         """Weight of the MTP loss: 0.3, and 0.1 in the decay (V3 report §4.2)."""
-        return 0.1 if self.decaying(step) else 0.3
+        return 0.1 if self.remaining(step) < 1 else 0.3

@@ -28,7 +28,7 @@ def initial_parameters(table: ParameterTable, seed: int) -> dict[str, Array]:
             params[path] = jnp.zeros(info.shape)
         else:
             fan_in = info.shape[-3] if "gate_up" in path else info.shape[-2]
-            deviation = 0.3 if path == "embed.weight" else fan_in**-0.5
+            deviation = 0.1 if path == "embed.weight" else fan_in**-0.5
             if path.endswith(("attn.o.weight", "down.weight", "head.weight")):
                 deviation /= 10
             params[path] = deviation * jax.random.normal(key, info.shape)
