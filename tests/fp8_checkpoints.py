@@ -8,6 +8,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from goldens.random_weights import RandomWeights
 
@@ -60,7 +61,7 @@ def uneven(values: np.ndarray) -> np.ndarray:
 
 
 def fp8_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """A checkpoint's tensors, matrices quantised, with their scales."""
+    """A checkpoint's tensors as DeepSeek's are: matrices quantised, with their scales, and the rest in bf16."""
     names = TensorNames(config, abstract_parameters(config, weights="fp8"))
     weights, tensors = RandomWeights(1), {}
     for name, (path, piece) in names.places().items():
@@ -71,7 +72,7 @@ def fp8_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
         if info.quantised:
             tensors[name], tensors[name + SCALE_SUFFIX] = quantise(uneven(values))
         else:
-            tensors[name] = values
+            tensors[name] = values if name.endswith("e_score_correction_bias") else values.astype(ml_dtypes.bfloat16)
     return tensors
 
 
@@ -84,7 +85,7 @@ def dequantised(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if name + SCALE_SUFFIX in tensors:
             scale = np.kron(tensors[name + SCALE_SUFFIX], np.ones((BLOCK, BLOCK), np.float32))
             value = value.astype(np.float32) * scale[: value.shape[0], : value.shape[1]]
-        plain[name] = value
+        plain[name] = value.astype(np.float32)
     return plain
 
 

@@ -52,18 +52,34 @@ def test_dequantised_at_load_the_logits_are_exactly_those_of_the_dequantised_che
 
 
 @pytest.mark.parametrize(("config", "mesh"), MESHES)
-def test_kept_fp8_the_logits_are_close_and_the_weights_are_a_quarter_of_the_bytes(
-    directories, plain_logits, config, mesh
-):
+def test_kept_fp8_in_memory_the_logits_are_those_of_the_dequantised_checkpoint(directories, plain_logits, config, mesh):
     llm = load(directories[config, "fp8"], mesh, "fp8")
     try:
         found, reference = llm.logits([TOKENS])[0], plain_logits[config, mesh]
-        assert np.abs(found - reference).max() <= 1e-2 * np.abs(reference).max()
+        # In float32, fp8 × scale is what was read at load: at most the order of sums differs.
+        assert np.abs(found - reference).max() <= 1e-5 * np.abs(reference).max()
         quantised = [path for path, info in llm.runner.step.table.infos.items() if info.quantised]
         assert {llm.runner.params[path].dtype for path in quantised} == {np.dtype(np.uint8)}
         assert "moe_layers.moe.experts.down.weight" in quantised
     finally:
         llm.shutdown()
+
+
+def test_parts_that_are_never_quantised_are_kept_in_bf16_beside_fp8_weights(tmp_path):
+    # DeepSeek's checkpoints have them so. Where they are float32, embedding, norms, router and head are rounded, each value
+    # by at most 2⁻⁹ of itself.
+    tensors = {name: wider(value) for name, value in fp8_tensors(RAGGED).items()}
+    folder = write_model(tmp_path, RAGGED, tensors)
+    reference, found = logits(folder, "dp=1"), logits(folder, "dp=1", "fp8")
+    difference = np.abs(found - reference).max() / np.abs(reference).max()
+    assert 0 < difference <= 1e-2
+
+
+def wider(value: np.ndarray) -> np.ndarray:
+    """A bf16 tensor as float32 values that bf16 cannot hold; others as they are."""
+    if value.dtype.name != "bfloat16":
+        return value
+    return value.astype(np.float32) * np.float32(1 + 2**-10)
 
 
 def test_a_scale_on_the_wrong_block_would_be_noticed(directories, plain_logits, tmp_path):
