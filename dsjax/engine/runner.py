@@ -108,6 +108,7 @@ class MeshRunner:
             first_row += shape.rows
         packed = jax.device_put(np.concatenate(parts, axis=1), self._rows)
         tokens, logits, self.cache = self._step_program(shapes)(self.params, self.cache, packed)
+        jax.block_until_ready(tokens)  # on all devices: reading the tokens would wait for one of each tp group only
         sampled = self._sample(logits, placed, first_row)
         self._read(tokens, sampled, placed, results)
         failed = [(rank, row.request) for rank, _, row in placed if not results[row.request.request_id].finite]

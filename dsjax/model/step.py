@@ -75,8 +75,11 @@ class Step:
         Returns float32 logits, vocabulary spread over ``tp`` where it divides; the updated cache; and dispatch reports
         stacked over MoE layers (empty unless ``dispatch.report``).
         """
-        groups = self._unpack(packed, shapes)
-        model: Transformer = self.table.bind(params)
+        # float32 means float32: XLA would use TF32 on GPUs and bf16 passes on TPUs. Other dtypes have one meaning.
+        with jax.default_matmul_precision("highest"):
+            return self._run(self.table.bind(params), cache, self._unpack(packed, shapes), every_token)
+
+    def _run(self, model: Transformer, cache: Cache, groups: list[RowGroup], every_token: bool):
         tokens = flatten([g.tokens for g in groups])
         positions = flatten([g.positions for g in groups])
         active = flatten([g.active for g in groups])

@@ -1,0 +1,135 @@
+"""Where the time of a decode step goes, by part of the model.
+
+    python tools/profile_step.py --mesh dp=1 --rows 32 --context 160
+    python tools/profile_step.py --mesh dp=32 --rows 8 --context 160
+
+Runs the engine's own compiled step under JAX's profiler and adds up the operations' times by the named scope they come
+from. On emulated devices more threads than cores run, and an operation's time includes waiting for a core; the shares are
+then what to read, and collectives are shown apart because most of their time is waiting for the last device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import gzip
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+
+from sharding.emulation import emulate_devices
+from sharding.mesh import MeshSpec
+
+SCOPES = ("mla_project", "cache_write", "attend", "mla_output", "router", "experts", "mlp", "head")
+COLLECTIVE = re.compile(r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|all[-_]reduce|collective")
+TRACED = 5
+
+
+def main() -> None:
+    """Profile one step and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="dp=1")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rows", type=int, default=32, help="requests of each DP rank")
+    parser.add_argument("--context", type=int, default=160, help="tokens before the one that is decoded")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--dispatch", default="auto")
+    args = parser.parse_args()
+    emulate_devices(MeshSpec.parse(args.mesh).num_devices)
+
+    from dsjax import LLM
+
+    pages = args.context // 16 + 1
+    llm = LLM(
+        args.model, mesh=args.mesh, dispatch=args.dispatch, max_num_seqs=args.rows, cache_tokens=args.rows * pages * 16
+    )
+    run, text = decode_step(llm, args.rows, args.context, pages)
+    seconds, processor = measure(run, args.steps)
+    print(
+        f"{args.mesh}, {args.rows} rows a rank at context {args.context}: {seconds * 1e3:.2f} ms a step (median of {args.steps})"
+    )
+    print(f"processor time {processor * 1e3:.2f} ms a step")
+    print_table(trace(run), scopes_of(text))
+
+
+def decode_step(llm, rows: int, context: int, pages: int):
+    """A function that runs one decode step of full rows, and the program's text."""
+    import jax
+
+    from dsjax.engine.buckets import Rectangle
+    from dsjax.model.rows import RowGroup
+
+    runner = llm.runner
+    shapes = runner._shapes(Rectangle(rows, 1), None)
+    program = runner._step_program(shapes)
+    ranks = runner.limits.num_ranks
+    tables = np.zeros((ranks, rows, shapes[0].pages), np.int32)
+    tables[:, :, :pages] = 1 + np.arange(rows * pages).reshape(rows, pages)
+    tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, (ranks, rows, 1))
+    packed = RowGroup.pack(tokens, np.full((ranks, rows), context), np.ones((ranks, rows), np.int32), tables)
+
+    def run() -> None:
+        inputs = jax.device_put(packed, runner._rows)
+        found, _, runner.cache = program(runner.params, runner.cache, inputs)
+        np.asarray(jax.block_until_ready(found))
+
+    return run, program.as_text()
+
+
+def measure(run, steps: int) -> tuple[float, float]:
+    """Median wall seconds and mean processor seconds of a step."""
+    for _ in range(3):
+        run()
+    times, processor = [], time.process_time()
+    for _ in range(steps):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times), (time.process_time() - processor) / steps
+
+
+def trace(run) -> list[dict]:
+    """The profiler's events of a few steps."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            for _ in range(TRACED):
+                run()
+        (path,) = glob.glob(f"{folder}/**/perfetto_trace.json.gz", recursive=True)
+        with gzip.open(path) as file:
+            return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+def scopes_of(text: str) -> dict[str, str]:
+    """Operation name → part of the model, from the metadata in a compiled program's text."""
+    found = {}
+    for name, path in re.findall(r'%([\w.\-]+) = [^\n]*?metadata=\{op_name="([^"]*)"', text):
+        scopes = [scope for part in path.split("/") for scope in SCOPES if part.startswith(scope)]
+        found[name] = scopes[0] if scopes else "norms, residuals, embedding"
+    return found
+
+
+def print_table(events: list[dict], scopes: dict[str, str]) -> None:
+    """Time and share of each part; loops are left out, since the trace has their bodies' operations too."""
+    total: Counter = Counter()
+    for event in events:
+        name = event["name"]
+        if name in scopes and not re.match(r"while|call|conditional", name):
+            total["collectives" if COLLECTIVE.match(name) else scopes[name]] += event["dur"]
+    everything = sum(total.values())
+    for part, microseconds in total.most_common():
+        print(f"{part:30} {microseconds / TRACED / 1e3:9.2f} ms  {microseconds / everything:6.1%}")
+
+
+if __name__ == "__main__":
+    main()
