@@ -56,7 +56,7 @@ def _bundled(name: str) -> Path:
     folder = Path(str(importlib.resources.files("configs") / "models" / name))
     if not any(folder.glob("*.safetensors")):
         raise ModelNotFoundError(
-            f"model {name!r} is bundled as a configuration without weights, which is enough for `dsjax dryrun` and `dsjax plan`; "
+            f"model {name!r} is bundled as a configuration without weights, which is enough for `dsjax info`; "
             "to serve it, give a directory that holds its weights, or a Hugging Face repository id (owner/name)"
         )
     return folder

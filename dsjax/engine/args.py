@@ -40,6 +40,9 @@ class EngineArgs:
     cache_tokens: int | None = option(None, "token slots of a DP rank's cache; default: what memory allows", least=1)
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
     dispatch: str = option("auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged"))
+    dispatch_wire: str = option(
+        "compute", "what tokens are sent as: in dtype, or FP8 with a scale per 128 values", ("compute", "fp8")
+    )
     moe_chunk_tokens: int | None = option(None, "most tokens of a rank dispatched at once; bounds buffers", least=1)
     mla_prefill: str = option("CC", "MLA form of prompts", MLA_FORMS)
     mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)

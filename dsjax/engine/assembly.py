@@ -45,7 +45,7 @@ def make_step(args: EngineArgs, config: ModelConfig, spec: MeshSpec, mesh: Mesh)
         mesh=mesh,
         rules=model_rules(config, spec),
         placement=placement,
-        dispatch=DispatchConfig(method=args.dispatch, chunk_tokens=args.moe_chunk_tokens),
+        dispatch=DispatchConfig(method=args.dispatch, wire=args.dispatch_wire, chunk_tokens=args.moe_chunk_tokens),
         dtype=dtype,
         cache_dtype=dtype if args.kv_dtype == "auto" else jnp.dtype(args.kv_dtype),
         prefill_form=args.mla_prefill,

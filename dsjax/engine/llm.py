@@ -88,6 +88,29 @@ class LLM:
             raise
         return [outputs[request_id] for request_id in ids]
 
+    def chat(
+        self,
+        messages: Sequence[dict] | Sequence[Sequence[dict]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, rendered with the model's chat template.
+
+        messages: dicts with ``role`` and ``content``. chat_template_kwargs: variables for the template (``thinking``).
+
+        Raises:
+            UserError: a model without a chat template, or messages that it refuses.
+        """
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise UserError(f"model {self.args.model!r} has no chat template; use generate()")
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        variables = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        texts = [self.tokenizer.chat_template.render(list(one), **variables) for one in conversations]
+        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self.generate([{"prompt_token_ids": one} for one in ids], sampling_params)
+
     def logits(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Float32 ``[tokens, vocab]`` for each sequence: next-token logits at every position, through the paged cache.
 

@@ -305,3 +305,35 @@ def test_rows_follow_the_budget_of_tokens_where_nobody_gives_them(checkpoint):
         assert made.runner.limits.max_rows_decode == 20
     finally:
         made.shutdown()
+
+
+class _Echo:
+    """A tokenizer whose template writes ``role:content`` and whose tokens are characters."""
+
+    class chat_template:
+        @staticmethod
+        def render(messages, *, add_generation_prompt, **variables):
+            text = "".join(f"{message['role'][0]}{message['content']}" for message in messages)
+            return text + ("!" if add_generation_prompt else "") + "".join(sorted(variables))
+
+    @staticmethod
+    def encode(text, add_special_tokens):
+        assert not add_special_tokens, "the template writes them"
+        return [2 + ord(character) % 90 for character in text]
+
+
+def test_chat_continues_the_rendered_conversation(llm, monkeypatch):
+    monkeypatch.setattr(llm, "tokenizer", _Echo)
+    messages = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(messages, greedy())
+    (same,) = llm.generate({"prompt_token_ids": _Echo.encode("uhi!", False)}, greedy())
+    assert one.prompt_token_ids == same.prompt_token_ids
+    assert one.outputs[0].token_ids == same.outputs[0].token_ids
+    two = llm.chat([messages, messages], greedy(), add_generation_prompt=False, chat_template_kwargs={"thinking": 1})
+    assert [output.prompt_token_ids for output in two] == [_Echo.encode("uhithinking", False)] * 2
+
+
+def test_a_model_without_a_chat_template_says_so(llm, monkeypatch):
+    monkeypatch.setattr(llm, "tokenizer", None)
+    with pytest.raises(UserError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])

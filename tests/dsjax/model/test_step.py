@@ -1,5 +1,6 @@
 """The step: groups, padding and idle ranks change nothing that is not theirs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,10 +36,12 @@ def tensors():
 class Model:
     """A tiny model on a mesh, and its cache as one array after the other."""
 
-    def __init__(self, mesh="dp=2", **options):
+    def __init__(self, mesh="dp=2", report=False, **options):
         spec = MeshSpec.parse(mesh)
         args = EngineArgs(mesh=mesh, page_size=G, **({"dtype": "float32"} | options))
         self.step = make_step(args, CONFIG, spec, spec.build())
+        if report:
+            self.step = dataclasses.replace(self.step, dispatch=dataclasses.replace(self.step.dispatch, report=True))
         weights = "f32" if self.step.dtype == np.float32 else "bf16"
         host = from_hf_tensors(CONFIG, tensors(), weights=weights, mtp=False)
         infos, rules, on = self.step.table.infos, self.step.rules, self.step.mesh
@@ -73,7 +76,7 @@ class Model:
             step = functools.partial(self.step, shapes=key[0], every_token=every_token)
             self._programs[key] = jax.jit(step, compiler_options=COMPILE_QUICKLY)
         packed = jax.device_put(np.concatenate(parts, axis=1), self.rows)
-        logits, cache, _ = jax.block_until_ready(self._programs[key](self.params, cache, packed))
+        logits, cache, self.reports = jax.block_until_ready(self._programs[key](self.params, cache, packed))
         return np.asarray(logits), cache
 
     def prefill(self, *by_rank):
@@ -214,3 +217,23 @@ def test_tokens_go_to_the_slots_of_their_pages_and_padding_to_none(positions, ex
     np.testing.assert_array_equal(group.slots(G)[0], expected)
     for name, value in zip(("tokens", "start", "length", "tables"), fields, strict=True):
         np.testing.assert_array_equal(getattr(group, name), value)
+
+
+def test_reports_count_every_token_of_every_moe_layer_and_no_padding():
+    one = model(mesh="dp=2", report=True, dispatch="padded")
+    one.run(one.empty_cache(), [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)])])
+    pairs = (len(FIRST) + len(SECOND)) * CONFIG.num_experts_per_tok
+    assert np.asarray(one.reports["tokens_per_expert"]).sum() == pairs * CONFIG.num_moe_layers
+    assert set(np.asarray(one.reports["rounds"]).ravel().tolist()) == {1}
+
+
+def test_an_fp8_wire_moves_logits_by_its_rounding_only():
+    exact, rounded = model(mesh="dp=2"), model(mesh="dp=2", dispatch="padded", dispatch_wire="fp8")
+    found = []
+    for one in (exact, rounded):
+        found.append(
+            one.run(one.empty_cache(), [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)])])[0]
+        )
+    # e4m3 has 3 mantissa bits: values are off by up to 2⁻⁴ of themselves, sums of many by a small part of that.
+    difference = np.abs(found[0][:, 0] - found[1][:, 0]).max()
+    assert 0 < difference <= 2**-4 * np.abs(found[0][:, 0]).max()
