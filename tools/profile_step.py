@@ -69,8 +69,8 @@ def decode_step(llm, rows: int, context: int, pages: int):
     from dsjax.model.rows import RowGroup
 
     runner = llm.runner
-    shapes = runner._shapes(Rectangle(rows, 1), None)
-    program = runner._step_program(shapes)
+    shapes = runner.programs.shapes(Rectangle(rows, 1), None)
+    program = runner.programs.step(shapes)
     ranks = runner.limits.num_ranks
     tables = np.zeros((ranks, rows, shapes[0].pages), np.int32)
     tables[:, :, :pages] = 1 + np.arange(rows * pages).reshape(rows, pages)
@@ -78,7 +78,7 @@ def decode_step(llm, rows: int, context: int, pages: int):
     packed = RowGroup.pack(tokens, np.full((ranks, rows), context), np.ones((ranks, rows), np.int32), tables)
 
     def run() -> None:
-        inputs = jax.device_put(packed, runner._rows)
+        inputs = jax.device_put(packed, runner.programs.rows)
         found, _, runner.cache = program(runner.params, runner.cache, inputs)
         np.asarray(jax.block_until_ready(found))
 

@@ -286,14 +286,14 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, decode, mixed):
     try:
         seen = []
         warm.warm_up(lambda done, total, label: seen.append((done, total, label)))
-        programs = dict(warm.runner._programs)
+        programs = warm.runner.programs.compiled
         assert seen[0][0] == 0
         assert [done for done, _, _ in seen[1:]] == list(range(1, len(programs) + 1))
         assert {total for _, total, _ in seen} == {len(programs)}
         prompts = [prompt(length) for length in (5, 30, 8, 1, 17)]
         warm.generate(prompts, [greedy(3), SamplingParams(max_tokens=5, logprobs=2), greedy(9), greedy(2), greedy(4)])
         warm.warm_up()
-        assert warm.runner._programs == programs
+        assert warm.runner.programs.compiled == programs
     finally:
         warm.shutdown()
 
