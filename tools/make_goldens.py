@@ -17,11 +17,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from goldens.configurations import CASES, case_configuration  # noqa: E402
-from goldens.random_weights import digest_of_shapes  # noqa: E402
-from goldens.reference_model import reference_logits, saved_shapes, settled_weights  # noqa: E402
+import torch
+import transformers
+from goldens.configurations import CASES, case_configuration
+from goldens.random_weights import digest_of_shapes
+from goldens.reference_model import reference_logits, saved_shapes, settled_weights
 
 GOLDENS = ROOT / "tests" / "goldens"
 ROWS, LENGTH = 2, 20

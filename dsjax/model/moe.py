@@ -46,7 +46,10 @@ class MoE(nnx.Module):
             self.shared = MLP(declare, config.hidden_size, hidden, "shared_width")
 
     def __call__(
-        self, x: Float[Array, "*b D"], apply: ApplyExperts, spread: Callable[[Callable], Callable] = lambda choose: choose
+        self,
+        x: Float[Array, "*b D"],
+        apply: ApplyExperts,
+        spread: Callable[[Callable], Callable] = lambda choose: choose,
     ) -> tuple[Float[Array, "*b D"], Routing, Any]:
         """Route (``spread`` as in ``Router``), apply the routed experts as ``apply`` does it, add the shared ones."""
         routing = self.router(x, spread)

@@ -33,7 +33,9 @@ class Router(nnx.Module):
                 (config.n_routed_experts,), ("router_experts",), init="zeros", dtype=jnp.dtype(jnp.float32)
             )
 
-    def __call__(self, x: Float[Array, "*b D"], spread: Callable[[Callable], Callable] = lambda choose: choose) -> Routing:
+    def __call__(
+        self, x: Float[Array, "*b D"], spread: Callable[[Callable], Callable] = lambda choose: choose
+    ) -> Routing:
         """Route each token, in float32 whatever the dtype of ``x``.
 
         spread: wraps the choice of experts, a function ``(logits, bias) -> Routing``, for a mesh: XLA cannot partition
