@@ -98,7 +98,7 @@ def test_adam_fits_a_quadratic_and_leaves_the_balancing_bias_alone():
 
 
 def test_nothing_before_the_decay_depends_on_how_long_the_run_is():
-    short, long = Schedule(steps=1000, decay_steps=200), Schedule(steps=3000, decay_steps=200)
+    short, long = Schedule(first_steps=1000, decay_steps=200), Schedule(first_steps=3000, decay_steps=200)
     for step in range(0, 800, 50):
         for what in ("rate", "row_length", "bias_speed", "mtp_weight"):
             assert getattr(short, what)(step) == getattr(long, what)(step)
