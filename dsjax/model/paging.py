@@ -15,7 +15,13 @@ def write(
     L, pages, G = cache.shape[:3]
     flat = cache.reshape(L * pages * G, *cache.shape[3:])
     # Negative indices wrap around in JAX; one past the end is dropped.
-    index = jnp.where(slots < 0, L * pages * G, layer * (pages * G) + slots)
+    nowhere = L * pages * G
+    index = jnp.where(slots < 0, nowhere, layer * (pages * G) + slots)
+    if index.shape[0] == 1:
+        # XLA turns a scatter of one entry into a conditional update of the whole array, which it then copies: seconds
+        # instead of microseconds for a cache of a gigabyte. A second entry that is always dropped prevents it.
+        index = jnp.concatenate([index, jnp.full_like(index, nowhere)])
+        values = jnp.concatenate([values, jnp.zeros_like(values)])
     return flat.at[index].set(values.astype(cache.dtype), mode="drop").reshape(cache.shape)
 
 

@@ -5,11 +5,14 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from layouts import write_checkpoint
 
+from dsjax import LLM
 from dsjax.config import load_config
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step
+from dsjax.engine.buckets import Rectangle
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -76,3 +79,16 @@ def test_marked_pages_become_zero_in_all_layers_and_no_other_page_changes(dtype)
         expected[:, [1, PAGES + 2]] = 0
         np.testing.assert_array_equal(after[name], expected)
         assert after[name].dtype == dtype
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_decode_step_updates_the_cache_in_place(tmp_path, rows):
+    """A copy of the cache would show as temporaries of its size; one row was such a case."""
+    llm = LLM(str(write_checkpoint(tmp_path)), cache_tokens=65536, max_num_seqs=8, dtype="float32")
+    try:
+        programs, cache_bytes = llm.runner.programs, sum(array.nbytes for array in llm.runner.cache.values())
+        memory = programs.step(programs.shapes(Rectangle(rows, 1), None)).memory_analysis()
+        assert memory.alias_size_in_bytes >= cache_bytes
+        assert memory.temp_size_in_bytes < cache_bytes / 4
+    finally:
+        llm.shutdown()
