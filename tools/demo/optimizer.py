@@ -2,7 +2,6 @@
 
 Muon (Jordan et al., 2024) replaces a matrix's momentum by the nearest orthogonal matrix; Liu et al. (arXiv 2502.16982,
 Moonlight, a model of DeepSeek-V3's shape) scale its step to the size of AdamW's, so that both share one learning rate.
-On this model it reaches a given loss in a bit over half of AdamW's tokens (docs/demo-model.md).
 """
 
 from __future__ import annotations

@@ -1,0 +1,94 @@
+"""What is claimed of the bundled demo model, measured again on a part of the held-out text."""
+
+import hashlib
+import json
+
+import pytest
+
+from dsjax.config import load_config
+from tools.demo import corpus
+from tools.demo.evaluate import Evaluator, Tally, xz_bits_per_byte
+from tools.demo.train import FOLDER
+
+SAMPLE_BYTES = 50_000
+REPORT = FOLDER / "training.json"
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    return json.loads(REPORT.read_text())
+
+
+@pytest.fixture(scope="module")
+def sample() -> list[corpus.SourceFile]:
+    """Held-out files that are here as they were when the model was trained, the smaller ones, in order of their paths."""
+    wanted = corpus.read_manifest("heldout")
+    files = [
+        corpus.SourceFile(corpus.PurePosixPath(path), (corpus.library() / path).read_bytes())
+        for path in wanted
+        if (corpus.library() / path).is_file()
+    ]
+    same = [file for file in files if file.digest == wanted[str(file.path)] and 2_000 < len(file.content) < 12_000]
+    chosen, size = [], 0
+    for file in same:
+        if size < SAMPLE_BYTES:
+            chosen.append(file)
+            size += len(file.content)
+    if size < SAMPLE_BYTES // 2:
+        pytest.skip("this Python's library is not the text that the demo was evaluated on")
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def figures(sample) -> dict:
+    evaluator, tally = Evaluator(), Tally()
+    for file in sample:
+        evaluator.add(tally, file)
+    return tally.figures()
+
+
+def test_it_compresses_held_out_text_better_than_xz(sample, figures):
+    xz = xz_bits_per_byte(sample)
+    assert figures["bits_per_byte"] < xz["xz_together_bits_per_byte"] < xz["xz_each_bits_per_byte"]
+
+
+def test_a_sample_agrees_with_the_recorded_figures(figures, report):
+    # 50 KB of 1 MB: files differ by a third from one another, so their mean may by a fifth from the whole.
+    assert figures["bits_per_byte"] == pytest.approx(report["heldout"]["bits_per_byte"], rel=0.2)
+    assert figures["mtp_acceptance"] == pytest.approx(report["heldout"]["mtp_acceptance"], abs=0.1)
+
+
+def test_every_expert_works(figures):
+    assert figures["max_violation"] < 3, "no expert of any layer has four times the mean load"
+
+
+def test_the_recorded_training_kept_its_budget(report):
+    assert report["heldout"]["bytes"] >= 500_000
+    assert report["training"]["processor_hours"] <= 4, "two hours on two cores"
+
+
+@pytest.mark.xfail(strict=True, reason="after half an epoch the model is still behind xz on the whole held-out text")
+@pytest.mark.parametrize("against", ["xz_each_bits_per_byte", "xz_together_bits_per_byte"])
+def test_the_recorded_figures_are_better_than_xz(report, against):
+    assert report["heldout"]["bits_per_byte"] < report["heldout"][against]
+
+
+def test_the_record_is_of_the_text_that_the_manifests_name(report):
+    for split, path in corpus.MANIFESTS.items():
+        assert report["training"][f"{split}_manifest_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_model_and_licence_fit_in_the_repository():
+    files = [path for path in FOLDER.iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 25_000_000
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE" in (FOLDER / "LICENSE.python.txt").read_text()
+
+
+def test_the_configuration_has_every_feature_of_deepseek_v3():
+    config = load_config(FOLDER)
+    assert config.model_type == "deepseek_v3"
+    assert config.query_compressed
+    assert (config.n_routed_experts, config.n_group, config.num_experts_per_tok) == (64, 8, 8)
+    assert (config.n_shared_experts, config.num_dense_layers, config.num_nextn_predict_layers) == (1, 1, 1)
+    assert (config.topk_method, config.scoring_func, config.rope.type) == ("noaux_tc", "sigmoid", "yarn")
+    assert config.max_position_embeddings > config.rope.original_max_position_embeddings
