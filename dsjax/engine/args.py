@@ -34,7 +34,7 @@ class EngineArgs:
     max_num_seqs: int | None = option(
         None, "most running requests of a DP rank; default: 256 over all ranks, at least 8 on each", least=1
     )
-    max_num_batched_tokens: int = option(512, "most tokens of a DP rank in one step", least=1)
+    max_num_batched_tokens: int = option(2048, "most tokens of a DP rank in one step", least=1)
     prefill_chunk: int = option(256, "most tokens of one prompt in one step", least=1)
     page_size: int = option(16, "token slots of a page of the latent cache", least=1)
     cache_tokens: int | None = option(None, "token slots of a DP rank's cache; default: what memory allows", least=1)

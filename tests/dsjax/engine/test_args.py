@@ -13,7 +13,7 @@ from sharding.errors import MeshError
     [
         ({"dtype": "float16"}, "--dtype is 'float16', expected one of auto, float32, bfloat16"),
         ({"page_size": 0}, "--page-size is 0, expected an integer of at least 1"),
-        ({"max_num_seqs": 600}, "less than --max-num-seqs 600"),
+        ({"max_num_seqs": 600, "max_num_batched_tokens": 512}, "less than --max-num-seqs 600"),
         ({"mla_decode": "ABC"}, "--mla-decode is 'ABC'"),
         ({"model": None}, "--model is None, expected text"),
         ({"cache_tokens": "many"}, "--cache-tokens is 'many'"),
