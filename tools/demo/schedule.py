@@ -12,12 +12,12 @@ class Schedule:
     Nothing in a cycle before its decay depends on its length, and nothing in the first cycle on the second.
     """
 
-    steps: int = 2080
+    steps: int = 3080
     """In all; the second cycle begins after `first_steps`."""
     first_steps: int = 1080
     batch_tokens: int = 4096
     peak_rate: float = 0.004
-    second_rate: float = 0.0025
+    second_rate: float = 0.006
     warmup_steps: int = 50
     decay_steps: int = 580
     """Of the first cycle; the second decays from its beginning."""
@@ -25,11 +25,13 @@ class Schedule:
     """Steps at the beginning with rows of `short_length` tokens."""
     long_steps: int = 60
     """Steps at the end of the first cycle with rows of `long_length` tokens."""
+    second_middle_steps: int = 500
+    """Steps of the second cycle, before its last ones, with rows of `middle_length` tokens."""
     second_long_steps: int = 150
     """Steps at the end of the second cycle with rows of `long_length` tokens."""
     short_length: int = 256
     length: int = 512
-    second_length: int = 1024
+    middle_length: int = 1024
     long_length: int = 2048
     capacity_factor: float = 1.3
     """An expert takes at most this many times the mean load; what is over is dropped (in training only)."""
@@ -49,7 +51,10 @@ class Schedule:
     def row_length(self, step: int) -> int:
         """Tokens a row."""
         if step >= self.first_steps:
-            return self.long_length if step >= self.steps - self.second_long_steps else self.second_length
+            left = self.steps - step
+            if left <= self.second_long_steps:
+                return self.long_length
+            return self.middle_length if left <= self.second_long_steps + self.second_middle_steps else self.length
         if step >= self.first_steps - self.long_steps:
             return self.long_length
         return self.short_length if step < self.short_steps else self.length
