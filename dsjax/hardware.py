@@ -1,0 +1,95 @@
+"""`Hardware`: one kind of accelerator, as `configs/hardware/*.toml` describes it. No JAX; the dry run and the planner share it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dsjax.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One device's figures, decimal: bytes, bytes a second, operations a second (dense). Figures are the vendors'.
+
+    platform: `cuda` or `tpu`. memory_bandwidth: of the device's own memory. fp8_flops: bf16's where there is no FP8 unit.
+    scale_up_bandwidth: to devices of the same scale-up domain (NVLink, ICI), each way; scale_up_devices: how many it joins.
+    scale_out_gbps: network of one device to other domains, each way, in gigabits a second; a cluster usually says otherwise.
+    xla: what the compiler is told of the device (see `dsjax.dryrun.topology`). sources: field → where its figure is from.
+    """
+
+    key: str
+    name: str
+    platform: str
+    memory_bytes: int
+    memory_bandwidth: float
+    bf16_flops: float
+    fp8_flops: float
+    fp4_flops: float | None = None
+    int8_flops: float | None = None
+    scale_up_bandwidth: float
+    scale_up_devices: int
+    devices_per_host: int
+    scale_out_gbps: float
+    xla: Mapping[str, Any]
+    sources: Mapping[str, str]
+
+    @property
+    def scale_out_bandwidth(self) -> float:
+        """Bytes a second each way to devices outside the scale-up domain."""
+        return self.scale_out_gbps * 1e9 / 8
+
+
+def bundled_hardware() -> tuple[str, ...]:
+    """Names that `load_hardware` knows: the files of `configs/hardware`."""
+    folder = importlib.resources.files("configs") / "hardware"
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """A bundled name (`h200`), or a TOML file of the same fields.
+
+    Raises:
+        UserError: no such hardware; a file that is not TOML; missing, unknown, or unsourced fields.
+    """
+    key = str(name_or_path)
+    if key in bundled_hardware():
+        text = (importlib.resources.files("configs") / "hardware" / f"{key}.toml").read_text(encoding="utf-8")
+    else:
+        path = Path(name_or_path).expanduser()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"no hardware {key!r} ({error.strerror}); expected a TOML file, or one of {', '.join(bundled_hardware())}"
+            ) from error
+        key = path.stem
+    try:
+        return _from_fields(key, tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"hardware {key!r} is not valid TOML: {error}") from error
+
+
+def _from_fields(key: str, found: Mapping[str, Any]) -> Hardware:
+    fields = {field.name: field for field in dataclasses.fields(Hardware) if field.name != "key"}
+    missing = [n for n, field in fields.items() if field.default is dataclasses.MISSING and n not in found]
+    unknown = sorted(found.keys() - fields.keys())
+    if missing or unknown:
+        raise UserError(
+            f"hardware {key!r}: missing {', '.join(missing) or 'nothing'}, unknown {', '.join(unknown) or 'nothing'}; "
+            f"the fields are {', '.join(fields)}"
+        )
+    figures = [n for n in found if n not in ("name", "platform", "sources")]
+    unsourced = [n for n in figures if n not in found["sources"]]
+    if unsourced:
+        raise UserError(f"hardware {key!r}: no source for {', '.join(unsourced)}; give one for each under [sources]")
+    if found["platform"] not in ("cuda", "tpu"):
+        raise UserError(f"hardware {key!r}: platform {found['platform']!r}, expected cuda or tpu")
+    tables = {name: MappingProxyType(dict(found[name])) for name in ("xla", "sources")}
+    return Hardware(key=key, **{**found, **tables})

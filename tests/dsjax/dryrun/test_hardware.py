@@ -1,0 +1,38 @@
+"""The hardware files: complete, sourced, and of the right order."""
+
+import pytest
+
+from dsjax.errors import UserError
+from dsjax.hardware import bundled_hardware, load_hardware
+
+
+def test_every_bundled_file_loads_with_a_source_for_every_figure():
+    names = bundled_hardware()
+    assert {"h100", "h200", "h800", "h20", "b200", "gb200", "tpu-v5e", "tpu-v6e"} <= set(names)
+    for name in names:
+        hardware = load_hardware(name)
+        assert hardware.key == name
+        assert hardware.fp8_flops >= hardware.bf16_flops > hardware.memory_bandwidth > hardware.scale_up_bandwidth
+        assert hardware.scale_up_bandwidth > hardware.scale_out_bandwidth > 1e9
+        assert hardware.sources.keys() >= {"memory_bytes", "memory_bandwidth", "bf16_flops", "scale_up_bandwidth"}
+
+
+def test_h800_is_an_h100_with_less_nvlink():
+    h100, h800 = load_hardware("h100"), load_hardware("h800")
+    assert h800.bf16_flops == h100.bf16_flops
+    assert h800.scale_up_bandwidth == 200e9 < h100.scale_up_bandwidth == 450e9
+
+
+def test_a_file_of_the_users_needs_every_field_and_every_source(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\ncolour = 3\n')
+    with pytest.raises(UserError, match=r"missing platform.*unknown colour"):
+        load_hardware(file)
+    with pytest.raises(UserError, match=r"no hardware 'h300'.*h200"):
+        load_hardware("h300")
+    fields = "platform memory_bytes memory_bandwidth bf16_flops fp8_flops scale_up_bandwidth scale_up_devices"
+    lines = ['name = "mine"', 'platform = "cuda"', "xla = {}", "sources = {}"]
+    lines += [f"{n} = 1" for n in (*fields.split()[1:], "devices_per_host", "scale_out_gbps")]
+    file.write_text("\n".join(lines))
+    with pytest.raises(UserError, match="no source for xla, memory_bytes"):
+        load_hardware(file)
