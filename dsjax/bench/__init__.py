@@ -1,0 +1,1 @@
+"""Benchmarks: load on a server (`dsjax bench serve`)."""

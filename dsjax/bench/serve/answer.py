@@ -1,0 +1,119 @@
+"""`AnswerReader`: a streamed answer's bytes, with the time at which they were read, as a `RequestRecord`."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from dsjax.bench.serve.records import RequestRecord
+from dsjax.bench.serve.sse import EventParser, EventStreamError
+
+_LONGEST_ERROR = 300
+
+
+class AnswerError(Exception):
+    """The server's answer is an error, or no answer; the message is one line."""
+
+
+class AnswerReader:
+    """Reads one answer of `/v1/completions` or `/v1/chat/completions` into a record.
+
+    A chunk carries tokens when its choice has text (for chat: content, reasoning, or tool calls) or token ids; or has no
+    text, but the answer goes on: a token whose text the server holds back or leaves out. The chunk that only announces
+    chat's role carries none, and neither does an empty chunk that only tells why the answer ended.
+    """
+
+    def __init__(self, record: RequestRecord, count_tokens: Callable[[str], int] | None = None):
+        self._record = record
+        self._count_tokens = count_tokens
+        self._parser = EventParser()
+        self._pieces: list[str] = []
+        self._has_usage = False
+        self.done = False
+
+    def feed(self, piece: bytes, now: float) -> None:
+        """Take bytes that were read from the socket at `now`.
+
+        Raises:
+            AnswerError: an error event, or bytes that are no such stream.
+        """
+        try:
+            events = self._parser.feed(piece)
+        except EventStreamError as error:
+            raise AnswerError(str(error)) from error
+        for event in events:
+            if event == b"[DONE]":
+                self.done = True
+            else:
+                try:
+                    self._take(_object(event), now)
+                except (AttributeError, TypeError) as error:
+                    raise AnswerError(f"a chunk is not of OpenAI's shape: {event[:80]!r}") from error
+
+    def close(self) -> None:
+        """Complete the record: the connection has nothing more.
+
+        Raises:
+            AnswerError: the answer broke off, or had no token.
+        """
+        record = self._record
+        if not self.done and record.finish_reason is None:
+            raise AnswerError("the stream ended before the answer did: neither [DONE] nor a finish reason came")
+        if not record.chunk_times:
+            raise AnswerError("the answer has no token")
+        record.text = "".join(self._pieces)
+        if self._has_usage:
+            record.token_source = "usage"
+        elif self._count_tokens is not None:
+            record.output_tokens, record.token_source = max(1, self._count_tokens(record.text)), "tokenizer"
+        else:
+            record.output_tokens, record.token_source = len(record.chunk_times), "chunks"
+
+    def _take(self, chunk: dict[str, Any], now: float) -> None:
+        if chunk.get("error"):
+            raise AnswerError(f"error event: {error_message(chunk)}")
+        record = self._record
+        for choice in chunk.get("choices") or ():
+            record.end = now
+            text, carries = _text_of(choice)
+            if carries or (text == "" and choice.get("finish_reason") is None):
+                record.chunk_times.append(now)
+            if text:
+                self._pieces.append(text)
+            record.finish_reason = choice.get("finish_reason") or record.finish_reason
+        usage = chunk.get("usage")
+        if usage and usage.get("completion_tokens"):
+            record.output_tokens = usage["completion_tokens"]
+            record.prompt_tokens = usage.get("prompt_tokens") or record.prompt_tokens
+            self._has_usage = True
+
+
+def _text_of(choice: dict[str, Any]) -> tuple[str | None, bool]:
+    """A choice's text, and whether it carries tokens for certain. Text is None in a chunk that only announces the role."""
+    carries = bool(choice.get("token_ids"))
+    if "delta" not in choice:
+        text = choice.get("text") or ""
+        return text, carries or bool(text)
+    delta = choice["delta"] or {}
+    # Servers that send both names of the reasoning send the same text under both.
+    text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+    carries = carries or bool(text) or bool(delta.get("tool_calls"))
+    return (None if "role" in delta and not carries else text), carries
+
+
+def _object(event: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(event)
+    except ValueError as error:
+        raise AnswerError(f"an event is not JSON: {event[:80]!r}") from error
+    if not isinstance(body, dict):
+        raise AnswerError(f"an event is not a JSON object: {event[:80]!r}")
+    return body
+
+
+def error_message(body: Any) -> str:
+    """The message in an error's body, in one line: OpenAI's shape, FastAPI's, or whatever there is."""
+    if isinstance(body, dict):
+        error = body.get("error", body.get("detail", body.get("message", body)))
+        body = error.get("message", error) if isinstance(error, dict) else error
+    line = " ".join(str(body).split())
+    return line if len(line) <= _LONGEST_ERROR else line[:_LONGEST_ERROR] + "…"

@@ -1,0 +1,137 @@
+"""Prompts of a wanted length: token ids where the server takes them, else text of a tokenizer's words."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from dsjax.errors import UserError
+
+_FEWEST_WORDS = 16
+
+
+class PromptError(UserError):
+    """Prompts that cannot be made from what is known of the server."""
+
+
+class PromptMaker(Protocol):
+    """Draws pieces of a prompt, and puts pieces together. Pieces are token ids in both forms."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """`count` random tokens."""
+        ...
+
+    def assemble(self, ids: list[int]) -> tuple[str | list[int], int]:
+        """A prompt as the server gets it, and its number of tokens."""
+        ...
+
+
+class TokenPrompts:
+    """Prompts as token ids: their lengths are exact."""
+
+    def __init__(self, vocab_size: int, special_ids: frozenset[int] = frozenset()):
+        self._allowed = np.array([i for i in range(vocab_size) if i not in special_ids])
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Ids of the whole vocabulary but its special tokens, all equally probable."""
+        return rng.choice(self._allowed, count).tolist()
+
+    def assemble(self, ids: list[int]) -> tuple[list[int], int]:
+        """The ids themselves."""
+        return ids, len(ids)
+
+
+class TextPrompts:
+    """Prompts as text, for servers (and `/v1/chat/completions`) that take nothing else.
+
+    Tokens are drawn from those that are a space and an ASCII word, because tokenizers split text before such a word: the
+    text has as many tokens as were drawn, and prompts that share a prefix of tokens share it as text. Where a tokenizer
+    has hardly any such tokens, all that stand for themselves are drawn, and the length is what the tokenizer counts.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        self._tokenizer = tokenizer
+        words = _words(tokenizer)
+        self._texts = words if len(words) >= _FEWEST_WORDS else _lone_tokens(tokenizer)
+        if not self._texts:
+            raise PromptError("the tokenizer has no token that could stand in a prompt; give another --tokenizer")
+        self._ids = np.array(sorted(self._texts))
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Ids of words, all equally probable."""
+        return rng.choice(self._ids, count).tolist()
+
+    def assemble(self, ids: list[int]) -> tuple[str, int]:
+        """The words' text, and its number of tokens without special ones."""
+        text = "".join(self._texts[i] for i in ids)
+        return text, count_tokens(self._tokenizer, text)
+
+
+def count_tokens(tokenizer: tokenizers.Tokenizer, text: str) -> int:
+    """Tokens of a text, special ones not counted."""
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def special_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
+    """Ids that a random prompt must not have: they would end it, or open a conversation's turn."""
+    return frozenset(tokenizer.get_added_tokens_decoder())
+
+
+def vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
+    """One more than the largest id."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def read_tokenizer(where: str) -> tokenizers.Tokenizer:
+    """A tokenizer from a tokenizer.json, a model's directory, a bundled model, or a Hugging Face repository.
+
+    Raises:
+        PromptError: there is none.
+    """
+    from dsjax.checkpoint.hub import ModelNotFoundError, resolve
+
+    path = Path(where).expanduser()
+    try:
+        if not path.is_file():
+            path = resolve(where) / "tokenizer.json"
+        return tokenizers.Tokenizer.from_file(str(path))
+    except ModelNotFoundError:
+        return _from_hub(where)
+    except Exception as error:  # the library raises bare Exception
+        raise PromptError(f"no tokenizer at {path}: {error}; name one with --tokenizer") from error
+
+
+def _from_hub(where: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_pretrained(where)
+    except Exception as error:  # the library raises bare Exception
+        line = " ".join(str(error).split())[:200]
+        raise PromptError(
+            f"no tokenizer {where!r} here or on the Hugging Face hub ({line}); give --tokenizer (a directory, a "
+            "tokenizer.json, or a repository), or --vocab-size to send token ids"
+        ) from error
+
+
+_WORD = re.compile(r"[Ġ▁]([A-Za-z]{2,})")
+
+
+def _words(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
+    """Ids that are a space and a word, and stay so when the word follows another."""
+    found: dict[int, str] = {}
+    for piece, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+        word = _WORD.fullmatch(piece)
+        if word:
+            found[token_id] = " " + word[1]
+    texts = list(found.values())
+    alone = tokenizer.encode_batch([text * 2 for text in texts], add_special_tokens=False) if texts else []
+    return {i: text for (i, text), encoded in zip(found.items(), alone, strict=True) if encoded.ids == [i, i]}
+
+
+def _lone_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
+    """Ids whose text is the same token again."""
+    ids: Sequence[int] = sorted(tokenizer.get_vocab(with_added_tokens=False).values())
+    texts = {i: tokenizer.decode([i]) for i in ids}
+    return {i: text for i, text in texts.items() if text and count_tokens(tokenizer, text) == 1 and "�" not in text}

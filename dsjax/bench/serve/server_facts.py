@@ -1,0 +1,118 @@
+"""What the server itself says: its models, the longest request, and, where it is dsjax, its devices."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from dsjax.errors import UserError
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+class ServerError(UserError):
+    """No server, or one that does not answer as OpenAI's does."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """A server, as far as it tells.
+
+    Attributes:
+        model: the name to ask for.
+        root: what the server calls the model's source (a path, or a repository); None where it does not say.
+        max_model_len: longest prompt + output; None where it does not say.
+        num_devices: from `/server_info`, which dsjax has; None elsewhere.
+    """
+
+    model: str
+    root: str | None = None
+    max_model_len: int | None = None
+    num_devices: int | None = None
+
+
+def server_url(base_url: str) -> str:
+    """A base URL without trailing slash and `/v1`, so that both ways to write it work.
+
+    Raises:
+        ServerError: it is no http URL.
+    """
+    url = base_url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise ServerError(f"--base-url is {base_url!r}, expected http://HOST:PORT")
+    return url
+
+
+async def ask_server(
+    session: aiohttp.ClientSession, url: str, model: str | None, wait_seconds: float = 0.0
+) -> ServerFacts:
+    """Ask `/v1/models` and `/server_info`.
+
+    Args:
+        session: with the key, where one is needed.
+        url: as `server_url` gives it.
+        model: the name to ask for; None for the first one served.
+        wait_seconds: how long to wait for a server that is not up yet.
+
+    Raises:
+        ServerError: nobody answers, the key is refused, or there is no such model.
+    """
+    cards = await _models(session, url, model, time.monotonic() + wait_seconds)
+    if model is None and not cards:
+        raise ServerError(f"{url}/v1/models lists no model; name one with --model")
+    card: dict[str, Any] = next((c for c in cards if c.get("id") == model), {}) if model else cards[0]
+    if cards and not card:
+        served = ", ".join(str(c.get("id")) for c in cards)
+        raise ServerError(f"--model is {model!r}, but {url} serves {served}")
+    info = await _optional(session, f"{url}/server_info")
+    return ServerFacts(
+        model=model or str(card["id"]),
+        root=card.get("root"),
+        max_model_len=_integer(card, "max_model_len"),
+        num_devices=_integer(info, "num_devices"),
+    )
+
+
+async def _models(
+    session: aiohttp.ClientSession, url: str, model: str | None, deadline: float
+) -> list[dict[str, Any]]:
+    while True:
+        try:
+            async with session.get(f"{url}/v1/models", timeout=_TIMEOUT) as response:
+                if response.status == 200:
+                    return list((await response.json(content_type=None))["data"])
+                if response.status in (401, 403):
+                    raise ServerError(f"{url} refuses the key ({response.status}); give --api-key or set OPENAI_API_KEY")
+                if model is not None:
+                    return []
+                raise ServerError(f"{url}/v1/models answered {response.status}; name the model with --model")
+        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, UserError):
+                raise
+            if time.monotonic() >= deadline:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise ServerError(f"no server at {url}: {reason}; start one, or give its --base-url") from error
+        await asyncio.sleep(0.5)
+
+
+async def _optional(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """A JSON object, or an empty one from a server that has no such path."""
+    try:
+        async with session.get(url, timeout=_TIMEOUT) as response:
+            body = await response.json(content_type=None) if response.status == 200 else {}
+            return body if isinstance(body, dict) else {}
+    except (aiohttp.ClientError, OSError, ValueError):
+        return {}
+
+
+def _integer(body: Any, name: str) -> int | None:
+    """An integer of that name, at the top or one level down."""
+    if not isinstance(body, dict):
+        return None
+    for each in (body, *(value for value in body.values() if isinstance(value, dict))):
+        value = each.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
