@@ -1,0 +1,119 @@
+"""`StructuredOutputs`: the form that a completion's text must have. Checked here; compiled in `structured.py`."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.errors import UserError
+
+MAX_GRAMMAR_CHARS = 65_536
+"""Longest schema, expression, grammar, or list of choices, in characters of its text."""
+MAX_CHOICES = 1_024
+
+_FORMS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class SamplingError(UserError):
+    """A sampling parameter that has no meaning. `param` names the field."""
+
+    def __init__(self, param: str, message: str):
+        super().__init__(f"{param}: {message}")
+        self.param = param
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """Exactly one form that the text must have. Names and meanings are vLLM's.
+
+    ::
+
+        StructuredOutputs(regex=r"[0-9]{3}-[0-9]{4}")
+
+    Attributes:
+        json: a JSON schema, as text or as the object itself.
+        json_object: True: any JSON object.
+        regex: a regular expression that the whole text matches (Rust's syntax, without look-around).
+        choice: the text is one of these strings.
+        grammar: a context-free grammar in Lark's syntax as llguidance reads it; its start rule is `start`.
+        structured_after: a token id, such as that of `</think>`: the text is free until this token has been made, and the
+            form holds for what comes after. None: from the first token.
+
+    Raises:
+        SamplingError: none or several forms, a form of the wrong type, or one that is too long.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None
+    structured_after: int | None = None
+
+    def __post_init__(self):
+        given = [name for name in _FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise _error("", f"found {' and '.join(given) or 'nothing'}, expected exactly one of {', '.join(_FORMS)}")
+        (name,) = given
+        value = getattr(self, name)
+        if name == "json":
+            value = self._schema_text()
+            object.__setattr__(self, "json", value)
+        elif name == "json_object":
+            if value is not True:
+                raise _error(name, f"found {value!r}, expected true")
+        elif name == "choice":
+            object.__setattr__(self, "choice", _checked_choices(value))
+            value = "".join(self.choice)
+        elif not isinstance(value, str) or not value:
+            raise _error(name, f"found {value!r}, expected text")
+        if isinstance(value, str):
+            _check_text(name, value)
+        after = self.structured_after
+        if after is not None and (type(after) is not int or after < 0):
+            raise _error("structured_after", f"found {after!r}, expected a token id")
+
+    @property
+    def form(self) -> str:
+        """The name of the form that is given."""
+        return next(name for name in _FORMS if getattr(self, name) is not None)
+
+    def _schema_text(self) -> str:
+        """The schema as JSON text: two spellings of one schema compile once."""
+        schema = self.json
+        if isinstance(schema, str):
+            _check_text("json", schema)
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise _error("json", "the schema is not JSON") from error
+        if not isinstance(schema, dict | bool):
+            raise _error("json", f"found {type(schema).__name__}, expected a JSON schema: an object, or its text")
+        try:
+            return json.dumps(schema, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _error("json", "the schema holds what JSON cannot write") from error
+
+
+def _checked_choices(choices: Any) -> tuple[str, ...]:
+    if isinstance(choices, str) or not isinstance(choices, list | tuple) or not choices:
+        raise _error("choice", f"found {choices!r}, expected a list of strings")
+    if len(choices) > MAX_CHOICES:
+        raise _error("choice", f"found {len(choices)} strings, expected at most {MAX_CHOICES}")
+    for each in choices:
+        if not isinstance(each, str) or not each:
+            raise _error("choice", f"found {each!r}, expected strings of at least one character")
+    return tuple(choices)
+
+
+def _check_text(name: str, text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise _error(name, f"found {len(text)} characters, expected at most {MAX_GRAMMAR_CHARS}")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _error(name, f"half a surrogate pair at character {error.start}; send whole characters") from error
+
+
+def _error(name: str, message: str) -> SamplingError:
+    return SamplingError(f"structured_outputs.{name}" if name else "structured_outputs", message)
