@@ -126,6 +126,8 @@ class LLM:
             pages = pool.allocate(pool.pages_for(len(sequence)))
             try:
                 found.append(self.runner.logits(sequence, pages))
+                if not np.isfinite(found[-1]).all():
+                    self.runner.clear_pages([(0, pages)])
             finally:
                 pool.release(pages)
         return found

@@ -53,13 +53,18 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of the engine's clock; the earliest over its completions."""
+    """When things happened to a request, in seconds of the engine's clock; the earliest over its completions.
+
+    Preemptions are the sum over the completions. `num_cached_tokens` is the first one's: the others of a prompt share its pages.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
     num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -70,6 +75,8 @@ class RequestOutput:
         prompt: the text given; None where token ids were given.
         outputs: the completions that this output tells of; with `OutputKind.FINAL_ONLY` all of them, by index.
         finished: whether all completions of the request have ended.
+        num_cached_tokens: how many of the prompt's tokens the prefix cache had; None before the first admission.
+        prompt_logprobs: one entry a token of the prompt, the first None, as no token is before it. None where not asked for.
     """
 
     request_id: str
@@ -78,3 +85,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

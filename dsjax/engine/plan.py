@@ -1,10 +1,11 @@
 """The contract between scheduler and runner: what to compute in a step, and what comes back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from dsjax.engine.request import Request
+from dsjax.engine.stats import RunnerCounts
 
 
 class ScheduledRow(NamedTuple):
@@ -46,15 +47,26 @@ class StepPlan(NamedTuple):
         return not any(rank.decodes or rank.prefills for rank in self.ranks)
 
 
+PromptLogprob = tuple[int, float, int, list[tuple[int, float]]]
+"""(token, log-probability, its place among all tokens, the most probable tokens with theirs)."""
+
+NO_TOKEN = -1
+"""`RowResult.token_id` of a row that is not sampled."""
+
+
 class RowResult(NamedTuple):
-    """What a sampled row yielded.
+    """What a row yielded. A row that is not sampled has a result only if it is not finite, or gave prompt log-probabilities.
 
     Attributes:
-        token_id: the next token.
+        token_id: the next token; `NO_TOKEN` for a row that is not sampled.
         logprob: its log-probability under the raw logits; None where the request asked for none.
         top_logprobs: (token, log-probability), most probable first, as many as the request asked for.
-        finite: False where the logits held a NaN or an infinity; the request then fails.
+        finite: False where the logits held a NaN or an infinity; the request then fails. Said of every row, sampled or not:
+            the pages of a row without a result are taken to be finite, and may be shared.
         rank: the token's place among all tokens by probability, 1 for the most probable; None where not computed.
+        prompt_logprobs: where asked for, one entry for each prompt token that this row's positions predict: of positions
+            [start, start + length) the tokens start + 1 …, as far as the prompt goes. An entry is (token, log-probability,
+            its place, [(token, log-probability), …] of the most probable ones).
     """
 
     token_id: int
@@ -62,6 +74,7 @@ class RowResult(NamedTuple):
     top_logprobs: list[tuple[int, float]] | None = None
     finite: bool = True
     rank: int | None = None
+    prompt_logprobs: list[PromptLogprob] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,16 @@ class Runner(Protocol):
     limits: RunnerLimits
 
     def execute(self, plan: StepPlan) -> dict[str, RowResult]:
-        """Compute a step and give the result of every row that is `sampled`, by request id."""
+        """Compute a step; give results by request id: of every row that is `sampled`, and of others as `RowResult` says.
+
+        Of a request whose result is not finite, the pages from `num_sealed_pages` on are zeroed before this returns.
+        """
+
+    def clear_pages(self, dirty: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Zero pages, given as (rank, its pages). Freed pages must hold finite values: attention weights them by 0."""
+
+    def counts(self) -> RunnerCounts:
+        """What the last step did, and what happened since the start."""
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape that `execute` can meet."""

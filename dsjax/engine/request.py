@@ -40,13 +40,22 @@ class Request:
             `ignore_eos`. The sampler never takes one of them while `suppresses_stop_ids`.
         arrival_time: seconds on the engine's clock.
         priority: lower runs first under the `priority` policy.
+        cache_salt: pages are shared only with requests of the same salt.
+        session: requests of one session go to one rank.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
         rank: DP rank, for the whole life of the request.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
         admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
             was preempted may come back to the same slot with other pages.
         pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
+        num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
+            writes them any more. All later ones are this request's alone.
+        page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
+        num_promised: how many of those its rank counts as about to be cached.
+        backlog: tokens that its rank counts as still to be computed before its next one is made.
         num_computed_tokens: how many of `token_ids` are in the cache.
+        num_cached_tokens: how many its first admission found in the prefix cache; None before.
+        num_prompt_logprobs: for how many of the prompt's tokens after the first log-probabilities were given.
         max_total_tokens: length of `token_ids` at which the request has made its `max_tokens`.
     """
 
@@ -59,6 +68,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     arrival_time: float = 0.0
     priority: int = 0
+    cache_salt: str | None = None
+    session: str | None = None
 
     order: tuple[int, float, int] = (0, 0.0, 0)
     status: Status = Status.WAITING
@@ -67,7 +78,13 @@ class Request:
     slot: int = -1
     admissions: int = 0
     pages: list[int] = field(default_factory=list)
+    num_sealed_pages: int = 0
+    page_hashes: list[bytes] = field(default_factory=list)
+    num_promised: int = 0
+    backlog: int = 0
     num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_prompt_logprobs: int = 0
     max_total_tokens: int = field(init=False)
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
@@ -91,6 +108,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """How many tokens were made so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be given; then it reads nothing from the prefix cache."""
+        return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
     def suppresses_stop_ids(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -13,8 +13,8 @@ from dsjax.engine.buckets import Buckets, Launch, Rectangle
 from dsjax.engine.host_rows import HostRows
 from dsjax.engine.plan import Progress, RowResult, RunnerLimits, ScheduledRow, StepPlan
 from dsjax.engine.programs import Programs
-from dsjax.engine.request import Request
 from dsjax.engine.sampler import Sampled, SamplingRows, Wanted, needs_sampler
+from dsjax.engine.stats import RunnerCounts
 from dsjax.engine.tables import PageTables
 from dsjax.model.step import Step
 
@@ -32,17 +32,28 @@ class MeshRunner:
         self.cache = device_cache.allocate(step, limits.pages_per_rank)
         self.programs = Programs(step, self.params, self.cache, limits)
         self._tables = PageTables(limits.num_ranks, limits.max_rows_decode, self.programs.max_pages)
+        self._padding = 0
+        self._warm: frozenset[Hashable] | None = None
 
     def execute(self, plan: StepPlan) -> dict[str, RowResult]:
         """Compute a step; results of the rows that are sampled, by request id."""
         results: dict[str, RowResult] = {}
+        slots = 0
         for launch in self.buckets.launches(plan):
+            slots += sum(rectangle.rows * rectangle.chunk for rectangle in launch[:2] if rectangle)
             self._launch(launch, results)
+        self._padding = slots * self.limits.num_ranks - sum(rank.num_tokens for rank in plan.ranks)
         return results
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that ``execute`` can ask for."""
         self.programs.warm_up(self.buckets, progress)
+        self._warm = self.programs.compiled
+
+    def counts(self) -> RunnerCounts:
+        """What the last step and the programs count."""
+        late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
+        return RunnerCounts(self._padding, late)
 
     def logits(self, token_ids: list[int], pages: list[int]) -> np.ndarray:
         """Float32 logits ``[tokens, V]`` of every position of one sequence, computed in chunks through ``pages`` of rank 0.
@@ -62,6 +73,18 @@ class MeshRunner:
             every, self.cache = self.programs.every_token(shapes)(self.params, self.cache, packed)
             found.append(np.asarray(every[0])[: len(part)])
         return np.concatenate(found)
+
+    def clear_pages(self, dirty: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Zero pages, given as (rank, its pages), that may hold values that are not finite.
+
+        Attention weights the positions that a query does not see by 0, and 0 × NaN is NaN: the next request to get
+        one of these pages would fail too. Compiles at first need, which healthy weights never have.
+        """
+        marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
+        for rank, pages in dirty:
+            marked[rank, pages] = True
+        marked = jax.device_put(marked, self.programs.rows)
+        self.cache = jax.block_until_ready(self.programs.scrub()(self.cache, marked))
 
     def shutdown(self) -> None:
         """Free the cache and drop the programs."""
@@ -87,7 +110,8 @@ class MeshRunner:
         self._read(tokens, sampled, placed, results)
         failed = [(rank, row.request) for rank, _, row in placed if not results[row.request.request_id].finite]
         if failed:
-            self._scrub(failed)
+            # Its sealed pages were finite when computed, and others may read them.
+            self.clear_pages([(rank, request.pages[request.num_sealed_pages :]) for rank, request in failed])
 
     def _row_lists(self, launch: Launch):
         pairs = ((launch.decode, launch.decode_rows), (launch.prefill, launch.prefill_rows))
@@ -125,14 +149,3 @@ class MeshRunner:
                 results[request.request_id] = RowResult(
                     token, float(host.logprobs[at]), list(top), True, int(host.ranks[at])
                 )
-
-    def _scrub(self, failed: list[tuple[int, Request]]) -> None:
-        """Zero the pages of requests whose logits were not finite.
-
-        Attention weights the positions that a query does not see by 0, and 0 × NaN is NaN: the next request to get
-        one of these pages would fail too. Compiles at first need, which healthy weights never have.
-        """
-        dirty = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
-        for rank, request in failed:
-            dirty[rank, request.pages] = True
-        self.cache = jax.block_until_ready(self.programs.scrub()(self.cache, jax.device_put(dirty, self.programs.rows)))
