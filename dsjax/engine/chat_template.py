@@ -18,10 +18,11 @@ class ChatTemplateError(UserError):
 class ChatTemplate:
     """A chat template as Hugging Face renders it: same environment, same globals, same variables.
 
-    Templates come from the model's directory alone; none is ever taken from a request.
+    Templates come from the model's directory alone; none is ever taken from a request. `source` is the template's text.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -59,7 +60,7 @@ class ChatTemplate:
         known = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # whatever a sandboxed template raises is about the messages that it was given
             raise ChatTemplateError(f"the model's chat template does not accept these messages: {error}") from error
 
 

@@ -95,6 +95,10 @@ class Tokenizer:
         """Whether the token is left out of the text when special tokens are skipped."""
         return token_id in self._special_ids
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token written so in tokenizer.json, e.g. of `</think>`; None where there is none."""
+        return self._backend.token_to_id(text)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; none for an id beyond the vocabulary."""
         found = self._bytes.get(token_id)
