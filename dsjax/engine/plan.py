@@ -67,6 +67,8 @@ class RowResult(NamedTuple):
         prompt_logprobs: where asked for, one entry for each prompt token that this row's positions predict: of positions
             [start, start + length) the tokens start + 1 …, as far as the prompt goes. An entry is (token, log-probability,
             its place, [(token, log-probability), …] of the most probable ones).
+        error: why the request fails although its logits are finite: its structured output came to no legal token, or cost
+            too much. Its pages are as good as any.
     """
 
     token_id: int
@@ -75,6 +77,12 @@ class RowResult(NamedTuple):
     finite: bool = True
     rank: int | None = None
     prompt_logprobs: list[PromptLogprob] | None = None
+    error: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request ends with this result, without a token."""
+        return not self.finite or self.error is not None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,12 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dsjax.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
+    from dsjax.engine.logit_rules import LogitRules
 
 
 class Status(enum.Enum):
@@ -20,7 +24,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the client went away, or the server is closing
-    ERROR = "error"  # the model gave non-finite values
+    ERROR = "error"  # the model gave non-finite values, or its structured output could not go on
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +46,7 @@ class Request:
         priority: lower runs first under the `priority` policy.
         cache_salt: pages are shared only with requests of the same salt.
         session: requests of one session go to one rank.
+        rules: what changes its logits before a token is taken; None: nothing. The runner follows the tokens with it.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
         rank: DP rank, for the whole life of the request.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
@@ -70,6 +75,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     session: str | None = None
+    rules: "LogitRules | None" = None
 
     order: tuple[int, float, int] = (0, 0.0, 0)
     status: Status = Status.WAITING
