@@ -1,0 +1,159 @@
+"""`Metrics`: what the engine does, counted under vLLM's names and ours. docs/observability.md lists them all."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.request import FinishReason
+from dsjax.engine.scheduler import Update
+from dsjax.engine.stats import RankLoad, StepStats
+from dsjax.serve.metrics_experts import ExpertMetrics
+from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Total
+from dsjax.serve.metrics_requests import RequestMetrics
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """An `EngineObserver` with a registry of its own.
+
+    Everything is called in the event loop's thread. `render` may run in another: it copies each number as it is, so two
+    families can differ by one step, and no sample is ever lost or counted twice.
+
+    Args:
+        model_name: the label `model_name`, as clients know it.
+        num_ranks: DP ranks; the label `engine` counts them, as vLLM's does its engines.
+        max_model_len: bound of the histograms of numbers of tokens.
+        experts_per_device: physical experts of one device; 0 for a model without experts.
+        clock: seconds, of the same clock as `Request.arrival_time`.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        num_ranks: int,
+        max_model_len: int,
+        *,
+        experts_per_device: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._ranks: list[Labels] = [(model_name, str(rank)) for rank in range(num_ranks)]
+        self._loads: Sequence[RankLoad] = ()
+        self._compilations = 0
+        labels = ("model_name", "engine")
+        self._requests = RequestMetrics(self.registry, self._ranks, max_model_len, clock)
+        self._add_loads(labels)
+        registry = self.registry
+        self._preemptions = Counter(
+            registry, "vllm:num_preemptions", "Requests that had to give back their pages, on all ranks.", labels[:1]
+        )
+        self._iteration_tokens = Histogram(
+            registry,
+            "vllm:iteration_tokens_total",
+            "Tokens computed in a step, over all ranks.",
+            labels[:1],
+            STEP_TOKENS,
+        )
+        self._step_seconds = Histogram(
+            registry, "dsjax_step_seconds", "Time of a step: plan, launch, device, enter.", labels[:1], STEP_SECONDS
+        )
+        self._step_tokens = Counter(
+            registry, "dsjax_step_tokens", "Rows of tokens that steps computed.", ("model_name", "kind")
+        )
+        self._host_seconds = Counter(
+            registry, "dsjax_host_seconds", "The engine's thread's time in each part of a step.", ("model_name", "part")
+        )
+        Total(
+            registry,
+            "dsjax_compilations_after_warm_up",
+            "Programs compiled while serving; must stay 0.",
+            labels[:1],
+            lambda: [((model_name,), self._compilations)],
+        )
+        self._rejections = Counter(
+            registry,
+            "dsjax_requests_rejected",
+            "Requests refused before the engine saw them.",
+            ("model_name", "reason"),
+        )
+        self._responses = Counter(
+            registry, "http_requests", "Answers, by route and class of status.", ("handler", "method", "status")
+        )
+        self._experts = ExpertMetrics(registry, model_name, experts_per_device)
+        self._preemptions.add((model_name,), 0)
+
+    # What the engine tells.
+
+    def on_step(self, stats: StepStats) -> None:
+        """Enter a step."""
+        model = self._model
+        self._loads = stats.ranks
+        self._preemptions.add((model,), stats.num_preemptions)
+        self._iteration_tokens.observe((model,), stats.num_decode_tokens + stats.num_prompt_tokens)
+        self._step_seconds.observe((model,), stats.duration)
+        self._step_tokens.add((model, "decode"), stats.num_decode_tokens)
+        self._step_tokens.add((model, "prompt"), stats.num_prompt_tokens)
+        self._step_tokens.add((model, "padding"), stats.num_padding_tokens)
+        for part, seconds in stats.host_seconds.items():
+            self._host_seconds.add((model, part), seconds)
+        self._compilations = stats.compilations_after_warm_up
+        self._experts.enter(stats.experts)
+
+    def on_updates(self, updates: Sequence[Update]) -> None:
+        """Enter a step's tokens."""
+        self._requests.enter(updates)
+
+    def on_ended(self, completion_ids: Sequence[str], reason: FinishReason) -> None:
+        """Enter completions that ended outside a step: by a stop string, or because nobody waits for them."""
+        self._requests.end(completion_ids, reason)
+
+    def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        """Nothing: outputs of answers that are not streamed come once, at the end, and so tell no latencies."""
+
+    def on_rejected(self, reason: str) -> None:
+        """Enter a request that was refused."""
+        self._rejections.add((self._model, reason))
+
+    def on_response(self, handler: str, method: str, status: int) -> None:
+        """Enter an answer; `handler` is the route's path, never the client's, so that there are only so many."""
+        self._responses.add((handler, method, f"{status // 100}xx"))
+
+    # What is shown.
+
+    def render(self, names: Iterable[str] = (), encode: Callable[..., bytes] = generate_latest) -> bytes:
+        """The exposition, of everything or of the samples with these names; unknown names give nothing.
+
+        encode: prometheus_client's encoder of the text format or of OpenMetrics.
+        """
+        wanted = list(names)
+        return encode(self.registry.restricted_registry(wanted) if wanted else self.registry)
+
+    def _add_loads(self, labels: tuple[str, str]) -> None:
+        def gauge(name: str, documentation: str, value: Callable[[RankLoad], float]) -> None:
+            def read() -> Iterable[tuple[Labels, float]]:
+                loads = {load.rank: load for load in self._loads}
+                for rank, rank_labels in enumerate(self._ranks):
+                    yield rank_labels, value(loads[rank]) if rank in loads else 0.0
+
+            Gauge(self.registry, name, documentation, labels, read)
+
+        gauge("vllm:num_requests_running", "Requests that hold a slot and pages.", lambda load: load.running)
+        gauge("vllm:num_requests_waiting", "Requests in the queue of a rank.", lambda load: load.waiting)
+        gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of the latent cache's pages that requests hold; 1 is all.",
+            lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0,
+        )
+        gauge("dsjax_rank_waiting_tokens", "Tokens of the requests in the queue.", lambda load: load.waiting_tokens)
+        gauge("dsjax_rank_cost", "What the next request would find: routing takes the lowest.", lambda load: load.cost)
+        gauge("dsjax_rank_pages", "Pages of the latent cache.", lambda load: load.usable_pages)
+        gauge("dsjax_rank_pages_used", "Pages that requests hold.", lambda load: load.used_pages)
+        gauge(
+            "dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages
+        )

@@ -1,0 +1,23 @@
+"""`GET /metrics`: the exposition, as text or as OpenMetrics, whichever the scraper prefers."""
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client.exposition import choose_encoder
+from starlette.responses import Response
+
+
+def create_metrics_routes(app: FastAPI, serving: Any) -> None:
+    """Add the route. `serving.metrics` is a `Metrics`.
+
+    `?name[]=NAME`, as often as wanted, gives the samples of these names alone: the live views read a few of thousands.
+    """
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        names = request.query_params.getlist("name[]")
+        # 32 ranks have some 10,000 samples: writing them takes a tenth of a second that streams should not wait for.
+        body = await asyncio.to_thread(serving.metrics.render, names, encode)
+        return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
