@@ -50,17 +50,23 @@ def pages_that_fit(step: Step, wanted: int) -> int:
     return pages
 
 
-def allocate(step: Step, pages: int) -> Cache:
-    """Zeroed cache arrays ``[layers, dp × pages, page_size, …]``, pages spread over the DP ranks."""
+def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, storage dtypes and shardings of the cache's arrays ``[layers, dp × pages, page_size, …]``, pages spread over the
+    DP ranks."""
     heads = step.spec.head_axes if step.attention.layout == "decompressed" else None
     sharding = NamedSharding(step.mesh, P(None, step.spec.batch_axes, None, heads))
     stored = storage_dtype(jnp.dtype(step.cache_dtype), step.mesh.devices.flat[0].platform)
     lead = (step.config.num_hidden_layers, step.spec.dp_size * pages, step.page_size)
-
     widths = cache_widths(step.attention.layout, step.config)
+    return {name: jax.ShapeDtypeStruct((*lead, *width), stored, sharding=sharding) for name, width in widths.items()}
+
+
+def allocate(step: Step, pages: int) -> Cache:
+    """Zeroed cache arrays, as ``describe`` describes them."""
+    arrays = describe(step, pages)
     make = jax.jit(
-        lambda: {name: jnp.zeros((*lead, *width), stored) for name, width in widths.items()},
-        out_shardings=dict.fromkeys(widths, sharding),
+        lambda: {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()},
+        out_shardings={name: array.sharding for name, array in arrays.items()},
     )
     return jax.block_until_ready(make())
 

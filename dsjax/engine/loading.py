@@ -19,6 +19,7 @@ from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.compile_cache import enable_compile_cache
+from dsjax.engine.components import device_bytes
 from dsjax.engine.eos import read_eos_token_ids
 from dsjax.engine.facts import EngineFacts
 from dsjax.engine.host_memory import keep_freed_memory
@@ -139,11 +140,6 @@ def _facts(
 ) -> EngineFacts:
     spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
-    by_component: dict[str, int] = {}
-    for path, array in params.items():
-        component = _component(path)
-        local = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        by_component[component] = by_component.get(component, 0) + local
     return EngineFacts(
         model=args.model,
         parameters=sum(math.prod(i.shape) for i in step.table.infos.values() if i.init not in ("derived", "scale")),
@@ -159,22 +155,10 @@ def _facts(
         weights=weights,
         dispatch={"prefill": step.dispatch.method, "decode": step.dispatch.method},
         mla={"prefill": step.prefill_form, "decode": step.decode_form},
-        weight_bytes=by_component,
+        weight_bytes=device_bytes(params),
         cache_bytes=cache_bytes,
         cache_tokens=device_cache.token_slots(step, limits.pages_per_rank),
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_rows_decode,
     )
-
-
-def _component(path: str) -> str:
-    """The part of the model that a parameter's bytes are shown under."""
-    for part, name in ((".experts.", "routed experts"), (".shared.", "shared experts"), (".router.", "router")):
-        if part in path:
-            return name
-    if ".attn." in path:
-        return "attention"
-    if ".mlp." in path:
-        return "dense MLP"
-    return {"embed": "embedding", "head": "head"}.get(path.split(".")[0], "norms")

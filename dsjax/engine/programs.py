@@ -53,7 +53,16 @@ class Programs:
 
     def step(self, shapes: tuple[GroupShape, ...]) -> Compiled:
         """``(params, cache, packed) -> (greedy tokens, logits, cache)``; the cache is donated."""
-        return self._get(("step", shapes), lambda: self._lower_step(shapes))
+        return self._get(("step", shapes), lambda: self.lower_step(shapes))
+
+    def lower_step(self, shapes: tuple[GroupShape, ...]) -> Lowered:
+        """The program of ``step``, traced but not compiled."""
+
+        def run(params, cache, packed):
+            logits, cache, _ = self._step(params, cache, packed, shapes)
+            return greedy(logits), logits, cache
+
+        return self._lower(run, shapes)
 
     def every_token(self, shapes: tuple[GroupShape, ...]) -> Compiled:
         """``(params, cache, packed) -> (logits of every token slot, cache)``; the cache is donated."""
@@ -79,7 +88,7 @@ class Programs:
         work: list[tuple[Hashable, str, Callable[[], Lowered]]] = []
         for pair in pairs:
             shapes = self.shapes(*pair)
-            work.append((("step", shapes), _describe(*pair), lambda shapes=shapes: self._lower_step(shapes)))
+            work.append((("step", shapes), _describe(*pair), lambda shapes=shapes: self.lower_step(shapes)))
         for count in rows:
             lower = lambda count=count: self._lower_sampler(count)  # noqa: E731
             work.append((("sampler", count), f"sampler, {count} rows", lower))
@@ -105,13 +114,6 @@ class Programs:
         if key not in self._compiled:
             self._compiled[key] = lower().compile()
         return self._compiled[key]
-
-    def _lower_step(self, shapes: tuple[GroupShape, ...]) -> Lowered:
-        def run(params, cache, packed):
-            logits, cache, _ = self._step(params, cache, packed, shapes)
-            return greedy(logits), logits, cache
-
-        return self._lower(run, shapes)
 
     def _lower(self, function: Callable, shapes: tuple[GroupShape, ...]) -> Lowered:
         width = sum(shape.packed_width for shape in shapes)
