@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.engine.request import Request
+from dsjax.engine.rule_maker import RuleMaker
 from dsjax.engine.sampling_params import SamplingError, SamplingParams
 from dsjax.engine.scheduler import AdmissionError, SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
+        self._rules = RuleMaker(tokenizer, vocab_size, eos_token_ids)
 
     def prepare(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival_time: float = 0.0, priority: int = 0
@@ -54,12 +56,13 @@ class InputProcessor:
 
         Raises:
             PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
-            SamplingError: a stop token outside the vocabulary, or text asked for without a tokenizer.
+            SamplingError: a token id outside the vocabulary, a grammar that cannot be, or text asked for without a tokenizer.
             AdmissionError: more tokens than model or cache hold.
         """
         text, token_ids = self._tokens(prompt)
         stop_ids = self._stop_ids(params)
         max_tokens = self._max_tokens(len(token_ids), params)
+        rules = self._rules.make(params, token_ids)
         base_seed = self._seeds.getrandbits(32) if params.seed is None else _uint32(params.seed)
         completions = [
             Request(
@@ -72,6 +75,7 @@ class InputProcessor:
                 stop_ids=stop_ids,
                 arrival_time=arrival_time,
                 priority=priority,
+                rules=rules[index],
             )
             for index in range(params.n)
         ]
@@ -105,9 +109,6 @@ class InputProcessor:
         return text, token_ids
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise SamplingError("stop_token_ids", f"found {token_id}, expected 0 to {self._vocab_size - 1}")
         if params.stop and self._tokenizer is None:
             raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
         return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self._eos_token_ids)
