@@ -1,0 +1,160 @@
+"""Structured output: grammars compiled by llguidance, and followed token by token. See ``docs/sampling.md``."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from dsjax.engine.structured_params import SamplingError, StructuredOutputs
+from dsjax.engine.tokenizer import Tokenizer
+
+KEPT_GRAMMARS = 64
+"""Compiled grammars that are kept for the next request with the same one."""
+
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+"""Between JSON's parts at most 16 blanks: a model that fell into blanks would never leave them."""
+
+
+def parser_limits() -> LLParserLimits:
+    """What compiling and following a grammar may cost; llguidance's figures say about 20 ms to compile and 5 ms a token."""
+    return LLParserLimits(
+        max_items_in_row=1_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,  # up to 2 kB each
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+class Constraint:
+    """One completion's place in its grammar.
+
+    Attributes:
+        active: whether the grammar rules the next token; not while tokens before ``structured_after`` are free.
+    """
+
+    def __init__(self, matcher: LLMatcher, after: int | None):
+        self._matcher = matcher
+        self._after = after
+        self.active = after is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return self.active and self._matcher.is_stopped()
+
+    def fill(self, words: np.ndarray) -> str | None:
+        """Set bit ``t % 32`` of ``words[t // 32]`` (int32, contiguous) for each token that may come next.
+
+        Gives the reason where the grammar cannot go on.
+        """
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return self._error()
+
+    def take(self, token_id: int) -> str | None:
+        """Follow a token; gives the reason where the grammar cannot go on."""
+        if not self.active:
+            self.active = token_id == self._after
+            return None
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+        return self._error()
+
+    def _error(self) -> str | None:
+        if not self._matcher.is_error():
+            return None
+        return f"structured output cannot go on ({self._matcher.stop_reason()}): {_first_line(self._matcher.get_error())}"
+
+
+class GrammarCompiler:
+    """Makes constraints for one model's tokens. Any thread may call it.
+
+    The table of tokens is made for the first request that wants one: with 129,280 tokens that takes about a second, which
+    servers without such requests need not spend.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
+        self._tokens: LLTokenizer | None = None
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, outputs: StructuredOutputs) -> Constraint:
+        """A constraint at its beginning.
+
+        Raises:
+            SamplingError: a grammar that is wrong, impossible or too costly, or a model without tokenizer or end of sequence.
+        """
+        param = f"structured_outputs.{outputs.form}"
+        if self._tokenizer is None or not self._eos:
+            missing = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
+            raise SamplingError(param, f"this model has no {missing}, which structured output needs")
+        grammar = grammar_text(outputs)
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = self._make_tokens()
+            found = self._kept.get(grammar)
+            if found is not None:
+                self._kept.move_to_end(grammar)
+        if found is None:
+            found = self._compiled(grammar, param)
+            with self._lock:
+                self._kept[grammar] = found
+                if len(self._kept) > KEPT_GRAMMARS:
+                    self._kept.popitem(last=False)
+        return Constraint(found.deep_copy(), outputs.structured_after)
+
+    def _compiled(self, grammar: str, param: str) -> LLMatcher:
+        """A matcher at its beginning, which has made one mask: some impossible grammars show only then."""
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
+        trial = matcher.deep_copy()
+        if not matcher.is_error():
+            words = np.zeros(-(-self._vocab_size // 32), np.int32)
+            trial.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if not trial.is_error() and trial.is_stopped() and not trial.is_accepting():
+                raise SamplingError(param, "no text has this form")
+        if trial.is_error():
+            raise SamplingError(param, _first_line(trial.get_error()))
+        return matcher
+
+    def _make_tokens(self) -> LLTokenizer:
+        return LLTokenizer(TokenizerWrapper(_TokenTable(self._tokenizer, self._vocab_size, self._eos)), eos_token=self._eos)
+
+
+class _TokenTable:
+    """What llguidance reads of a tokenizer; ids that only pad the model's vocabulary stand for nothing and never match."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = eos_token_ids[0], tokenizer.bos_id
+        known = range(min(vocab_size, tokenizer.vocab_size))
+        self.tokens = [tokenizer.token_bytes(i) for i in known] + [b""] * (vocab_size - len(known))
+        self.special_token_ids = sorted({i for i in known if tokenizer.is_special(i)} | set(eos_token_ids))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def grammar_text(outputs: StructuredOutputs) -> str:
+    """The grammar as llguidance reads it."""
+    if outputs.json is not None:
+        return LLMatcher.grammar_from_json_schema(outputs.json, overrides=JSON_OPTIONS)
+    if outputs.json_object:
+        return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=JSON_OPTIONS)
+    if outputs.regex is not None:
+        return LLMatcher.grammar_from_regex(outputs.regex)
+    if outputs.choice is not None:
+        return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
+    return LLMatcher.grammar_from_lark(outputs.grammar)
+
+
+def _first_line(message: str) -> str:
+    return (message.strip().splitlines() or ["unknown reason"])[0][:300]
