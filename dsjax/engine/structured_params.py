@@ -84,8 +84,10 @@ class StructuredOutputs:
             _check_text("json", schema)
             try:
                 schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise _error("json", "the schema is not JSON") from error
+            except ValueError as error:
+                raise _error("json", f"the schema is not JSON: {error}") from error
+            except RecursionError as error:
+                raise _error("json", "the schema is nested too deeply") from error
         if not isinstance(schema, dict | bool):
             raise _error("json", f"found {type(schema).__name__}, expected a JSON schema: an object, or its text")
         try:
