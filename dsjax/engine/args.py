@@ -39,6 +39,7 @@ class EngineArgs:
     page_size: int = option(16, "token slots of a page of the latent cache", least=1)
     cache_tokens: int | None = option(None, "token slots of a DP rank's cache; default: what memory allows", least=1)
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
+    enable_prefix_caching: bool = option(True, "share the cache's pages between requests that begin alike")
     dispatch: str = option("auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged"))
     dispatch_wire: str = option(
         "compute", "what tokens are sent as: in dtype, or FP8 with a scale per 128 values", ("compute", "fp8")
@@ -77,13 +78,20 @@ class EngineArgs:
     def scheduler_config(self, limits: RunnerLimits) -> SchedulerConfig:
         """The scheduler's sizes for a runner made from these options."""
         return SchedulerConfig.from_limits(
-            limits, max_num_batched_tokens=self.max_num_batched_tokens, policy=self.scheduling_policy
+            limits,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            policy=self.scheduling_policy,
+            prefix_caching=self.enable_prefix_caching,
         )
 
 
 def _check(field: dataclasses.Field, value: Any) -> None:
     flag = f"--{field.name.replace('_', '-')}"
     choices, least = field.metadata["choices"], field.metadata["least"]
+    if isinstance(field.default, bool):
+        if not isinstance(value, bool):
+            raise UserError(f"{flag} is {value!r}, expected True or False")
+        return
     if choices is not None and value not in choices:
         raise UserError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")
     if least is None:

@@ -1,12 +1,15 @@
-"""`PagePool`: which pages of one rank's latent cache are free."""
+"""`PagePool`: which pages of one rank's latent cache are free, held, and cached."""
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
 
 
 class PagePool:
     """The pages 1 … num_pages − 1 of a rank. Page 0 is never given out: padded page-table entries point at it.
 
-    The page freed last is given out first, so that a lightly loaded rank keeps to few pages.
+    A page is held by as many requests as took it. A page that was sealed under a hash can be found by it, and when
+    nobody holds it any more it is kept, until its room is needed: pages that hold nothing are given out first, the one freed last
+    before others, so that a lightly loaded rank keeps to few pages; then cached ones, least recently used first.
     """
 
     def __init__(self, num_pages: int, page_size: int):
@@ -17,7 +20,10 @@ class PagePool:
         self.page_size = page_size
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, 0, -1))
-        self._is_free = bytearray([0] + [1] * (num_pages - 1))
+        self._holders = [0] * num_pages
+        self._hash_of: list[bytes | None] = [None] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, least recently used first
 
     @property
     def num_usable(self) -> int:
@@ -26,13 +32,18 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._free)
+        """Pages that nobody holds, those cached included."""
+        return len(self._free) + len(self._idle)
 
     @property
     def num_used(self) -> int:
-        """Pages that requests hold."""
-        return self.num_usable - len(self._free)
+        """Pages that requests hold, each counted once."""
+        return self.num_usable - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that nobody holds, but that can still be found."""
+        return len(self._idle)
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold so many tokens."""
@@ -40,21 +51,89 @@ class PagePool:
 
     def can_allocate(self, count: int) -> bool:
         """Whether so many pages are free."""
-        return count <= len(self._free)
+        return count <= len(self._free) + len(self._idle)
+
+    def can_hold(self, found: Sequence[int], count: int) -> bool:
+        """Whether the pages `found` can be held and `count` others be allocated beside them."""
+        return self.can_allocate(count + sum(not self._holders[page] for page in found))
 
     def allocate(self, count: int) -> list[int]:
         """Take pages. The caller has asked `can_allocate` before."""
-        if count > len(self._free):
-            raise ValueError(f"asked for {count} pages, {len(self._free)} of {self.num_usable} are free")
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._is_free[page] = 0
+        if not self.can_allocate(count):
+            raise ValueError(f"asked for {count} pages, {self.num_free} of {self.num_usable} are free")
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._idle.popitem(last=False)
+                self._unname(page)
+            self._holders[page] = 1
+            pages.append(page)
         return pages
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Give pages back. Giving back a free page is a fault of the caller and raises."""
-        for page in pages:
-            if page == 0 or self._is_free[page]:
+    def hold(self, found: Iterable[int]) -> None:
+        """Take pages that `find` gave, beside whoever holds them."""
+        for page in found:
+            if not self._holders[page]:
+                del self._idle[page]
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give a request's pages back. Giving back a page that nobody holds is a fault of the caller and raises.
+
+        The last pages come first, so that the end of a chain is evicted before the beginning, which more requests share.
+        """
+        for page in reversed(pages):
+            if not self._holders[page]:
                 raise ValueError(f"page {page} is given back but was not allocated")
-            self._is_free[page] = 1
-            self._free.append(page)
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                if self._hash_of[page] is None:
+                    self._free.append(page)
+                else:
+                    self._idle[page] = None
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The pages of the longest beginning of `hashes` that is cached."""
+        pages = []
+        for name in hashes:
+            page = self._page_of.get(name)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def count(self, hashes: Iterable[bytes], promised: Container[bytes] = ()) -> int:
+        """How long a beginning of `hashes` is cached or promised."""
+        known, found = self._page_of, 0
+        for name in hashes:
+            if name not in known and name not in promised:
+                break
+            found += 1
+        return found
+
+    def seal(self, page: int, name: bytes) -> None:
+        """Let a page be found: it is full, its values are finite, and nobody writes it any more.
+
+        Where another page has this hash already, that one stays the one to be found.
+        """
+        if self._hash_of[page] is None and self._page_of.setdefault(name, page) == page:
+            self._hash_of[page] = name
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let pages be found no more. Who holds them keeps them."""
+        for page in pages:
+            if self._hash_of[page] is not None:
+                self._unname(page)
+                if not self._holders[page]:
+                    del self._idle[page]
+                    self._free.append(page)
+
+    def flush(self) -> None:
+        """Forget every page."""
+        self.forget(list(self._page_of.values()))
+
+    def _unname(self, page: int) -> None:
+        del self._page_of[self._hash_of[page]]
+        self._hash_of[page] = None

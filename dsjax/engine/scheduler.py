@@ -1,12 +1,15 @@
 """`Scheduler`: which tokens of which requests every DP rank computes in the next step. Plain Python, no JAX."""
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from dsjax.engine.pages import PagePool
-from dsjax.engine.plan import RowResult, RunnerLimits, StepPlan
+from dsjax.engine.plan import NO_TOKEN, RowResult, RunnerLimits, ScheduledRow, StepPlan
 from dsjax.engine.rank import Rank
 from dsjax.engine.request import FinishReason, Request, Status
+from dsjax.engine.routing import Router, standing_cost
+from dsjax.engine.stats import RankLoad
 from dsjax.errors import UserError
 
 
@@ -24,6 +27,7 @@ class SchedulerConfig:
         prefill_chunk: most tokens of one prompt in a step.
         max_prefill_rows: most prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `Request.priority` first, then by arrival.
+        prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
     """
 
     max_num_seqs: int
@@ -34,6 +38,7 @@ class SchedulerConfig:
     pages_per_rank: int
     max_model_len: int
     policy: Literal["fcfs", "priority"] = "fcfs"
+    prefix_caching: bool = True
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_prefill_rows", "max_model_len"):
@@ -54,6 +59,7 @@ class SchedulerConfig:
         *,
         max_num_batched_tokens: int,
         policy: Literal["fcfs", "priority"] = "fcfs",
+        prefix_caching: bool = True,
     ) -> "SchedulerConfig":
         """Use all the room that a runner has."""
         return cls(
@@ -65,6 +71,7 @@ class SchedulerConfig:
             pages_per_rank=limits.pages_per_rank,
             max_model_len=limits.max_model_len,
             policy=policy,
+            prefix_caching=prefix_caching,
         )
 
     @property
@@ -121,9 +128,11 @@ class Scheduler:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 prefill_chunk=config.prefill_chunk,
                 max_prefill_rows=config.max_prefill_rows,
+                prefix_caching=config.prefix_caching,
             )
             for _ in range(num_ranks)
         ]
+        self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
 
@@ -132,8 +141,39 @@ class Scheduler:
         """Requests waiting or running."""
         return len(self._requests)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot or for pages."""
+        return sum(len(rank.waiting) for rank in self.ranks)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Known tokens of the waiting requests."""
+        return sum(rank.waiting_tokens for rank in self.ranks)
+
+    def loads(self) -> list[RankLoad]:
+        """What each rank has to do, and has room for."""
+        return [
+            RankLoad(
+                index,
+                len(rank.running),
+                len(rank.waiting),
+                rank.waiting_tokens,
+                rank.pool.num_used,
+                rank.pool.num_cached,
+                rank.pool.num_usable,
+                standing_cost(rank),
+            )
+            for index, rank in enumerate(self.ranks)
+        ]
+
+    def flush_prefix_cache(self) -> None:
+        """Let no page be found any more that is computed now. Requests keep those that they hold."""
+        for rank in self.ranks:
+            rank.pool.flush()
+
     def add(self, request: Request) -> None:
-        """Queue a request on the rank with the least load, which is the tokens of all its requests; ties: lowest index.
+        """Queue a request on the rank of the lowest cost (`dsjax/engine/routing.py`), or on its session's.
 
         Raises:
             AdmissionError: it could never finish.
@@ -145,7 +185,7 @@ class Scheduler:
         priority = request.priority if self.config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._arrivals)
         self._arrivals += 1
-        request.rank = min(range(len(self.ranks)), key=lambda index: self.ranks[index].load)
+        request.rank = self._router.choose(request)
         self._requests[request.request_id] = request
         self.ranks[request.rank].add(request)
 
@@ -163,44 +203,72 @@ class Scheduler:
         return StepPlan([rank.schedule(now) for rank in self.ranks])
 
     def update(self, plan: StepPlan, results: dict[str, RowResult], now: float = 0.0) -> list[Update]:
-        """Enter a step's results; give an `Update` for each request that got a token or failed.
+        """Enter a step's results; give an `Update` for each request that got a token or prompt log-probabilities, or failed.
 
         Requests that were aborted while the step ran are passed over.
         """
         updates: list[Update] = []
-        running = Status.RUNNING  # looked up once: this loop is the engine's host cost
-        for rank, rank_plan in zip(self.ranks, plan.ranks, strict=True):
-            finished: list[Request] = []
+        running = Status.RUNNING  # looked up once: the loop over decodes is the engine's host cost
+        for rank, (decodes, prefills) in zip(self.ranks, plan.ranks, strict=True):
             before = len(updates)
-            failed = 0
-            for rows in rank_plan:
-                for request, start, length in rows:
-                    if request.status is not running:
-                        continue
-                    request.num_computed_tokens = computed = start + length
-                    tokens = request.token_ids
-                    if computed < len(tokens):
-                        continue
+            for request, start, _ in decodes:
+                if request.status is running:
+                    request.num_computed_tokens = start + 1
                     result = results[request.request_id]
-                    reason = None
-                    if result.finite:
-                        tokens.append(result.token_id)
-                        if result.token_id in request.stop_ids or len(tokens) >= request.max_total_tokens:
-                            reason = _finish_reason(request, result.token_id)
-                        if request.first_token_time is None:
-                            request.first_token_time = now
-                    else:
-                        reason = FinishReason.ERROR
-                        failed += 1
-                    if reason is not None:
-                        _finish(request, reason, now)
-                        finished.append(request)
-                        del self._requests[request.request_id]
-                    updates.append(Update(request, result, reason))
-            rank.load += len(updates) - before - failed
+                    updates.append(Update(request, result, _enter(request, result, now)))
+            for row in prefills:
+                if row.request.status is running:
+                    result = results[row.request.request_id] if row.sampled else results.get(row.request.request_id)
+                    update = _enter_chunk(rank, row, result, now)
+                    if update is not None:
+                        updates.append(update)
+            finished = []
+            for request, result, reason in islice(updates, before, None):
+                rank.load += result.finite and result.token_id != NO_TOKEN
+                if reason is not None:
+                    finished.append(request)
+                    del self._requests[request.request_id]
             if finished:
                 rank.remove_finished(finished)
         return updates
+
+
+def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult | None, now: float) -> Update | None:
+    """Enter what a row of a prompt yielded; None where that is nothing to tell of."""
+    request, start, length = row
+    sampled = row.sampled
+    if result is not None and not result.finite:
+        return Update(request, result, _enter(request, result, now))
+    request.num_computed_tokens = start + length
+    rank.enter_chunk(request)
+    if result is None:
+        return None
+    if result.prompt_logprobs is not None:
+        # A prompt that was preempted gives them again.
+        new = result.prompt_logprobs[max(0, request.num_prompt_logprobs - start) :]
+        request.num_prompt_logprobs = max(request.num_prompt_logprobs, start + len(result.prompt_logprobs))
+        result = result._replace(prompt_logprobs=new)
+    if sampled:
+        return Update(request, result, _enter(request, result, now))
+    return Update(request, result, None) if result.prompt_logprobs else None
+
+
+def _enter(request: Request, result: RowResult, now: float) -> FinishReason | None:
+    """Append the token, or fail; whether that ends the request."""
+    if result.finite:
+        token_id, tokens = result.token_id, request.token_ids
+        tokens.append(token_id)
+        if request.first_token_time is None:
+            request.first_token_time = now
+        if token_id not in request.stop_ids and len(tokens) < request.max_total_tokens:
+            return None
+        reason = _finish_reason(request, token_id)
+        if reason is None:
+            return None
+    else:
+        reason = FinishReason.ERROR
+    _finish(request, reason, now)
+    return reason
 
 
 def _finish_reason(request: Request, token_id: int) -> FinishReason | None:

@@ -2,8 +2,12 @@
 
 import time
 
-from dsjax.engine.plan import RowResult, RunnerLimits, StepPlan
+from dsjax.engine.plan import NO_TOKEN, RowResult, RunnerLimits, StepPlan
 from dsjax.engine.request import Request
+from dsjax.engine.stats import RunnerCounts
+
+NAN = "not finite"
+"""What a request in `FakeRunner.non_finite` writes. Whoever then has it in a page, read or not, fails too: 0 × NaN is NaN."""
 
 
 def next_token(context: list[int], seed: int, vocab_size: int) -> int:
@@ -17,8 +21,8 @@ def next_token(context: list[int], seed: int, vocab_size: int) -> int:
 class FakeRunner:
     """Writes each token to its slot of its page and makes the next one from what the pages then hold.
 
-    A page that two requests use, a page that is lost, or a chunk that is skipped therefore changes the output. It also checks
-    what any runner relies on: slots, row groups, chunk lengths.
+    A page that two requests write, a page that is lost, or a chunk that is skipped therefore changes the output. It also checks
+    what any runner relies on: slots, row groups, chunk lengths; and that a page that may be shared is not written.
     """
 
     def __init__(
@@ -79,10 +83,25 @@ class FakeRunner:
                 for request, start, length in rows:
                     assert 0 < length <= self.limits.max_chunk
                     assert request.rank == rank
+                    assert start >= request.num_sealed_pages * self.limits.page_size, "a sealed page is not written"
                     self._write(request, start, length)
-                    if start + length == len(request.token_ids):
-                        results[request.request_id] = self._result(request)
+            for rows in rank_plan:
+                for request, start, length in rows:
+                    result = self._result(request, start + length)
+                    if result is not None:
+                        results[request.request_id] = result
+        failed = [row.request for rank in plan.ranks for rows in rank for row in rows]
+        failed = [r for r in failed if r.request_id in results and not results[r.request_id].finite]
+        self.clear_pages([(request.rank, request.pages[request.num_sealed_pages :]) for request in failed])
         return results
+
+    def clear_pages(self, dirty) -> None:
+        for rank, pages in dirty:
+            for page in pages:
+                self._cache[rank][page] = [None] * self.limits.page_size
+
+    def counts(self) -> RunnerCounts:
+        return RunnerCounts(num_padding_tokens=self.steps)
 
     def warm_up(self, progress=None) -> None:
         for done in range(1, 4):
@@ -98,22 +117,28 @@ class FakeRunner:
         for position in range(start, start + length):
             page = request.pages[position // size]
             assert page != 0, "page 0 is reserved"
-            self._cache[request.rank][page][position % size] = request.token_ids[position]
+            value = NAN if request.request_id in self.non_finite else request.token_ids[position]
+            self._cache[request.rank][page][position % size] = value
 
-    def _result(self, request: Request) -> RowResult:
+    def _result(self, request: Request, count: int) -> RowResult | None:
+        """Of a row that ends before token `count`."""
         size = self.limits.page_size
         cache = self._cache[request.rank]
-        count = len(request.token_ids)
+        sampled = count == len(request.token_ids)
+        if any(NAN in cache[page] for page in request.pages):
+            return RowResult(0 if sampled else NO_TOKEN, finite=False)
         context = [cache[request.pages[at // size]][at % size] for at in range(count)]
+        assert context == request.token_ids[:count], "the pages hold this request's tokens"
+        if not sampled:
+            return None
         token = self.model(context, 0 if request.params.greedy else request.seed, self.limits.vocab_size)
         while request.suppresses_stop_ids and token in request.stop_ids:
             token = (token + 1) % self.limits.vocab_size
         wanted = request.params.logprobs
-        finite = request.request_id not in self.non_finite
         if wanted is None:
-            return RowResult(token, finite=finite)
+            return RowResult(token)
         top = [((token + place) % self.limits.vocab_size, -0.5 - place) for place in range(wanted)]
-        return RowResult(token, -0.5, top, finite, 1)
+        return RowResult(token, -0.5, top, rank=1)
 
 
 def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 300, model=next_token) -> list[int]:

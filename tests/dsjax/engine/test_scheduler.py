@@ -26,7 +26,8 @@ def make_config(**changes) -> SchedulerConfig:
 
 def make_request(name: str, prompt_len: int, max_tokens: int = 8, **changes) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, **changes.pop("params", {}))
-    return Request(name, list(range(prompt_len)), prompt_len, params, max_tokens, 0, **changes)
+    first = changes.pop("first", 0)
+    return Request(name, list(range(first, first + prompt_len)), prompt_len, params, max_tokens, 0, **changes)
 
 
 def work(plan) -> list[list[tuple[str, int, int]]]:
@@ -73,7 +74,7 @@ def test_prompts_go_in_chunks_within_the_budget_and_behind_decodes():
 def test_two_prompts_share_the_budget_in_the_order_of_arrival():
     scheduler = Scheduler(make_config(), num_ranks=1)
     scheduler.add(make_request("a", 9))
-    scheduler.add(make_request("b", 9))
+    scheduler.add(make_request("b", 9, first=100))
     plan = scheduler.schedule()
     assert work(plan) == [[("a", 0, 8), ("b", 0, 4)]]
 
