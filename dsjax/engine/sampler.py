@@ -23,9 +23,15 @@ MAX_SUPPRESSED = 16
 
 
 def greedy(logits: Float[Array, "B R V"]) -> Int[Array, "B R"]:
-    """The most probable token (lowest id of equals), or −1 where any logit is not finite."""
-    finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    return jnp.where(finite, jnp.argmax(logits, axis=-1), -1).astype(jnp.int32)
+    """The most probable token (lowest id of equals), or −1 where any logit is not finite.
+
+    Two plain reductions: XLA's CPU backend computes ``argmax``, a reduction of pairs, one element at a time.
+    """
+    most = jnp.max(logits, axis=-1)  # NaN if any logit is
+    finite = jnp.isfinite(most) & jnp.isfinite(jnp.min(logits, axis=-1))
+    V = logits.shape[-1]
+    first = jnp.min(jnp.where(logits == most[..., None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
+    return jnp.where(finite, first, -1)
 
 
 @jax.tree_util.register_dataclass

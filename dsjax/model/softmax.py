@@ -11,40 +11,40 @@ Context = TypeVar("Context")
 
 
 def attend_in_blocks(
-    positions: Int[Array, "R C"],
+    positions: Int[Array, "R #Q1 #Q2"],
     fetch: Callable[[Int[Array, ""]], Context],
-    score: Callable[[Context], Float[Array, "R S C H"]],
-    weigh: Callable[[Float[Array, "R S C H"], Context], Float[Array, "R C H W"]],
+    score: Callable[[Context], Float[Array, "R Q1 Q2 S"]],
+    weigh: Callable[[Float[Array, "R Q1 Q2 S"], Context], Float[Array, "R Q1 Q2 W"]],
     *,
     num_blocks: int,
     block: int,
-) -> Float[Array, "R C H W"]:
+) -> Float[Array, "R Q1 Q2 W"]:
     """Causal attention of queries at ``positions`` over ``num_blocks × block`` context positions, in float32.
 
+    Q1, Q2: queries and heads, in whichever order the scores come; ``positions`` has size 1 where the heads are.
     ``fetch(i)`` reads block ``i``; ``score`` gives its scaled scores, ``weigh`` the weighted sum of its values.
     One block is a plain softmax. More are accumulated with a running maximum and sum (arXiv 1805.02867, 2205.14135);
     blocks that no query can see are never read: the loop ends at the block of the largest position.
 
-    Scores have the context before the queries: ``latents × queriesᵀ`` is then a product whose large operand is read in
-    place. The other order transposes all latents first on XLA's CPU backend (8.8 against 1.4 ms for 256 rows of 256
-    positions and 8 heads).
+    The context is the scores' last axis: XLA's CPU backend then takes exponentials and sums several at a time (36 against
+    101 µs for 32 rows of 128 positions and 8 heads with the context before the heads).
     """
     if num_blocks == 1:
         context = fetch(jnp.int32(0))
-        return weigh(jax.nn.softmax(_causal(score(context), positions, 0), axis=1), context)
+        return weigh(jax.nn.softmax(_causal(score(context), positions, 0), axis=-1), context)
 
     def step(index, state):
         maximum, total, out = state
         context = fetch(index)
         scores = _causal(score(context), positions, index * block)
-        higher = jnp.maximum(maximum, jnp.max(scores, axis=1))
-        weights, shrink = jnp.exp(scores - higher[:, None]), jnp.exp(maximum - higher)
+        higher = jnp.maximum(maximum, jnp.max(scores, axis=-1))
+        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(maximum - higher)
         out = out * shrink[..., None] + weigh(weights, context).astype(jnp.float32)
-        return higher, total * shrink + jnp.sum(weights, axis=1), out
+        return higher, total * shrink + jnp.sum(weights, axis=-1), out
 
     context = jax.eval_shape(fetch, jnp.int32(0))
     scores = jax.eval_shape(score, context)
-    queries = (scores.shape[0], *scores.shape[2:])
+    queries = scores.shape[:-1]
     # Finite, so that a block without a visible position leaves no NaN; block 0 has one for every query.
     nothing = (jnp.full(queries, -1e30), jnp.zeros(queries), jnp.zeros(jax.eval_shape(weigh, scores, context).shape))
     needed = jnp.minimum(jnp.max(positions) // block + 1, num_blocks)
@@ -52,7 +52,7 @@ def attend_in_blocks(
     return out / total[..., None]
 
 
-def _causal(scores: Float[Array, "R S C H"], positions: Int[Array, "R C"], start) -> Float[Array, "R S C H"]:
+def _causal(scores: Float[Array, "R Q1 Q2 S"], positions: Int[Array, "R #Q1 #Q2"], start) -> Float[Array, "R Q1 Q2 S"]:
     """−inf where the context position lies after the query's. Position 0 is seen by all: no row is empty."""
-    at = start + jnp.arange(scores.shape[1])
-    return jnp.where(positions[:, None, :, None] >= at[:, None, None], scores, -jnp.inf)
+    at = start + jnp.arange(scores.shape[-1])
+    return jnp.where(positions[..., None] >= at, scores, -jnp.inf)

@@ -37,10 +37,10 @@ def in_blocks(positions, q, keys, values, block, num_blocks=None):
             return [jax.lax.dynamic_slice_in_dim(a, index * block, block, axis=1) for a in (keys, values)]
 
         return attend_in_blocks(
-            positions,
+            positions[..., None],
             fetch,
-            lambda context: jnp.einsum("rsw,rchw->rsch", context[0], q),
-            lambda probs, context: jnp.einsum("rsch,rsw->rchw", probs, context[1]),
+            lambda context: jnp.einsum("rchw,rsw->rchs", q, context[0]),
+            lambda probs, context: jnp.einsum("rchs,rsw->rchw", probs, context[1]),
             num_blocks=num_blocks or S // block,
             block=block,
         )
