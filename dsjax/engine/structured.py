@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -16,12 +17,16 @@ from dsjax.engine.tokenizer import Tokenizer
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept for the next request with the same one."""
 
+COMPILE_STACK = 256 * 2**20
+"""Bytes of stack for compiling. llguidance descends once a rule, and a chain of the 7,500 rules that fit a grammar's text
+overran the usual 8 MB, which ends the process; with 64 MB none did. Only what is used is ever backed by memory."""
+
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 """Between JSON's parts at most 16 blanks: a model that fell into blanks would never leave them."""
 
 
 def parser_limits() -> LLParserLimits:
-    """What compiling and following a grammar may cost; llguidance's figures say about 20 ms to compile and 5 ms a token."""
+    """What a grammar may cost: by llguidance's figures some 20 ms to compile, and 5 ms a token."""
     return LLParserLimits(
         max_items_in_row=1_000,
         initial_lexer_fuel=1_000_000,
@@ -70,7 +75,9 @@ class Constraint:
     def _error(self) -> str | None:
         if not self._matcher.is_error():
             return None
-        return f"structured output cannot go on ({self._matcher.stop_reason()}): {_first_line(self._matcher.get_error())}"
+        return (
+            f"structured output cannot go on ({self._matcher.stop_reason()}): {_first_line(self._matcher.get_error())}"
+        )
 
 
 class GrammarCompiler:
@@ -107,12 +114,30 @@ class GrammarCompiler:
             if found is not None:
                 self._kept.move_to_end(grammar)
         if found is None:
-            found = self._compiled(grammar, param)
+            found = self._in_deep_stack(lambda: self._compiled(grammar, param))
             with self._lock:
                 self._kept[grammar] = found
                 if len(self._kept) > KEPT_GRAMMARS:
                     self._kept.popitem(last=False)
         return Constraint(found.deep_copy(), outputs.structured_after)
+
+    def _in_deep_stack(self, compile: Callable[[], LLMatcher]) -> LLMatcher:
+        done: Future[LLMatcher] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(compile())
+            except BaseException as error:
+                done.set_exception(error)
+
+        thread = threading.Thread(target=run, name="dsjax-grammar")
+        with self._lock:  # the size is the process's: it holds for the threads that start until it is set back
+            before = threading.stack_size(COMPILE_STACK)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+        return done.result()
 
     def _compiled(self, grammar: str, param: str) -> LLMatcher:
         """A matcher at its beginning, which has made one mask: some impossible grammars show only then."""
@@ -127,7 +152,9 @@ class GrammarCompiler:
         return matcher
 
     def _make_tokens(self) -> LLTokenizer:
-        return LLTokenizer(TokenizerWrapper(_TokenTable(self._tokenizer, self._vocab_size, self._eos)), eos_token=self._eos)
+        return LLTokenizer(
+            TokenizerWrapper(_TokenTable(self._tokenizer, self._vocab_size, self._eos)), eos_token=self._eos
+        )
 
 
 class _TokenTable:

@@ -88,7 +88,8 @@ class StructuredOutputs:
                 raise _error("json", f"the schema is not JSON: {error}") from error
             except RecursionError as error:
                 raise _error("json", "the schema is nested too deeply") from error
-        if not isinstance(schema, dict | bool):
+        schema = {} if schema is True else schema  # JSON Schema's way to say anything
+        if not isinstance(schema, dict):
             raise _error("json", f"found {type(schema).__name__}, expected a JSON schema: an object, or its text")
         try:
             return json.dumps(schema, separators=(",", ":"), allow_nan=False)
