@@ -1,0 +1,72 @@
+"""`dsjax top`: watch a running server."""
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from dsjax.top.reading import Client, NoAnswerError, Reading
+from dsjax.top.screen import Screen
+from dsjax.top.view import view
+
+
+def top(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(help="Seconds between readings.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval, then end.")] = False,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", help="Write a line of JSON for each interval instead; - for standard output."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Where the server wants a key.", show_default=False)
+    ] = None,
+) -> None:
+    """Watch a running server: ranks, pages, tokens a second, latencies, hottest experts. Ctrl-C ends."""
+    client = Client(url, api_key)
+    try:
+        before = client.read()  # a server that is not there is an error; one that goes away later is waited for
+        if json_file is not None:
+            _write(client, before, interval, once, json_file)
+        elif once:
+            time.sleep(interval)
+            Console().print(Screen(client.url, view(before, client.read())))
+        else:
+            _watch(client, before, interval)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        client.close()
+
+
+def _watch(client: Client, before: Reading, interval: float) -> None:
+    shown: dict[str, Any] | None = None
+    with Live(Screen(client.url, None), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            try:
+                after = client.read()
+            except NoAnswerError as error:
+                live.update(Screen(client.url, shown, str(error)), refresh=True)
+                continue
+            shown, before = view(before, after), after
+            live.update(Screen(client.url, shown), refresh=True)
+
+
+def _write(client: Client, before: Reading, interval: float, once: bool, json_file: str) -> None:
+    standard = contextlib.nullcontext(sys.stdout)
+    with standard if json_file == "-" else Path(json_file).open("w", encoding="utf-8") as file:
+        while True:
+            time.sleep(interval)
+            after = client.read()
+            file.write(json.dumps(view(before, after)) + "\n")
+            file.flush()
+            before = after
+            if once:
+                return

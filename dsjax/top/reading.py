@@ -1,0 +1,135 @@
+"""`Reading`: what a server said at one moment, from `/metrics`, `/server_info` and `/get_load`."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from dsjax.errors import UserError
+
+HISTOGRAMS = {
+    "time_to_first_token": "vllm:time_to_first_token_seconds",
+    "inter_token": "vllm:inter_token_latency_seconds",
+    "time_per_output_token": "vllm:request_time_per_output_token_seconds",
+    "end_to_end": "vllm:e2e_request_latency_seconds",
+    "queue": "vllm:request_queue_time_seconds",
+    "step": "dsjax_step_seconds",
+}
+"""Name in the view to name in the exposition."""
+
+_OTHERS = (
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total",
+    "vllm:corrupted_requests_total",
+    "dsjax_step_tokens_total",
+    "dsjax_host_seconds_total",
+    "dsjax_compilations_after_warm_up_total",
+    "dsjax_requests_rejected_total",
+    "dsjax_expert_tokens_total",
+    "dsjax_expert_balancedness",
+)
+_NAMES = (*(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum", "count")), *_OTHERS)
+
+
+class NoAnswerError(UserError):
+    """The server cannot be asked, or answers with an error."""
+
+
+class Exposition:
+    """The samples of a scrape."""
+
+    def __init__(self, text: str):
+        """Parse the text format.
+
+        Raises:
+            ValueError: it is not the exposition format.
+        """
+        self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+
+    def total(self, name: str) -> float:
+        """The sum of a name's samples; 0 where there is none."""
+        return sum(value for _, value in self._samples.get(name, ()))
+
+    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """The sums by these labels' values."""
+        sums: dict[tuple[str, ...], float] = {}
+        for found, value in self._samples.get(name, ()):
+            key = tuple(found.get(label, "") for label in labels)
+            sums[key] = sums.get(key, 0.0) + value
+        return sums
+
+    def buckets(self, name: str) -> dict[float, float]:
+        """A histogram over all its labels: upper bound to cumulative count."""
+        return {float(bound): count for (bound,), count in sorted(self.by(f"{name}_bucket", "le").items())}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One moment. `time` is the client's monotonic clock; `info` and `loads` are JSON as the server gave it."""
+
+    time: float
+    metrics: Exposition
+    info: dict[str, Any]
+    loads: list[dict[str, Any]]
+
+
+class Client:
+    """Asks one server, on one connection."""
+
+    def __init__(self, url: str, api_key: str | None = None):
+        """url: with or without `/v1`; api_key: where the server wants one.
+
+        Raises:
+            NoAnswerError: it is no http URL.
+        """
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise NoAnswerError(f"--url is {url!r}, expected http://HOST:PORT")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=10.0)
+
+    def read(self) -> Reading:
+        """Ask all three.
+
+        Raises:
+            NoAnswerError: nobody answers, or not as dsjax does.
+        """
+        try:
+            metrics = Exposition(self._get("/metrics", params={"name[]": list(_NAMES)}).text)
+            info, load = self._get("/server_info").json(), self._get("/get_load").json()
+            return Reading(time.monotonic(), metrics, dict(info), list(load["ranks"]))
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise NoAnswerError(
+                f"{self.url} does not answer as dsjax serve does; give the address of one as --url"
+            ) from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def _get(self, path: str, **options: Any) -> httpx.Response:
+        try:
+            response = self._http.get(path, **options)
+        except httpx.HTTPError as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise NoAnswerError(
+                f"no server answers at {self.url}: {reason}; start one with dsjax serve, or give --url"
+            ) from error
+        if response.status_code in (401, 403):
+            raise NoAnswerError(f"{self.url} wants a key ({response.status_code}); give one with --api-key")
+        if response.status_code == 503:
+            raise NoAnswerError(f"{self.url} is not ready yet ({path} answered 503); wait until it has warmed up")
+        if response.status_code != 200:
+            raise NoAnswerError(f"{self.url}{path} answered {response.status_code}, expected 200; is it dsjax serve?")
+        return response

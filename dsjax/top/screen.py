@@ -1,0 +1,120 @@
+"""`screen`: a view as the terminal shows it."""
+
+from typing import Any
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+_LATENCIES = {
+    "time_to_first_token": "first token",
+    "inter_token": "between tokens",
+    "time_per_output_token": "per output token",
+    "end_to_end": "end to end",
+    "queue": "in the queue",
+    "step": "step",
+}
+_BAR = 10
+
+
+class Screen:
+    """Draws a view in the terminal's width and height. `note` is shown instead of nothing when the server is silent."""
+
+    def __init__(self, url: str, view: dict[str, Any] | None, note: str = ""):
+        self._url, self._view, self._note = url, view, note
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lay out."""
+        if self._note:
+            yield Text(self._note, "bold red")
+        if self._view is None:
+            if not self._note:
+                yield Text(f"reading {self._url} …", "dim")
+            return
+        view = self._view
+        yield _summary(self._url, view)
+        yield Columns([_latencies(view["latency"]), _experts(view["experts"])], padding=(0, 3))
+        lines = (options.height or console.height) - 18
+        yield _ranks(view["ranks"], max(lines, 4))
+
+
+def _summary(url: str, view: dict[str, Any]) -> Group:
+    requests, tokens, steps, cache = view["requests"], view["tokens_per_second"], view["steps"], view["cache"]
+    title = Text.assemble(
+        (str(view["model"]), "bold"), f" on {view['mesh']}, {view['num_devices']} devices   ", (url, "dim")
+    )
+    work = (
+        f"{requests['running']} running, {requests['waiting']} waiting   {tokens['generation']:,.0f} tokens/s made, "
+        f"{tokens['prompt']:,.0f} prompt tokens/s   {steps['per_second']:.1f} steps/s"
+    )
+    memory = (
+        f"pages {_percent(cache['usage'])} used   prefix hits {_percent(cache['hit_share'])}   "
+        f"padding {_percent(steps['padding_share'])}"
+    )
+    host = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in steps["host_seconds"].items())
+    lines = [title, Text(work), Text(memory + (f"   ms a step: {host}" if host else ""))]
+    troubles = {
+        "rejected": requests["rejected"],
+        "preempted": requests["preempted"],
+        "not finite": requests["not_finite"],
+        "compiled after warm-up": steps["compilations_after_warm_up"],
+    }
+    found = [f"{name} {count:,.0f}" for name, count in troubles.items() if count]
+    return Group(*lines, *([Text("   ".join(found), "bold yellow")] if found else []), Text(""))
+
+
+def _latencies(latency: dict[str, dict[str, float | None]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="latency", title_justify="left", pad_edge=False)
+    table.add_column("")
+    for name in ("mean", "p50", "p90", "p99", "n"):
+        table.add_column(name, justify="right")
+    for key, label in _LATENCIES.items():
+        found = latency[key]
+        quantiles = [_seconds(found[name]) for name in ("mean", "p50", "p90", "p99")]
+        table.add_row(label, *quantiles, f"{found['count']:,.0f}")
+    return table
+
+
+def _experts(experts: dict[str, Any] | None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="hottest experts", title_justify="left", pad_edge=False)
+    for name in ("expert", "ep rank", "share", "× mean"):
+        table.add_column(name, justify="right")
+    for each in experts["hottest"] if experts else ():
+        times = f"{each['times_mean']:.2f}" if each["times_mean"] is not None else ""
+        table.add_row(str(each["expert"]), str(each["ep_rank"]), _percent(each["share"]), times)
+    if experts is None:
+        table.caption = "not recorded: POST /start_expert_distribution_record"
+    elif experts["balancedness"]:
+        table.caption = "balancedness " + ", ".join(f"{v:.2f} ({of})" for of, v in experts["balancedness"].items())
+    return table
+
+
+def _ranks(ranks: list[dict[str, Any]], lines: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="ranks", title_justify="left", pad_edge=False)
+    table.add_column("rank", justify="right")
+    for name in ("running", "waiting", "tokens/s"):
+        table.add_column(name, justify="right")
+    table.add_column("pages held")
+    table.add_column("cached", justify="right")
+    table.add_column("cost", justify="right")
+    for load in ranks[:lines]:
+        held = load["used_pages"] / load["usable_pages"] if load["usable_pages"] else 0.0
+        filled = round(held * _BAR)
+        bar = Text.assemble(("█" * filled, "green"), ("·" * (_BAR - filled), "dim"), f" {held:>4.0%}")
+        numbers = [f"{load['running']:,}", f"{load['waiting']:,}", f"{load['tokens_per_second']:,.1f}"]
+        table.add_row(str(load["rank"]), *numbers, bar, f"{load['cached_pages']:,}", f"{load['cost']:,.0f}")
+    if len(ranks) > lines:
+        table.caption = f"… {len(ranks) - lines} more ranks; a taller terminal shows them"
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"

@@ -1,0 +1,142 @@
+"""`view`: two readings as rates, shares and quantiles. Its JSON is what `dsjax top --json` writes."""
+
+import math
+from typing import Any
+
+from dsjax.top.reading import HISTOGRAMS, Exposition, Reading
+
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+_MOST_EXPERTS = 8
+
+
+def view(before: Reading, after: Reading) -> dict[str, Any]:
+    """What happened between two readings of one server.
+
+    Times are seconds, shares are 0 to 1, and what cannot be known (a mean of nothing) is None. Fields:
+
+    - `model`, `mesh`, `num_devices`: of `/server_info`; `window_seconds`: between the readings.
+    - `ranks`: `/get_load`'s, each with `tokens_per_second` (generated) added.
+    - `tokens_per_second`: `prompt`, `generation`. `requests`: `running`, `waiting` now; `finished` by reason, `rejected`,
+      `preempted`, `not_finite` in the window.
+    - `cache`: `usage` now; `hit_share` of the prompt tokens in the window.
+    - `latency`: by name `count`, `mean`, `p50`, `p90`, `p99`, of the window.
+    - `steps`: `per_second`, `padding_share`, `host_seconds` of a step by part, `compilations_after_warm_up` in all.
+    - `experts`: None before anything was recorded; `balancedness`, and `hottest`: `expert`, `ep_rank`, `share` of all tokens,
+      `times_mean`, in the window, or since recording began where the window has none.
+    """
+    seconds = max(after.time - before.time, 1e-9)
+    old, new = before.metrics, after.metrics
+    made = _growth(old, new, "vllm:generation_tokens_total", "engine")
+    steps = _latency(old, new, HISTOGRAMS["step"])
+    return {
+        "model": after.info.get("model"),
+        "mesh": after.info.get("mesh"),
+        "num_devices": after.info.get("num_devices"),
+        "window_seconds": seconds,
+        "ranks": [{**load, "tokens_per_second": made.get((str(load["rank"]),), 0.0) / seconds} for load in after.loads],
+        "tokens_per_second": {
+            "prompt": _grown(old, new, "vllm:prompt_tokens_total") / seconds,
+            "generation": sum(made.values()) / seconds,
+        },
+        "requests": {
+            "running": sum(load["running"] for load in after.loads),
+            "waiting": sum(load["waiting"] for load in after.loads),
+            "finished": {
+                reason: count
+                for (reason,), count in _growth(old, new, "vllm:request_success_total", "finished_reason").items()
+            },
+            "rejected": _grown(old, new, "dsjax_requests_rejected_total"),
+            "preempted": _grown(old, new, "vllm:num_preemptions_total"),
+            "not_finite": _grown(old, new, "vllm:corrupted_requests_total"),
+        },
+        "cache": {
+            "usage": _share(sum(x["used_pages"] for x in after.loads), sum(x["usable_pages"] for x in after.loads)),
+            "hit_share": _share(
+                _grown(old, new, "vllm:prefix_cache_hits_total"), _grown(old, new, "vllm:prefix_cache_queries_total")
+            ),
+        },
+        "latency": {name: _latency(old, new, metric) for name, metric in HISTOGRAMS.items()},
+        "steps": _steps(old, new, seconds, steps["count"]),
+        "experts": _experts(old, new),
+    }
+
+
+def quantile(buckets: dict[float, float], share: float) -> float | None:
+    """As PromQL's `histogram_quantile`: linear within a bucket; the last finite bound where it lies beyond; None of nothing.
+
+    buckets: upper bound to cumulative count, the last one infinite.
+    """
+    bounds = sorted(buckets)
+    if not bounds or not buckets[bounds[-1]]:
+        return None
+    wanted = share * buckets[bounds[-1]]
+    lower = count = 0.0
+    for bound in bounds:
+        if buckets[bound] >= wanted and buckets[bound] > count:
+            if math.isinf(bound):
+                return lower
+            return lower + (bound - lower) * (wanted - count) / (buckets[bound] - count)
+        lower, count = bound, buckets[bound]
+    return lower
+
+
+def _growth(old: Exposition, new: Exposition, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """How much sums grew. One that fell was begun anew, by a restart, and grew from 0."""
+    before, after = old.by(name, *labels), new.by(name, *labels)
+    return {key: _grew(before.get(key, 0.0), value) for key, value in after.items()}
+
+
+def _grown(old: Exposition, new: Exposition, name: str) -> float:
+    return sum(_growth(old, new, name, "engine", "reason").values())
+
+
+def _grew(before: float, after: float) -> float:
+    return after - before if after >= before else after
+
+
+def _latency(old: Exposition, new: Exposition, name: str) -> dict[str, float | None]:
+    before, after = old.buckets(name), new.buckets(name)
+    restarted = any(after[bound] < before.get(bound, 0.0) for bound in after)
+    buckets = {bound: count - (0.0 if restarted else before.get(bound, 0.0)) for bound, count in after.items()}
+    count = buckets.get(math.inf, 0.0)
+    total = _grew(old.total(f"{name}_sum"), new.total(f"{name}_sum"))
+    quantiles = {label: quantile(buckets, share) for label, share in _QUANTILES.items()}
+    return {"count": count, "mean": total / count if count else None, **quantiles}
+
+
+def _steps(old: Exposition, new: Exposition, seconds: float, count: float) -> dict[str, Any]:
+    tokens = {kind: grown for (kind,), grown in _growth(old, new, "dsjax_step_tokens_total", "kind").items()}
+    host = {part: grown for (part,), grown in _growth(old, new, "dsjax_host_seconds_total", "part").items()}
+    return {
+        "per_second": count / seconds,
+        "padding_share": _share(tokens.get("padding", 0.0), sum(tokens.values())),
+        "host_seconds": {part: grown / count for part, grown in host.items()} if count else {},
+        "compilations_after_warm_up": new.total("dsjax_compilations_after_warm_up_total"),
+    }
+
+
+def _experts(old: Exposition, new: Exposition) -> dict[str, Any] | None:
+    name, labels = "dsjax_expert_tokens_total", ("expert", "ep_rank")
+    tokens = _growth(old, new, name, *labels)
+    if not tokens:
+        return None
+    if not sum(tokens.values()):
+        tokens = new.by(name, *labels)
+    total = sum(tokens.values())
+    hottest = sorted(tokens, key=lambda key: -tokens[key])[:_MOST_EXPERTS]
+    return {
+        "balancedness": {of: value for (of,), value in new.by("dsjax_expert_balancedness", "of").items()},
+        "hottest": [
+            {
+                "expert": int(key[0]),
+                "ep_rank": int(key[1]),
+                "share": _share(tokens[key], total),
+                "times_mean": _share(tokens[key] * len(tokens), total),
+            }
+            for key in hottest
+        ],
+    }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
