@@ -1,0 +1,178 @@
+"""Candidates: a way to deploy, with its figures. Aggregated serving, and prefill separated from decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.plan.figure import Figure, exact, smallest
+from dsjax.plan.instance import Instance
+from dsjax.plan.network import cache_transfer
+from dsjax.plan.workload import Objective
+
+_BUSY = 0.85
+"""Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A deployment: `count` instances that decode (and, aggregated, prefill too), and `prefill_count` that prefill.
+
+    batch: running requests of a DP rank. ttft, tpot: mean seconds. throughput: output tokens a second of the whole.
+    """
+
+    mode: str
+    decode: Instance
+    count: int
+    batch: float
+    prefill: Instance
+    prefill_count: int
+    prefill_tokens: float
+    ttft: Figure
+    tpot: Figure
+    throughput: Figure
+
+    @property
+    def devices(self) -> int:
+        """Devices in use."""
+        own = self.decode.layout.devices * self.count
+        return own + (self.prefill.layout.devices * self.prefill_count if self.mode == "separated" else 0)
+
+    @property
+    def per_device(self) -> Figure:
+        """Output tokens a second a device."""
+        return self.throughput / self.devices
+
+    @property
+    def per_user(self) -> Figure:
+        """Tokens a second that a user sees."""
+        return 1.0 / self.tpot
+
+    @property
+    def concurrency(self) -> float:
+        """Requests that decode at once."""
+        return self.batch * self.decode.replicas * self.count
+
+    def meets(self, objective: Objective, sure: bool = False) -> bool:
+        """Whether the objectives hold at the middle estimate, or at the unfavourable end of the interval."""
+        return not self.misses(objective, sure)
+
+    def misses(self, objective: Objective, sure: bool = False) -> dict[str, float]:
+        """Objective → how many times too slow: above 1."""
+        found = {}
+        for name, bound in (("ttft", objective.ttft), ("tpot", objective.tpot)):
+            figure: Figure = getattr(self, name)
+            if bound is not None:
+                found[name] = (figure.high if sure else figure.value) / bound
+        if objective.throughput is not None:
+            found["throughput"] = objective.throughput / (self.throughput.low if sure else self.throughput.value)
+        return {name: ratio for name, ratio in found.items() if ratio > 1.0}
+
+    def name(self) -> str:
+        """`4 × dp=8`, or `2 × dp=8 | 1 × dp=16` with prefill before the bar."""
+        own = f"{self.count} × {self.decode.layout}"
+        return own if self.mode == "aggregated" else f"{self.prefill_count} × {self.prefill.layout} | {own}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields; figures as `Figure.to_json`."""
+        found: dict[str, Any] = {
+            "mode": self.mode,
+            "mesh": str(self.decode.layout.mesh),
+            "kind": self.decode.layout.kind,
+            "redundant_experts": self.decode.layout.redundant,
+            "instances": self.count,
+            "devices": self.devices,
+            "batch_per_dp_rank": self.batch,
+            "two_batch_overlap": self.decode.overlapped(self.batch),
+            "ttft_s": self.ttft.to_json(),
+            "tpot_s": self.tpot.to_json(),
+            "output_tokens_per_s": self.throughput.to_json(),
+            "output_tokens_per_s_device": self.per_device.to_json(),
+            "tokens_per_s_user": self.per_user.to_json(),
+            "weight_bytes_per_device": self.decode.memory.weights_total,
+            "cache_tokens_per_dp_rank": self.decode.memory.cache_tokens.to_json(),
+            "max_batch_per_dp_rank": self.decode.max_batch,
+        }
+        if self.mode == "separated":
+            found["prefill"] = {
+                "mesh": str(self.prefill.layout.mesh),
+                "redundant_experts": self.prefill.layout.redundant,
+                "instances": self.prefill_count,
+                "tokens_per_step": self.prefill_tokens,
+            }
+        return found
+
+
+def _queue(service: Figure, busy: Figure) -> Figure:
+    """Mean wait of an M/D/1 queue; the load is kept below 0.95 at each end."""
+    ends = [min(end, 0.95) for end in (busy.value, busy.low, busy.high)]
+    factor = Figure(*(b / (2 * (1 - b)) for b in ends), busy.kinds, name="queue, mean services waited for")
+    return (service * factor).named("waiting for other prompts", "s")
+
+
+def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
+    """Every instance prefills and decodes: a decode step waits for the prompts that replace finished requests.
+
+    Each step finishes `batch × tokens a step ÷ output` requests of a rank, and as many prompts are prefilled meanwhile.
+    That prompts and decodes in one step read the weights once is left out: the estimate is on the safe side by that.
+    """
+    output = instance.workload.output.mean
+    prompt = instance.prompt_seconds(tokens)
+    own = instance.tpot(batch)
+    others = (prompt * (batch / output)).named("prompts of other requests, for each token", "s")
+    tpot = (own + others).named("TPOT", "s")
+    busy = Figure(
+        others.value / tpot.value, others.low / (others.low + own.high), others.high / (others.high + own.low)
+    )
+    busy.kinds = tpot.kinds
+    first = prompt.named("own prompt", "s") + _queue(instance.prefill_step(tokens), busy)
+    ttft = (first + (instance.decode_step(batch) * 0.5).named("step in progress", "s")).named("TTFT", "s")
+    users = exact(batch * instance.replicas * count, "requests at once")
+    throughput = (users * output / (ttft + tpot * max(output - 1, 0) if output > 1 else ttft)).named(
+        "throughput", "tokens/s"
+    )
+    return Candidate("aggregated", instance, count, batch, instance, count, tokens, ttft, tpot, throughput)
+
+
+@dataclass(frozen=True)
+class PrefillPool:
+    """An instance that only prefills, in steps of `tokens` a DP rank: requests a second, and seconds of a step."""
+
+    instance: Instance
+    tokens: float
+    rate: Figure
+    seconds: Figure
+
+
+def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
+    """`static_ctx` as a rate."""
+    rate = (instance.replicas / instance.prompt_seconds(tokens)).named("prompts a second of an instance", "1/s")
+    steps = max(1.0, instance.workload.computed / tokens)
+    return PrefillPool(instance, tokens, rate, (instance.prefill_step(tokens) * steps).named("own prompt", "s"))
+
+
+def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
+    """Prefill and decode on instances of their own; the latent cache travels between them.
+
+    The rate is the smaller of what the two sides sustain, prefill at 85 % at most.
+    """
+    output, work = instance.workload.output.mean, instance.workload
+    tpot = instance.tpot(batch).named("TPOT", "s")
+    users = exact(batch * instance.replicas * count, "requests at once")
+    can_decode = (users / (tpot * max(output - 1, 1.0))).named("requests a second, decode", "1/s")
+    can_prefill = (pool.rate * (prefill_count * _BUSY)).named("requests a second, prefill", "1/s")
+    rate = smallest(can_decode, can_prefill)
+    ends = [min(_BUSY, r / c) for r, c in zip(_ends(rate * _BUSY), _ends(can_prefill), strict=True)]
+    busy = Figure(ends[0], min(ends), max(ends), rate.kinds)
+    size = instance.memory.cache_per_token * work.input.mean
+    transfer = cache_transfer(instance.cluster, size / instance.layout.mesh.tp_size).named("cache transfer", "s")
+    ttft = pool.seconds + _queue(pool.seconds, busy) + transfer
+    ttft = (ttft + (instance.decode_step(batch) * 0.5).named("step in progress", "s")).named("TTFT", "s")
+    throughput = (rate * output).named("throughput", "tokens/s")
+    return Candidate(
+        "separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, ttft, tpot, throughput
+    )
+
+
+def _ends(figure: Figure) -> tuple[float, float, float]:
+    return figure.value, figure.low, figure.high

@@ -1,0 +1,180 @@
+"""`Cluster`: devices, hosts and the links between them, from `configs/clusters/` or a file of the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsjax.errors import UserError
+from dsjax.hardware import Hardware, load_hardware
+
+RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`hosts` × `devices_per_host` devices of one kind.
+
+    hardware: the device. scale_up_devices: how many devices its fast link (NVLink, ICI) joins; a multiple or a divisor of
+    `devices_per_host` or of all devices. network_gbps: of one network card, each way, in gigabits a second; nics_per_host:
+    cards that a host's devices share; latency: seconds of the network one way, with latency_low, latency_high its range.
+    sources: field → where it is from.
+    """
+
+    name: str
+    description: str
+    hardware: Hardware
+    hosts: int
+    devices_per_host: int
+    scale_up_devices: int
+    network: str
+    network_gbps: float
+    nics_per_host: int
+    latency: float
+    latency_low: float
+    latency_high: float
+    sources: Mapping[str, str]
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.hosts * self.devices_per_host
+
+    @property
+    def domain(self) -> int:
+        """Devices that reach each other without the network."""
+        return min(self.scale_up_devices, self.num_devices)
+
+    @property
+    def network_bandwidth(self) -> float:
+        """Bytes a second, each way, of one device's share of its host's cards."""
+        return self.network_gbps * 1e9 / 8 * self.nics_per_host / self.devices_per_host
+
+    def domains_of(self, devices: int) -> int:
+        """Scale-up domains that so many neighbouring devices touch."""
+        return -(-devices // self.domain)
+
+    def scaled(self, resource: str, factor: float) -> Cluster:
+        """The same cluster with `factor` times as much of one of `RESOURCES` (latency: so many times shorter)."""
+        chip = self.hardware
+        if resource == "compute":
+            chip = dataclasses.replace(chip, bf16_flops=chip.bf16_flops * factor, fp8_flops=chip.fp8_flops * factor)
+            if chip.fp4_flops:
+                chip = dataclasses.replace(chip, fp4_flops=chip.fp4_flops * factor)
+        elif resource == "memory bandwidth":
+            chip = dataclasses.replace(chip, memory_bandwidth=chip.memory_bandwidth * factor)
+        elif resource == "scale-up":
+            chip = dataclasses.replace(chip, scale_up_bandwidth=chip.scale_up_bandwidth * factor)
+        elif resource == "network":
+            return dataclasses.replace(self, network_gbps=self.network_gbps * factor)
+        else:
+            low, high = self.latency_low / factor, self.latency_high / factor
+            return dataclasses.replace(self, latency=self.latency / factor, latency_low=low, latency_high=high)
+        return dataclasses.replace(self, hardware=chip)
+
+    def resized(self, hosts: int) -> Cluster:
+        """The same cluster with another number of hosts."""
+        return dataclasses.replace(self, hosts=hosts)
+
+
+_LEAST = {"hosts": 1, "devices_per_host": 1, "nics_per_host": 1, "scale_up_devices": 1}
+_FIELDS = {
+    "name": str,
+    "description": str,
+    "hardware": str,
+    "hosts": int,
+    "devices_per_host": int,
+    "scale_up_devices": int,
+    "network": str,
+    "network_gbps": float,
+    "nics_per_host": int,
+    "latency_us": float,
+    "latency_us_range": list,
+    "sources": dict,
+}
+_OPTIONAL = ("scale_up_devices", "devices_per_host")
+
+
+def bundled_clusters() -> tuple[str, ...]:
+    """Names that `load_cluster` knows: the files of `configs/clusters`."""
+    folder = importlib.resources.files("configs") / "clusters"
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A bundled name (`h20-32`) or a TOML file of the same fields.
+
+    Raises:
+        UserError: no such cluster; not TOML; a field that is missing, unknown, of the wrong kind or out of range.
+    """
+    key = str(name_or_path)
+    if key in bundled_clusters():
+        text = (importlib.resources.files("configs") / "clusters" / f"{key}.toml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(name_or_path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise UserError(
+                f"no cluster {key!r} ({reason}); expected a TOML file, or one of {', '.join(bundled_clusters())}"
+            ) from error
+    try:
+        return _from_fields(key, tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"cluster {key!r} is not valid TOML: {error}") from error
+
+
+def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
+    missing = [name for name in _FIELDS if name not in found and name not in _OPTIONAL]
+    unknown = sorted(found.keys() - _FIELDS.keys())
+    if missing or unknown:
+        raise UserError(
+            f"cluster {key!r}: missing {', '.join(missing) or 'nothing'}, unknown {', '.join(unknown) or 'nothing'}; "
+            f"the fields are {', '.join(_FIELDS)}"
+        )
+    for name, value in found.items():
+        wanted = (int, float) if _FIELDS[name] is float else (_FIELDS[name],)
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise UserError(f"cluster {key!r}: {name} is {value!r}, expected {_FIELDS[name].__name__}")
+        if name in _LEAST and value < _LEAST[name]:
+            raise UserError(f"cluster {key!r}: {name} is {value}, expected at least {_LEAST[name]}")
+        if name in ("network_gbps", "latency_us") and value <= 0:
+            raise UserError(f"cluster {key!r}: {name} is {value}, expected more than 0")
+    chip = load_hardware(found["hardware"])
+    low, high = _range(key, found["latency_us_range"], found["latency_us"])
+    devices_per_host = found.get("devices_per_host", chip.devices_per_host)
+    cluster = Cluster(
+        name=found["name"],
+        description=found["description"],
+        hardware=chip,
+        hosts=found["hosts"],
+        devices_per_host=devices_per_host,
+        scale_up_devices=found.get("scale_up_devices", chip.scale_up_devices),
+        network=found["network"],
+        network_gbps=found["network_gbps"],
+        nics_per_host=found["nics_per_host"],
+        latency=found["latency_us"] * 1e-6,
+        latency_low=low * 1e-6,
+        latency_high=high * 1e-6,
+        sources=dict(found["sources"]),
+    )
+    if cluster.domain % devices_per_host and devices_per_host % cluster.domain:
+        raise UserError(
+            f"cluster {key!r}: a scale-up domain of {cluster.domain} devices and hosts of {devices_per_host} cut each other; "
+            "expected one to be a multiple of the other"
+        )
+    return cluster
+
+
+def _range(key: str, ends: list, value: float) -> tuple[float, float]:
+    numbers = len(ends) == 2 and all(isinstance(e, int | float) and not isinstance(e, bool) for e in ends)
+    if not numbers or not 0 < ends[0] <= value <= ends[1]:
+        raise UserError(
+            f"cluster {key!r}: latency_us_range is {ends!r}, expected two numbers around latency_us, which is {value}"
+        )
+    return ends[0], ends[1]

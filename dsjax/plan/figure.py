@@ -1,0 +1,162 @@
+"""`Figure`: a number that knows what kind of knowledge it is, how far it may be off, and what it was made of."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+
+class Kind(enum.IntFlag):
+    """Where a number is from; a result has the kinds of everything that went into it."""
+
+    EXACT = 1
+    COMPILED = 2
+    MEASURED = 4
+    ASSUMPTION = 8
+
+    def words(self) -> str:
+        """`measured + assumption`; exact arithmetic is named only where nothing else went in."""
+        if self == Kind.EXACT:
+            return "exact"
+        return " + ".join(kind.name.lower() for kind in Kind if kind in self and kind is not Kind.EXACT)
+
+
+class Figure:
+    """A positive quantity `low ≤ value ≤ high`, its kinds, and the named figures that it was computed from.
+
+    Arithmetic is interval arithmetic: exact for sums, products, quotients and maxima of positive quantities in which each
+    uncertain factor occurs once; where one occurs twice the interval is too wide, never too narrow. The interval is
+    where the answer lies when every assumption lies in its range: a bound, not a standard deviation.
+    """
+
+    __slots__ = ("high", "kinds", "low", "name", "note", "parts", "source", "unit", "value")
+
+    def __init__(
+        self,
+        value: float,
+        low: float | None = None,
+        high: float | None = None,
+        kinds: int = Kind.EXACT,
+        *,
+        name: str = "",
+        unit: str = "",
+        note: str = "",
+        source: str = "",
+        parts: tuple[Figure, ...] = (),
+    ):
+        self.value = value
+        self.low = value if low is None else low
+        self.high = value if high is None else high
+        self.kinds = kinds
+        self.name, self.unit, self.note, self.source, self.parts = name, unit, note, source, parts
+
+    def named(self, name: str, unit: str = "", note: str = "") -> Figure:
+        """The same figure as one line of a derivation; what it was made of hangs below it."""
+        parts = (self,) if self.name else self.parts
+        return Figure(
+            self.value, self.low, self.high, self.kinds, name=name, unit=unit or self.unit, note=note, parts=parts
+        )
+
+    def _with(self, other: Figure | float, value: float, low: float, high: float) -> Figure:
+        if isinstance(other, Figure):
+            return Figure(value, low, high, self.kinds | other.kinds, parts=self._terms() + other._terms())
+        return Figure(value, low, high, self.kinds, parts=self._terms())
+
+    def _terms(self) -> tuple[Figure, ...]:
+        return (self,) if self.name else self.parts
+
+    def __add__(self, other: Figure | float) -> Figure:
+        if isinstance(other, Figure):
+            return self._with(other, self.value + other.value, self.low + other.low, self.high + other.high)
+        return self._with(other, self.value + other, self.low + other, self.high + other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Figure | float) -> Figure:
+        """Difference; the ends are those of independent intervals."""
+        if isinstance(other, Figure):
+            return self._with(other, self.value - other.value, self.low - other.high, self.high - other.low)
+        return self._with(other, self.value - other, self.low - other, self.high - other)
+
+    def __rsub__(self, other: float) -> Figure:
+        return self._with(other, other - self.value, other - self.high, other - self.low)
+
+    def __mul__(self, other: Figure | float) -> Figure:
+        if isinstance(other, Figure):
+            return self._with(other, self.value * other.value, self.low * other.low, self.high * other.high)
+        return self._with(other, self.value * other, self.low * other, self.high * other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Figure | float) -> Figure:
+        if isinstance(other, Figure):
+            return self._with(other, self.value / other.value, self.low / other.high, self.high / other.low)
+        return self._with(other, self.value / other, self.low / other, self.high / other)
+
+    def __rtruediv__(self, other: float) -> Figure:
+        return self._with(other, other / self.value, other / self.high, other / self.low)
+
+    def __repr__(self) -> str:
+        return f"Figure({self.value:.6g} [{self.low:.6g}, {self.high:.6g}] {Kind(self.kinds).words()})"
+
+    def part(self, name: str) -> Figure:
+        """The figure of that name anywhere below this one.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for figure, _ in self.walk():
+            if figure.name == name:
+                return figure
+        raise KeyError(name)
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[Figure, int]]:
+        """This figure and all below it with their depths, each once under its parent."""
+        yield self, depth
+        seen: set[int] = set()
+        for part in self.parts:
+            if id(part) not in seen:
+                seen.add(id(part))
+                yield from part.walk(depth + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"value", "low", "high", "kind"}`, and `unit` where there is one."""
+        found: dict[str, Any] = {"value": self.value, "low": self.low, "high": self.high}
+        found["kind"] = Kind(self.kinds).words()
+        return {**found, "unit": self.unit} if self.unit else found
+
+
+def exact(value: float, name: str = "", unit: str = "", note: str = "") -> Figure:
+    """Arithmetic on the model's and the layout's integers."""
+    return Figure(value, name=name, unit=unit, note=note)
+
+
+def measured(value: float, low: float, high: float, name: str, source: str, unit: str = "") -> Figure:
+    """A published or own measurement, with the spread of what it was read from."""
+    return Figure(value, low, high, Kind.MEASURED, name=name, source=source, unit=unit)
+
+
+def assumed(value: float, low: float, high: float, name: str, why: str, unit: str = "") -> Figure:
+    """Nobody measured it here: the range is where we would be surprised to be wrong."""
+    return Figure(value, low, high, Kind.ASSUMPTION, name=name, source=why, unit=unit)
+
+
+def largest(first: Figure, *others: Figure) -> Figure:
+    """The maximum, end by end: of times, what is waited for."""
+    result = first
+    for other in others:
+        result = result._with(
+            other, max(result.value, other.value), max(result.low, other.low), max(result.high, other.high)
+        )
+    return result
+
+
+def smallest(first: Figure, *others: Figure) -> Figure:
+    """The minimum, end by end: of rates, the one that holds the others up."""
+    result = first
+    for other in others:
+        result = result._with(
+            other, min(result.value, other.value), min(result.low, other.low), min(result.high, other.high)
+        )
+    return result

@@ -1,0 +1,97 @@
+"""One instance of a layout: its memory, its steps, and what it does in the static modes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from dsjax.config import ModelConfig
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import Figure
+from dsjax.plan.layout import Layout
+from dsjax.plan.memory import Memory, memory
+from dsjax.plan.step import StepModel
+from dsjax.plan.workload import Options, Workload
+
+_LADDER = sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(10))})
+"""Batches of a DP rank that are tried."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A layout on a cluster, asked about a workload."""
+
+    config: ModelConfig
+    cluster: Cluster
+    layout: Layout
+    options: Options
+    workload: Workload
+    _steps: dict = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of one device."""
+        bytes_of_device = self.cluster.hardware.memory_bytes
+        return memory(self.config, self.layout, self.options.precision, bytes_of_device, self.options.drafts > 0)
+
+    @property
+    def replicas(self) -> int:
+        """DP ranks."""
+        return self.layout.mesh.dp_size
+
+    @cached_property
+    def max_batch(self) -> int:
+        """Requests of a DP rank that the cache holds."""
+        return self.memory.max_batch(self.workload.held)
+
+    def batches(self) -> list[int]:
+        """Batches of a DP rank to try, up to what memory holds."""
+        most = min(self.max_batch, _LADDER[-1])
+        return sorted({b for b in _LADDER if b <= most} | ({most} if most else set()))
+
+    def _models(self) -> list[StepModel]:
+        if "models" not in self._steps:
+            choices = {"auto": (False, True), "on": (True,), "off": (False,)}[self.options.overlap]
+            if self.layout.mesh.ep_size == 1:
+                choices = (False,)
+            arguments = (self.config, self.cluster, self.layout, self.options.precision, self.options.skew)
+            self._steps["models"] = [StepModel(*arguments, overlap=overlap) for overlap in choices]
+        return self._steps["models"]
+
+    def decode_step(self, batch: float) -> Figure:
+        """Seconds of one decode step, with the overlap that makes it faster."""
+        key = ("decode", batch)
+        if key not in self._steps:
+            context, uneven = self.workload.context, self.workload.uneven
+            times = [m.decode(batch, context, drafts=self.options.drafts, uneven=uneven) for m in self._models()]
+            self._steps[key] = min(times, key=lambda time: time.value)
+        return self._steps[key]
+
+    def overlapped(self, batch: float) -> bool:
+        """Whether `decode_step` overlaps two half batches."""
+        return any(part.name.startswith("layers, two halves") for part in self.decode_step(batch).parts)
+
+    def tpot(self, batch: float) -> Figure:
+        """`static_gen`: seconds between a request's tokens when nothing but decoding happens."""
+        return (self.decode_step(batch) / self.options.tokens_a_step).named("time of a token in decode", "s")
+
+    def prefill_step(self, tokens: float) -> Figure:
+        """`static_ctx`: seconds of one prefill step of `tokens` prompt tokens a DP rank."""
+        key = ("prefill", tokens)
+        if key not in self._steps:
+            computed, work = self.workload.computed, self.workload
+            prompt = computed * (1 + work.input.variation**2)
+            times = [m.prefill(tokens, prompt=prompt, cached=work.cached) for m in self._models()]
+            self._steps[key] = min(times, key=lambda time: time.value)
+        return self._steps[key]
+
+    def prefill_sizes(self) -> list[float]:
+        """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit."""
+        most = self.options.prefill_tokens
+        one = min(self.workload.computed, most)
+        sizes = {one} | {float(n) for n in (1024, 2048, 4096, 8192, 16384, 32768) if one < n <= most}
+        return sorted(sizes | {float(max(one, min(most, one * (most // one))))})
+
+    def prompt_seconds(self, tokens: float) -> Figure:
+        """Seconds of the whole instance that one prompt of one DP rank costs, in steps of `tokens` a rank."""
+        return self.prefill_step(tokens) * (self.workload.computed / tokens)

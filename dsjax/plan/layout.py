@@ -1,0 +1,114 @@
+"""Layouts: every mesh of an instance, with the redundant experts that make it fit, checked as `MeshSpec` checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsjax.config import ModelConfig
+from sharding.errors import MeshError
+from sharding.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One instance of the engine: a mesh and its redundant experts."""
+
+    mesh: MeshSpec
+    redundant: int = 0
+
+    @property
+    def devices(self) -> int:
+        """Devices of the instance."""
+        return self.mesh.num_devices
+
+    @property
+    def kind(self) -> str:
+        """Dynamo's name: TP, TEP and DEP with their width, or the mixture."""
+        mesh = self.mesh
+        experts = "TP" if mesh.splits_expert_width else "TEP"
+        if mesh.tp_size == 1:
+            name = f"DEP{mesh.dp_size}" if mesh.num_devices > 1 else "one device"
+        elif mesh.dp_size == 1:
+            name = f"{experts}{mesh.tp_size}"
+        else:
+            name = f"DP{mesh.dp_size}×{experts}{mesh.tp_size}"
+        return name if mesh.ep_size == mesh.num_devices or mesh.dp_size == 1 else f"{name}, EP{mesh.ep_size}"
+
+    def __str__(self) -> str:
+        return f"{self.mesh}" + (f" +{self.redundant}" if self.redundant else "")
+
+
+def fits(config: ModelConfig, layout: Layout, block: int | None) -> MeshError | None:
+    """`MeshSpec.check_fits` on the model's numbers; None, or the error. block: of FP8 weights (128) or None."""
+    try:
+        layout.mesh.check_fits(
+            heads=config.num_attention_heads,
+            experts=config.n_routed_experts,
+            redundant=layout.redundant,
+            expert_width=config.moe_intermediate_size,
+            dense_widths={"intermediate_size": config.intermediate_size} if config.num_dense_layers else None,
+            block=block,
+        )
+    except MeshError as error:
+        return error
+    return None
+
+
+def instance_sizes(devices: int, per_host: int) -> list[int]:
+    """Sizes that an instance may have: divisors of a host, and whole hosts."""
+    return [n for n in range(1, min(per_host, devices) + 1) if per_host % n == 0] + list(
+        range(2 * per_host, devices + 1, per_host)
+    )
+
+
+def layouts(
+    config: ModelConfig, devices: int, per_host: int, *, redundant: int | None, block: int | None, copies: bool
+) -> Iterator[Layout]:
+    """Every layout of an instance of at most `devices` devices that fits the model.
+
+    redundant: physical minus logical experts; None tries the fewest that divide over the EP group and the fewest from 32 on.
+    copies: also layouts with several copies of the experts (`dp=32,ep=8`). Copies never communicate, so such a layout is
+        so many smaller instances behind one front; their figures are the same.
+    """
+    logical = config.n_routed_experts
+    for size in instance_sizes(devices, per_host):
+        for tp in _divisors(size):
+            if config.num_attention_heads % tp or tp > 2 * per_host:
+                continue
+            for ep in _divisors(size):
+                try:
+                    mesh = MeshSpec(dp_size=size // tp, tp_size=tp, ep_size=ep)
+                except MeshError:
+                    continue
+                if (mesh.expert_copies > 1 and not copies) or ep > 2 * max(logical, 1):
+                    continue
+                for extra in _redundancies(logical, ep, redundant):
+                    layout = Layout(mesh, extra)
+                    if fits(config, layout, block) is None:
+                        yield layout
+
+
+def _redundancies(logical: int, ep: int, wanted: int | None) -> list[int]:
+    if wanted is not None or not logical:
+        return [wanted or 0]
+    least = -logical % ep
+    return sorted({least, least + max(0, -(-(32 - least) // ep)) * ep}) if ep > 1 else [0]
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def parse_layout(mesh: str, redundant: int | None, config: ModelConfig) -> Layout:
+    """A mesh as the user writes it, with the fewest redundant experts that fit unless given.
+
+    Raises:
+        MeshError: it does not parse, or does not fit the model.
+    """
+    spec = MeshSpec.parse(mesh)
+    layout = Layout(spec, -config.n_routed_experts % spec.ep_size if redundant is None else redundant)
+    problem = fits(config, layout, None)
+    if problem:
+        raise problem
+    return layout

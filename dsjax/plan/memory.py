@@ -1,0 +1,105 @@
+"""What lies in a device's memory: weights to the byte, the latent cache, and what is set aside."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dsjax.config import ModelConfig
+from dsjax.model.parameter_counts import parameter_counts, router_bias_parameters
+from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.layout import Layout
+from dsjax.plan.precision import FP8_BLOCK, Precision
+
+
+def weight_bytes(config: ModelConfig, layout: Layout, precision: Precision, mtp: bool = False) -> dict[str, int]:
+    """Bytes of weights on one device by component. Exact: FP8 scales are counted block by block (ragged ends included).
+
+    What `tp` divides: heads' matrices, MLP and shared-expert widths, the vocabulary; the latents' projections, router and
+    norms are whole on every device.
+    """
+    counts, mesh = parameter_counts(config), layout.mesh
+    tp, layers = mesh.tp_size, config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
+    moe_layers = layers - config.num_dense_layers if config.is_moe else 0
+    dense_layers = layers - moe_layers
+    width, heads = config.hidden_size, config.num_attention_heads // tp
+    per_query, rank = config.qk_head_dim, config.kv_lora_rank
+    query = config.q_lora_rank or width
+    attention = [(rank, heads * (config.qk_nope_head_dim + config.v_head_dim)), (heads * config.v_head_dim, width)]
+    attention += [(query, heads * per_query), (width, rank + config.qk_rope_head_dim)]
+    attention += [(width, query)] if config.query_compressed else []
+    norms = 2 * width + rank + (config.q_lora_rank or 0)
+    slots = (config.n_routed_experts + layout.redundant) // mesh.ep_size if config.is_moe else 0
+    found = {
+        "attention": layers * (_bytes(attention, precision.linear) + norms * 2),
+        "dense MLP": dense_layers * _mlp(width, config.intermediate_size // tp, precision.expert),
+        "experts": moe_layers
+        * slots
+        * _mlp(width, config.moe_intermediate_size // mesh.expert_width_shards, precision.expert),
+        "shared experts": moe_layers
+        * _mlp(width, config.n_shared_experts * config.moe_intermediate_size // tp, precision.expert),
+        "router": moe_layers * (counts["router"] * 2 + router_bias_parameters(config) * 4),
+        "embedding and head": (counts["embedding"] + counts["head"]) * 2 // tp + width * 2,
+    }
+    if mtp:
+        found["MTP projection and norms"] = config.num_nextn_predict_layers * (2 * width * width + 3 * width) * 2
+    return {name: size for name, size in found.items() if size}
+
+
+def _bytes(matrices: list[tuple[int, int]], itemsize: float) -> int:
+    if itemsize == FP8_BLOCK:
+        return sum(k * n + 4 * math.ceil(k / 128) * math.ceil(n / 128) for k, n in matrices)
+    return round(sum(k * n * itemsize for k, n in matrices))
+
+
+def _mlp(width: int, hidden: int, itemsize: float) -> int:
+    return _bytes([(width, hidden), (width, hidden), (hidden, width)], itemsize) if hidden else 0
+
+
+def cache_bytes_per_token(config: ModelConfig, precision: Precision) -> int:
+    """Bytes of one token in all layers of the latent cache, on each device of its replica."""
+    return round(config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * precision.cache)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One device: weights by component, what is set aside, and what is left for the cache. Bytes."""
+
+    weights: dict[str, int]
+    reserve: Figure
+    device: int
+    cache_per_token: int
+
+    @property
+    def weights_total(self) -> int:
+        """All weights."""
+        return sum(self.weights.values())
+
+    @property
+    def cache(self) -> Figure:
+        """Bytes left for the cache; not positive where the weights do not fit."""
+        return (exact(self.device - self.weights_total) - self.reserve).named("cache", "B")
+
+    @property
+    def cache_tokens(self) -> Figure:
+        """Tokens of a DP rank's cache."""
+        return (self.cache / self.cache_per_token).named("cache tokens", "tokens")
+
+    def max_batch(self, tokens_each: float) -> int:
+        """Requests of so many tokens that a DP rank holds at once; the middle estimate."""
+        return max(0, int(self.cache_tokens.value // tokens_each))
+
+
+def memory(config: ModelConfig, layout: Layout, precision: Precision, device_bytes: int, mtp: bool = False) -> Memory:
+    """Memory of one device of a layout. Set aside: runtime, communication buffers, graphs and a step's temporaries."""
+    reserve = assumed(
+        0.08 * device_bytes,
+        0.05 * device_bytes,
+        0.14 * device_bytes,
+        "set aside",
+        "engines commonly give 86 to 95 % of a device to weights and cache",
+        "B",
+    )
+    return Memory(
+        weight_bytes(config, layout, precision, mtp), reserve, device_bytes, cache_bytes_per_token(config, precision)
+    )

@@ -1,0 +1,110 @@
+"""Times on the links: the exchanges of expert parallelism, the sums of tensor parallelism, the transfer of a cache."""
+
+from __future__ import annotations
+
+import math
+
+from dsjax.config import ModelConfig
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import Figure, assumed, exact, largest
+from dsjax.plan.operations import low_latency_fit, normal_shares
+
+_REFERENCE_LATENCY = 2e-6
+"""Of the network on which the fixed part was measured: InfiniBand, one way."""
+
+
+def network_latency(cluster: Cluster) -> Figure:
+    """Seconds one way between hosts."""
+    return assumed(cluster.latency, cluster.latency_low, cluster.latency_high, "network latency", cluster.network, "s")
+
+
+def torus_hops(cluster: Cluster) -> Figure:
+    """Links that a row crosses on average: 1 behind a switch; on a TPU's 2-D torus a quarter (wrapped) to a third of each side."""
+    if cluster.hardware.platform != "tpu":
+        return Figure(1.0)
+    wide = 2 ** math.ceil(math.log2(cluster.domain) / 2)
+    sides = wide + cluster.domain / wide
+    return assumed(
+        0.3 * sides, sides / 4, sides / 3, "torus hops", f"{wide} × {cluster.domain // wide} chips, wrapped or not"
+    )
+
+
+def low_latency_exchange(
+    cluster: Cluster, ranks: int, tokens: float, top_k: int, row_bytes: float, slowest: Figure, combine: bool
+) -> Figure:
+    """One way of DeepEP's low-latency kernels: a row for each of a token's `top_k` experts, straight to its rank.
+
+    tokens: of one device; ranks: neighbouring devices of the EP group; slowest: load of the busiest rank ÷ the mean.
+    """
+    if ranks == 1:
+        return exact(0.0)
+    fixed, network, link = low_latency_fit(combine)
+    near = min(cluster.domain, ranks)
+    payload = tokens * top_k * row_bytes
+    rows = exact(payload * (near - 1) / ranks, "bytes to neighbours", "B") * slowest
+    time = rows * torus_hops(cluster) / (link * cluster.hardware.scale_up_bandwidth)
+    if ranks > near:
+        away = exact(payload * (1 - near / ranks), "bytes to other hosts", "B") * slowest
+        time = largest(time, away / (network * cluster.network_bandwidth))
+        time = time + network_latency(cluster) - _REFERENCE_LATENCY
+    return time + fixed
+
+
+def normal_exchange(
+    cluster: Cluster, config: ModelConfig, ranks: int, tokens: float, row_bytes: float, slowest: Figure
+) -> Figure:
+    """One way of DeepEP's normal kernels: a row once to each host that has one of its experts, then over the fast link."""
+    if ranks == 1:
+        return exact(0.0)
+    network, link = normal_shares()
+    domains = cluster.domains_of(ranks)
+    top_k = config.num_experts_per_tok
+    spread = ranks * (1 - (1 - 1 / ranks) ** top_k) * (ranks - 1) / ranks
+    inside = exact(tokens * row_bytes * spread, "bytes over the scale-up link", "B") * slowest
+    time = inside * torus_hops(cluster) / (link * cluster.hardware.scale_up_bandwidth)
+    if domains > 1:
+        rows = hosts_of_a_token(config, domains) * (domains - 1) / domains
+        away = exact(tokens * row_bytes * rows, "bytes to other hosts", "B") * slowest
+        time = largest(time, away / (network * cluster.network_bandwidth)) + network_latency(cluster) * 2
+    return time + assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s")
+
+
+def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
+    """Mean number of hosts that hold one of a token's experts, its own among them.
+
+    With group-limited routing and whole groups on a host, a token's `topk_group` groups lie on few hosts; where a group
+    spans several hosts, its share of the token's experts is spread over them.
+    """
+    groups, chosen, top_k = config.n_group, config.topk_group, config.num_experts_per_tok
+    if groups == 1 or chosen >= groups:
+        return hosts * (1 - (1 - 1 / hosts) ** top_k)
+    if hosts <= groups:
+        per_host = groups / hosts
+        whole = round(per_host)
+        missed = math.comb(groups - whole, chosen) / math.comb(groups, chosen) if groups - whole >= chosen else 0.0
+        return hosts * (1 - missed)
+    span = hosts / groups
+    return min(chosen * span * (1 - (1 - 1 / span) ** (top_k / chosen)), float(top_k))
+
+
+def all_reduce(cluster: Cluster, ranks: int, size: float) -> Figure:
+    """Sum `size` bytes over `ranks` neighbouring devices (or scatter the sum and gather it again)."""
+    if ranks == 1:
+        return exact(0.0)
+    near = min(cluster.domain, ranks)
+    share = assumed(0.7, 0.5, 0.85, "all-reduce, share of scale-up link", "ring or multicast over NVLink or ICI")
+    time = exact(2 * size * (near - 1) / near, "summed bytes", "B") / (share * cluster.hardware.scale_up_bandwidth)
+    time = time + assumed(8e-6, 4e-6, 15e-6, "all-reduce, fixed part", "small all-reduces within a host", "s")
+    domains = cluster.domains_of(ranks)
+    if domains > 1:
+        away = exact(2 * size / near * (domains - 1) / domains) / (normal_shares()[0] * cluster.network_bandwidth)
+        time = time + away + network_latency(cluster) * (2 * math.ceil(math.log2(domains)))
+    return time
+
+
+def cache_transfer(cluster: Cluster, size: float) -> Figure:
+    """Seconds that moving one request's cache adds: what is not hidden behind the layers still being computed."""
+    exposed = assumed(
+        0.3, 1 / 61, 1.0, "share of the transfer that is exposed", "layer by layer, or after the last layer"
+    )
+    return size * exposed / (normal_shares()[0] * cluster.network_bandwidth)

@@ -1,0 +1,194 @@
+"""Measured operations: the published tables of DeepGEMM, FlashMLA and DeepEP, and the efficiencies read from them.
+
+All on an H800 (DeepEP over ConnectX-7, 400 Gb/s). An efficiency is the roofline time of the operation on that device ÷
+the time measured. No figure here comes from a serving benchmark.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+
+from dsjax.plan.figure import Figure, assumed, measured
+
+H800_FP8_FLOPS = 1979e12
+H800_BF16_FLOPS = 989e12
+H800_BANDWIDTH = 3.35e12
+H800_NVLINK = 200e9
+H800_NETWORK = 50e9
+
+DEEPGEMM = "DeepGEMM README, April 2025 (H800)"
+# (N, K) -> M -> TFLOP/s of a dense FP8 product with bf16 results. These are V3's own shapes.
+DENSE_TFLOPS: dict[tuple[int, int], dict[int, float]] = {
+    (2112, 7168): {64: 206, 128: 352, 4096: 1127},
+    (24576, 1536): {64: 289, 128: 535, 4096: 1212},
+    (32768, 512): {64: 219, 128: 358, 4096: 775},
+    (7168, 16384): {64: 336, 128: 645, 4096: 1520},
+    (4096, 7168): {64: 287, 128: 533, 4096: 1410},
+    (7168, 2048): {64: 295, 128: 510, 4096: 1168},
+}
+# (N, K) -> (groups, rows of each) -> TFLOP/s; masked is decode's layout, contiguous is prefill's.
+MASKED_TFLOPS = {
+    (4096, 7168): {(1, 1024): 1233, (2, 512): 1040, (4, 256): 932},
+    (7168, 2048): {(1, 1024): 925, (2, 512): 916, (4, 256): 815},
+}
+CONTIGUOUS_TFLOPS = {
+    (4096, 7168): {(4, 8192): 1346, (8, 4096): 1346},
+    (7168, 2048): {(4, 8192): 1214, (8, 4096): 1214},
+}
+
+FLASH_MLA = "FlashMLA README (H800, dense decode, bf16)"
+FLASH_MLA_BANDWIDTH = 3000e9
+FLASH_MLA_FLOPS = 660e12
+
+DEEPEP = "DeepEP v1 README (H800, ConnectX-7 400 Gb/s)"
+# ranks -> (dispatch, combine) seconds: 128 tokens a rank, 7,168 wide, 8 experts, FP8 there and bf16 back.
+LOW_LATENCY_SECONDS = {
+    8: (77e-6, 114e-6),
+    16: (118e-6, 195e-6),
+    32: (155e-6, 273e-6),
+    64: (173e-6, 314e-6),
+    128: (192e-6, 369e-6),
+    256: (194e-6, 360e-6),
+}
+LOW_LATENCY_TOKENS, LOW_LATENCY_TOP_K = 128, 8
+DISPATCH_ROW_BYTES, COMBINE_ROW_BYTES = 7168 + 56 * 4, 2 * 7168
+# Normal kernels, bytes a second (dispatch, combine): NVLink inside a host; RDMA between hosts, where rows that stay on
+# the sender's host are counted too, and a token goes to the 4 hosts of its 4 expert groups at most.
+NORMAL_NVLINK = (153e9, 158e9)
+NORMAL_RDMA = {32: (58e9, 57e9), 64: (51e9, 50e9)}
+NORMAL_SMS, H800_SMS = 24, 132
+
+
+def roofline(flops: float, read_and_written: float, peak: float, bandwidth: float) -> float:
+    """Seconds that the device's ceilings allow at best."""
+    return max(flops / peak, read_and_written / bandwidth)
+
+
+def product_bytes(rows: float, n: int, k: int, weight_itemsize: float = 1, input_itemsize: float = 1) -> float:
+    """Bytes of one product: weights and input read, bf16 result written."""
+    return n * k * weight_itemsize + rows * (k * input_itemsize + 2 * n)
+
+
+def _efficiency(rows: float, n: int, k: int, tflops: float, groups: int = 1) -> float:
+    flops = 2.0 * groups * rows * n * k
+    best = roofline(flops, groups * product_bytes(rows, n, k), H800_FP8_FLOPS, H800_BANDWIDTH)
+    return best / (flops / (tflops * 1e12))
+
+
+_DENSE = {shape: {m: _efficiency(m, *shape, t) for m, t in row.items()} for shape, row in DENSE_TFLOPS.items()}
+_MASKED = {s: {g: _efficiency(g[1], *s, t, g[0]) for g, t in row.items()} for s, row in MASKED_TFLOPS.items()}
+_CONTIGUOUS = {s: {g: _efficiency(g[1], *s, t, g[0]) for g, t in row.items()} for s, row in CONTIGUOUS_TFLOPS.items()}
+
+
+def _between(points: dict[int, float], m: float) -> float:
+    """Piecewise linear in log m, constant outside."""
+    known = sorted(points)
+    if m <= known[0]:
+        return points[known[0]]
+    for low, high in itertools.pairwise(known):
+        if m <= high:
+            share = math.log(m / low) / math.log(high / low)
+            return points[low] + share * (points[high] - points[low])
+    return points[known[-1]]
+
+
+def _dense(m: float, n: float, k: float, without: tuple[int, int] | None = None) -> float:
+    """Mean over the measured shapes, weighted by their nearness in log N and log K."""
+    total = weight = 0.0
+    for (n0, k0), points in _DENSE.items():
+        if (n0, k0) == without:
+            continue
+        distance = math.log(n / n0) ** 2 + math.log(k / k0) ** 2
+        if distance == 0:
+            return _between(points, m)
+        total += _between(points, m) / distance
+        weight += 1 / distance
+    return total / weight
+
+
+@functools.cache
+def dense_error() -> float:
+    """Mean relative error of `_dense` on a shape that it does not know: each of the table's shapes left out in turn."""
+    return statistics.mean(
+        abs(_dense(m, *shape, without=shape) / known - 1) for shape, row in _DENSE.items() for m, known in row.items()
+    )
+
+
+@functools.cache
+def dense_efficiency(m: int, n: int, k: int) -> Figure:
+    """Efficiency of a dense product `[m, k] × [k, n]`; off by `dense_error` where the shape was not measured."""
+    value = _dense(max(m, 1), n, k)
+    spread = 0.05 if (n, k) in _DENSE else dense_error()
+    name = f"dense efficiency {m}×{n}×{k}"
+    return measured(value, value * (1 - spread), min(value * (1 + spread), 0.95), name, DEEPGEMM)
+
+
+@functools.cache
+def grouped_efficiency(gate_up: bool, contiguous: bool) -> Figure:
+    """Efficiency of a grouped product over experts; the range is that of the table's group sizes, at least 10 % each way."""
+    table = (_CONTIGUOUS if contiguous else _MASKED)[(4096, 7168) if gate_up else (7168, 2048)]
+    value = statistics.mean(table.values())
+    low, high = min(*table.values(), 0.9 * value), max(*table.values(), 1.1 * value)
+    kind = "contiguous" if contiguous else "masked"
+    return measured(value, low, high, f"grouped {'gate-up' if gate_up else 'down'} efficiency, {kind}", DEEPGEMM)
+
+
+def decode_attention_efficiency() -> tuple[Figure, Figure]:
+    """(of bandwidth, of bf16 operations) for absorbed attention in decode. The README says "up to": the low end is 15 % less."""
+    read = FLASH_MLA_BANDWIDTH / H800_BANDWIDTH
+    compute = FLASH_MLA_FLOPS / H800_BF16_FLOPS
+    return (
+        measured(0.95 * read, 0.85 * read, read, "attention, share of bandwidth", FLASH_MLA),
+        measured(0.95 * compute, 0.85 * compute, compute, "attention, share of bf16 peak", FLASH_MLA),
+    )
+
+
+def prefill_attention_efficiency() -> Figure:
+    """Of bf16 operations in naive causal attention, 192 wide keys and 128 wide values."""
+    return assumed(
+        0.6,
+        0.5,
+        0.67,
+        "prefill attention, share of bf16 peak",
+        "at most FlashMLA's 0.67; causal blocks are cut diagonally",
+    )
+
+
+@functools.cache
+def low_latency_fit(combine: bool) -> tuple[Figure, Figure, Figure]:
+    """(fixed seconds, share of the network's rate, share of NVLink's rate) of DeepEP's low-latency kernels.
+
+    Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's. Ranges
+    are the slopes between neighbouring points' extremes and ± the residual.
+    """
+    row_bytes = COMBINE_ROW_BYTES if combine else DISPATCH_ROW_BYTES
+    payload = LOW_LATENCY_TOKENS * LOW_LATENCY_TOP_K * row_bytes
+    points = [(payload * (1 - 8 / r), t[combine]) for r, t in LOW_LATENCY_SECONDS.items() if r > 8]
+    slope, fixed = statistics.linear_regression(*zip(*points, strict=True))
+    residual = max(abs(fixed + slope * sent - seconds) for sent, seconds in points)
+    share = 1 / slope / H800_NETWORK
+    spread = residual / (slope * points[-1][0])
+    inside = payload * 7 / 8 / (LOW_LATENCY_SECONDS[8][combine] - fixed) / H800_NVLINK
+    what = "combine" if combine else "dispatch"
+    return (
+        measured(fixed, max(fixed - residual, 5e-6), fixed + residual, f"{what}, fixed part", DEEPEP, "s"),
+        measured(share, share * (1 - spread), min(share * (1 + spread), 0.98), f"{what}, share of network", DEEPEP),
+        measured(inside, inside * 0.9, min(inside * 1.1, 0.95), f"{what}, share of scale-up link", DEEPEP),
+    )
+
+
+@functools.cache
+def normal_shares() -> tuple[Figure, Figure]:
+    """(share of the network's rate, share of NVLink's) of DeepEP's normal kernels, rows to the own host taken out."""
+    network = [
+        rate * remote / H800_NETWORK for ranks, remote in ((32, 3 / 4), (64, 3.5 / 4)) for rate in NORMAL_RDMA[ranks]
+    ]
+    inside = statistics.mean(NORMAL_NVLINK) / H800_NVLINK
+    value = statistics.mean(network)
+    return (
+        measured(value, min(network), max(network), "normal kernels, share of network", DEEPEP),
+        measured(inside, 0.95 * inside, 1.05 * inside, "normal kernels, share of scale-up link", DEEPEP),
+    )

@@ -1,0 +1,67 @@
+"""`Precision`: bytes of each kind of number, and which of a device's units multiply it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsjax.errors import UserError
+from dsjax.hardware import Hardware
+
+FP8_BLOCK = 1 + 4 / (128 * 128)
+"""Bytes of an FP8 weight with its share of the block's float32 scale."""
+FP4_BLOCK = 0.5 + 1 / 16
+"""Bytes of an NVFP4 weight with its share of the FP8 scale of 16 values."""
+BF16 = 2.0
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes a value of expert and dense-MLP weights, of the other linear weights, of the cache, and of a dispatched value.
+
+    Embedding, head, router and norms are bf16; the way back from the experts is bf16.
+    """
+
+    name: str
+    expert: float
+    linear: float
+    cache: float = BF16
+    wire: float = FP8_BLOCK
+
+    def peak(self, chip: Hardware, expert: bool) -> float:
+        """Operations a second of the unit that multiplies by such weights.
+
+        Raises:
+            UserError: FP4 on a device that has no FP4 unit.
+        """
+        itemsize = self.expert if expert else self.linear
+        if itemsize < 1:
+            if chip.fp4_flops is None:
+                raise UserError(f"--precision {self.name}: {chip.name} has no FP4 unit; choose fp8 or bf16")
+            return chip.fp4_flops
+        return chip.fp8_flops if itemsize < BF16 else chip.bf16_flops
+
+
+_WIRE_FP8 = 1 + 4 / 128
+
+PRECISIONS = {
+    "fp8": Precision("fp8", FP8_BLOCK, FP8_BLOCK, wire=_WIRE_FP8),
+    "bf16": Precision("bf16", BF16, BF16, wire=BF16),
+    "nvfp4": Precision("nvfp4", FP4_BLOCK, FP8_BLOCK, cache=1.0, wire=FP4_BLOCK),
+}
+"""`fp8`: DeepSeek's own checkpoint. `nvfp4`: experts and dense MLP in FP4, attention FP8, FP8 cache, FP4 dispatch."""
+
+
+def precision(name: str, cache: str = "auto") -> Precision:
+    """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if name not in PRECISIONS or cache not in ("auto", "bf16", "fp8"):
+        raise UserError(
+            f"--precision {name!r} with --kv-dtype {cache!r}; expected {', '.join(PRECISIONS)}, and auto, bf16 or fp8"
+        )
+    found = PRECISIONS[name]
+    if cache == "auto":
+        return found
+    return Precision(found.name, found.expert, found.linear, {"bf16": BF16, "fp8": 1.0}[cache], found.wire)

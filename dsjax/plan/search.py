@@ -1,0 +1,231 @@
+"""The search: every layout of an instance, every way to fill the cluster with it, ranked by the objective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dsjax.config import ModelConfig
+from dsjax.plan.candidate import Candidate, PrefillPool, aggregated, prefill_pool, separated
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.instance import Instance
+from dsjax.plan.layout import Layout, layouts
+from dsjax.plan.precision import FP8_BLOCK
+from dsjax.plan.workload import Objective, Options, Workload
+
+_POOLS, _DECODERS = 10, 16
+"""Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that a plan is asked."""
+
+    config: ModelConfig
+    cluster: Cluster
+    workload: Workload
+    objective: Objective
+    options: Options
+
+    @property
+    def devices(self) -> int:
+        """Devices that may be used."""
+        return min(self.cluster.num_devices, self.options.max_devices or self.cluster.num_devices)
+
+    def instance(self, layout: Layout) -> Instance:
+        """A layout, asked about this workload."""
+        return Instance(self.config, self.cluster, layout, self.options, self.workload)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer: candidates that meet the objectives, best first; the others, nearest first; layouts that do not fit.
+
+    considered: layouts looked at; too_large: those whose weights leave no room for one request.
+    """
+
+    question: Question
+    ranked: list[Candidate]
+    missed: list[Candidate]
+    frontier: list[Candidate]
+    considered: list[Layout]
+    too_large: list[Instance]
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The best that meets the objectives."""
+        return self.ranked[0] if self.ranked else None
+
+
+def instances(question: Question) -> tuple[list[Layout], list[Instance], list[Instance]]:
+    """(all layouts, instances with room for at least one request, instances without)."""
+    block = 128 if question.options.precision.linear == FP8_BLOCK else None
+    cluster = question.cluster
+    found = list(
+        layouts(
+            question.config,
+            question.devices,
+            min(cluster.devices_per_host, question.devices),
+            redundant=question.options.redundant,
+            block=block,
+            copies=question.devices <= 64,
+        )
+    )
+    made = [question.instance(layout) for layout in found]
+    return found, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
+
+
+def search(question: Question) -> Plan:
+    """Answer a question. Deterministic; no JAX."""
+    question.options.check(question.config)
+    found, fitting, too_large = instances(question)
+    candidates: list[Candidate] = []
+    if "aggregated" in question.options.modes:
+        candidates += _aggregated(question, fitting)
+    if "separated" in question.options.modes:
+        candidates += _separated(question, fitting)
+    objective = question.objective
+    met = [c for c in candidates if c.meets(objective)]
+    missed = [c for c in candidates if not c.meets(objective)]
+    ranked = _best_of_each(sorted(met, key=_order(question)))
+    missed = _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *_order(question)(c))))
+    return Plan(question, ranked, missed, frontier(candidates), found, too_large)
+
+
+def _order(question: Question):
+    """Most tokens a second; at a given load, which all of them serve, fewest devices for it and then the fastest."""
+    work = question.workload
+    if work.rate is not None:
+        return lambda c: (c.devices, c.tpot.value, c.ttft.value)
+    return lambda c: (-c.throughput.value, c.devices, c.tpot.value)
+
+
+def _best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first of each pair of layouts and mode."""
+    seen, kept = set(), []
+    for candidate in candidates:
+        key = (candidate.mode, candidate.decode.layout, candidate.prefill.layout)
+        if key not in seen:
+            seen.add(key)
+            kept.append(candidate)
+    return kept
+
+
+def _batches(question: Question, instance: Instance, count: int) -> list[float]:
+    """Batches of a DP rank: those that memory holds, or just the one that the concurrency gives."""
+    wanted = question.workload.concurrency
+    if wanted is None:
+        return [float(b) for b in instance.batches()]
+    batch = wanted / (instance.replicas * count)
+    return [batch] if batch <= instance.max_batch else []
+
+
+def _counts(question: Question, instance: Instance) -> list[int]:
+    """Numbers of instances: all that fit; with a given load also fewer."""
+    most = question.devices // instance.layout.devices
+    if question.workload.rate is None and question.workload.concurrency is None:
+        return [most]
+    return sorted({max(1, most // divisor) for divisor in (1, 2, 4, 8)}, reverse=True)
+
+
+def _keeps_up(question: Question, candidate: Candidate) -> bool:
+    rate = question.workload.rate
+    return rate is None or candidate.throughput.value >= rate * question.workload.output.mean
+
+
+def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
+    found = []
+    for instance in fitting:
+        tokens = _prefill_size(question, instance)
+        for count in _counts(question, instance):
+            for batch in _batches(question, instance, count):
+                candidate = aggregated(instance, count, batch, tokens)
+                if _keeps_up(question, candidate):
+                    found.append(candidate)
+    return found
+
+
+def _prefill_size(question: Question, instance: Instance) -> float:
+    """The step size with the cheapest prompts among those that leave half of the TTFT's budget for waiting."""
+    sizes = instance.prefill_sizes()
+    bound = question.objective.ttft
+    short = [s for s in sizes if bound is None or instance.prefill_step(s).value <= 0.5 * bound] or sizes[:1]
+    return min(short, key=lambda size: instance.prompt_seconds(size).value)
+
+
+def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
+    if question.devices < 2:
+        return []
+    pools = [prefill_pool(i, size) for i in fitting for size in _pool_sizes(question, i)]
+    chosen = _best(
+        pools, lambda p: p.rate.value / p.instance.layout.devices, lambda p: p.instance.layout.devices, _POOLS
+    )
+    points = [(i, b) for i in fitting for b in _decode_batches(question, i)]
+    rate = {(id(i), b): b * i.replicas / i.tpot(b).value / i.layout.devices for i, b in points}
+    decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, p[1]), 400)
+    found = []
+    for pool in chosen:
+        for instance, batch in decoders:
+            for left, right in _splits(question, pool, instance, batch):
+                users = question.workload.concurrency
+                here = batch if users is None else users / (instance.replicas * right)
+                if here > instance.max_batch:
+                    continue
+                candidate = separated(pool, left, instance, right, here)
+                if _keeps_up(question, candidate):
+                    found.append(candidate)
+    return found
+
+
+def _pool_sizes(question: Question, instance: Instance) -> list[float]:
+    bound = question.objective.ttft
+    sizes = instance.prefill_sizes()
+    return [s for s in sizes if bound is None or instance.prefill_step(s).value <= bound] or sizes[:1]
+
+
+def _decode_batches(question: Question, instance: Instance) -> list[float]:
+    bound = question.objective.tpot
+    if question.workload.concurrency is not None:
+        return [1.0]
+    held = [float(b) for b in instance.batches() if bound is None or instance.tpot(b).value <= bound]
+    return held or [1.0]
+
+
+def _best(items: list, rate, group, most: int) -> list:
+    """The item with the highest rate of each group; of those the `most` best, and the best of each size among them."""
+    best: dict = {}
+    for item in sorted(items, key=rate, reverse=True):
+        best.setdefault(group(item), item)
+    return sorted(best.values(), key=rate, reverse=True)[:most]
+
+
+def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: float) -> list[tuple[int, int]]:
+    """(prefill instances, decode instances) that balance both sides, rounded both ways, on the devices at hand."""
+    own, other = pool.instance.layout.devices, instance.layout.devices
+    devices = question.devices
+    if own + other > devices:
+        return []
+    work = question.workload
+    if work.concurrency is not None:
+        lefts = {1, max(1, devices // own // 4), max(1, devices // own // 2)}
+    else:
+        served = batch * instance.replicas / (instance.tpot(batch).value * max(work.output.mean - 1, 1.0))
+        needed = served / (0.85 * pool.rate.value)  # prefill instances for each decode instance
+        rights = devices / (other + needed * own)
+        lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
+    found = []
+    for left in sorted(lefts):
+        right = (devices - left * own) // other
+        if right >= 1:
+            found.append((left, right))
+    return found
+
+
+def frontier(candidates: list[Candidate]) -> list[Candidate]:
+    """Pareto front of tokens a second a device against tokens a second a user, by the user's rate ascending."""
+    front: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (-c.per_user.value, -c.per_device.value)):
+        if not front or candidate.per_device.value > front[-1].per_device.value:
+            front.append(candidate)
+    return front[::-1]

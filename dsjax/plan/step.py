@@ -1,0 +1,250 @@
+"""The time of one step: every layer's parts, decode and prefill, with and without two-batch overlap."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from dsjax.config import ModelConfig
+from dsjax.plan.chip import Chip
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import Figure, assumed, exact, largest
+from dsjax.plan.layout import Layout
+from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange
+from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
+from dsjax.plan.precision import BF16, Precision
+from dsjax.plan.skew import DEFAULT_SKEW, Skew
+
+_COMMUNICATION = ("dispatch", "combine")
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What a step of one instance costs. All sizes are of one DP rank, all times seconds.
+
+    overlap: two-batch overlap: the halves of a batch alternate between computing and communicating.
+    balanced: experts are placed by their load (any redundant experts imply it).
+    """
+
+    config: ModelConfig
+    cluster: Cluster
+    layout: Layout
+    precision: Precision
+    skew: Skew = DEFAULT_SKEW
+    overlap: bool = False
+    balanced: bool = False
+    chip: Chip = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "chip", Chip(self.cluster.hardware, self.precision))
+
+    def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> Figure:
+        """One decode step.
+
+        batch: requests; context: cached positions of each; drafts: tokens verified beside the next one, each made by one
+        pass of the MTP module; uneven: coefficient of variation of the requests' contexts; the replica with the
+        longest contexts is waited for.
+        """
+        tokens = batch * (1 + drafts)
+        wait = _longest(self.layout.mesh.dp_size, batch, uneven)
+        layers = self._layers(tokens, batch * context, context, True, self.config.num_hidden_layers, wait)
+        parts = {**layers, "head": self._head(tokens), "host": _host(0.001, 0.0002, 0.004)}
+        if drafts:
+            parts["MTP module"] = self._draft(batch, context, wait) * drafts
+        return _total(parts, "step")
+
+    def prefill(self, tokens: float, *, prompt: float, cached: float = 0.0) -> Figure:
+        """One prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` cached ones.
+
+        A prompt longer than the step is taken in chunks; the figures are those of its mean chunk.
+        """
+        attended = cached + (prompt + 1) / 2
+        layers = self._layers(
+            tokens, tokens * cached / prompt, attended, False, self.config.num_hidden_layers, Figure(1.0)
+        )
+        uneven = assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
+        layers = {name: (part * uneven).named(name, "s") for name, part in layers.items()}
+        return _total(
+            {**layers, "head": self._head(max(1.0, tokens / prompt)), "host": _host(0.004, 0.001, 0.015)}, "step"
+        )
+
+    def _layers(
+        self,
+        tokens: float,
+        read: float,
+        context: float,
+        decode: bool,
+        layers: int,
+        wait: Figure,
+        dense: int | None = None,
+    ) -> dict[str, Figure]:
+        """All layers' parts by name. read: cached positions that the rank reads; context: positions a token attends to."""
+        if not self.overlap or not self.config.is_moe:
+            return {
+                n: p.named(n, "s") for n, p in self._parts(tokens, read, context, decode, layers, wait, dense).items()
+            }
+        half = self._parts(tokens / 2, read / 2, context, decode, layers, wait, dense)
+        talk = _sum([half[n] * 2 for n in _COMMUNICATION]).named("communication of two half batches", "s")
+        work = _sum([p * 2 for n, p in half.items() if n not in _COMMUNICATION])
+        work = work.named("computation of two half batches", "s")
+        if not decode and self.cluster.hardware.platform == "cuda":
+            share = assumed(
+                NORMAL_SMS / H800_SMS, 0.1, 0.2, "multiprocessors that communicate", f"{DEEPEP}: 24 of 132 by default"
+            )
+            work = (work / (1 - share)).named("computation beside communication", "s")
+        hidden = assumed(0.9, 0.7, 1.0, "share of the shorter that is hidden", "first and last halves have no partner")
+        return {
+            "layers, two halves overlapped": _overlapped(work, talk, hidden).named("layers, two halves overlapped", "s")
+        }
+
+    def _parts(
+        self, tokens: float, read: float, context: float, decode: bool, layers: int, wait: Figure, dense: int | None
+    ) -> dict[str, Figure]:
+        config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
+        dense = config.num_dense_layers if dense is None else dense
+        moe = layers - dense
+        found = {
+            "projections": self._projections(tokens, read, decode) * layers,
+            "attention": self._attention(tokens, read, context, decode) * layers * wait,
+            "element-wise": chip.stream(self._streamed(tokens, decode)) * layers,
+        }
+        if decode:
+            floor = assumed(
+                40e-6, 20e-6, 80e-6, "small kernels of a layer", "about 20 launches of a CUDA graph, 1 to 4 µs each"
+            )
+            found["small kernels"] = floor * layers
+        if tp > 1:
+            found["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
+                2 * layers
+            )
+        if dense:
+            found["dense MLP"] = self._mlp(tokens, config.intermediate_size // tp) * dense
+        if moe:
+            found |= {name: part * moe for name, part in self._experts(tokens, decode).items()}
+        return found
+
+    def _projections(self, tokens: float, read: float, decode: bool) -> Figure:
+        """Query and latent projections and the output; decode also absorbs, prefill also expands keys and values."""
+        config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
+        heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
+        per_query, both = config.qk_head_dim, config.qk_nope_head_dim + config.v_head_dim
+        latent = rank + config.qk_rope_head_dim
+        query = config.q_lora_rank or width
+        total = chip.product(tokens, latent + (query if config.query_compressed else 0), width)
+        total = total + chip.product(tokens, heads * per_query, query)
+        total = total + chip.product(tokens, width, heads * config.v_head_dim)
+        if decode:
+            return total + chip.bf16_product(tokens, heads * both, rank)
+        return total + chip.product(tokens + read, heads * both, rank)
+
+    def _attention(self, tokens: float, read: float, context: float, decode: bool) -> Figure:
+        config = self.config
+        heads = config.num_attention_heads // self.layout.mesh.tp_size
+        rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+        if not decode:
+            per_pair = config.qk_head_dim + config.v_head_dim
+            return self.chip.prefill_attention(2.0 * heads * per_pair * tokens * context)
+        cache = read * (rank + rope) * self.precision.cache
+        return self.chip.decode_attention(2.0 * heads * (2 * rank + rope) * tokens * context, cache)
+
+    def _streamed(self, tokens: float, decode: bool) -> float:
+        """Bytes that a layer's small operations read and write: a count of their operands, each once."""
+        config, mesh = self.config, self.layout.mesh
+        heads, width, F = config.num_attention_heads // mesh.tp_size, config.hidden_size, config.moe_intermediate_size
+        norms = 2 * 7 * width + 3 * ((config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_rope_head_dim)
+        rotation = 4 * heads * config.qk_head_dim
+        keys = 0 if decode else 2 * heads * (config.qk_head_dim + config.qk_nope_head_dim)
+        output = 3 * heads * config.v_head_dim
+        rows = config.num_experts_per_tok / (mesh.tp_size if not mesh.splits_expert_width else 1)
+        experts = rows * (4 * width + 5 * F / mesh.expert_width_shards) + 5 * F * config.n_shared_experts / mesh.tp_size
+        return tokens * (norms + rotation + keys + output + experts)
+
+    def _mlp(self, tokens: float, hidden: int) -> Figure:
+        width = self.config.hidden_size
+        up = self.chip.product(tokens, 2 * hidden, width, expert=True)
+        return up + self.chip.product(tokens, width, hidden, expert=True)
+
+    def _experts(self, tokens: float, decode: bool) -> dict[str, Figure]:
+        """Router, shared expert, the way there, the experts, the way back: of one layer."""
+        config, mesh, chip = self.config, self.layout.mesh, self.chip
+        width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
+        physical = config.n_routed_experts + self.layout.redundant
+        slots = physical // mesh.ep_size
+        own = tokens / mesh.tp_size
+        spread = mesh.ep_size
+        rows = own * top_k * mesh.expert_width_shards
+        slowest = self.skew.slowest(spread, slots, rows, self.balanced or self.layout.redundant > 0)
+        arriving = exact(rows, "rows of the mean rank", "rows") * slowest
+        group_tokens = tokens * mesh.dp_size / mesh.expert_copies
+        used = slots * (1 - (1 - top_k / physical) ** group_tokens)
+        inner = hidden // mesh.expert_width_shards
+        flags = {"contiguous": not decode}
+        found = {
+            "router": chip.bf16_product(own, config.n_routed_experts, width),
+            "experts": chip.grouped(used, arriving, 2 * inner, width, gate_up=True, **flags)
+            + chip.grouped(used, arriving, width, inner, gate_up=False, **flags),
+        }
+        if config.n_shared_experts:
+            found["shared experts"] = self._mlp(tokens, config.n_shared_experts * hidden // mesh.tp_size)
+        there, back = self._exchanges(own, decode, slowest)
+        if mesh.splits_expert_width and mesh.ep_size > 1:
+            size = tokens * top_k * width * BF16
+            back = back + all_reduce(self.cluster, mesh.tp_size, size)
+        return {**found, "dispatch": there, "combine": back}
+
+    def _exchanges(self, own: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
+        config, cluster, mesh = self.config, self.cluster, self.layout.mesh
+        ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
+        width, top_k = config.hidden_size, config.num_experts_per_tok
+        there, back = width * self.precision.wire, width * BF16
+        if decode:
+            return (
+                low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False),
+                low_latency_exchange(cluster, ranks, own, top_k, back, slowest, True),
+            )
+        return (
+            normal_exchange(cluster, config, ranks, own, there, slowest),
+            normal_exchange(cluster, config, ranks, own, back, slowest),
+        )
+
+    def _head(self, tokens: float) -> Figure:
+        config, tp = self.config, self.layout.mesh.tp_size
+        logits = self.chip.stream(3 * 4 * tokens * config.vocab_size / tp)
+        return (self.chip.bf16_product(tokens, config.vocab_size // tp, config.hidden_size) + logits).named("head", "s")
+
+    def _draft(self, batch: float, context: float, wait: Figure) -> Figure:
+        """One pass of the MTP module: a layer with experts, its projection of two widths, the head."""
+        config = self.config
+        layer = _sum(list(self._layers(batch, batch * context, context, True, 1, wait, dense=0).values()))
+        joined = self.chip.bf16_product(batch, config.hidden_size, 2 * config.hidden_size)
+        return (layer + joined + self._head(batch)).named("MTP module", "s")
+
+
+def _overlapped(work: Figure, talk: Figure, hidden: Figure) -> Figure:
+    """The longer of the two, and the part of the shorter that is not hidden."""
+    shorter = (min(work.value, talk.value), min(work.low, talk.low), min(work.high, talk.high))
+    ends = [short * (1 - share) for short, share in zip(shorter, (hidden.value, hidden.high, hidden.low), strict=True)]
+    rest = Figure(*ends, hidden.kinds, name="not hidden", unit="s", source=hidden.source)
+    return largest(work, talk) + rest
+
+
+def _longest(ranks: int, batch: float, variation: float) -> Figure:
+    """Expected longest mean context of `ranks` replicas ÷ the mean."""
+    if ranks == 1 or variation == 0:
+        return Figure(1.0)
+    return exact(1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1)), "longest contexts ÷ mean")
+
+
+def _host(value: float, low: float, high: float) -> Figure:
+    return assumed(value, low, high, "host", "scheduling and launching that the device waits for", "s")
+
+
+def _sum(parts: list[Figure]) -> Figure:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _total(parts: dict[str, Figure], name: str) -> Figure:
+    return _sum(list(parts.values())).named(name, "s")

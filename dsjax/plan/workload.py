@@ -1,0 +1,163 @@
+"""What is asked of a deployment: lengths, load, objectives; and the choices that are not layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dsjax.config import ModelConfig
+from dsjax.errors import UserError
+from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.precision import PRECISIONS, Precision
+from dsjax.plan.skew import DEFAULT_SKEW, Skew
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts or outputs: mean, and coefficient of variation (standard deviation ÷ mean)."""
+
+    mean: float
+    variation: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> Lengths:
+        """`2000`, or `2000:0.5` with a coefficient of variation.
+
+        Raises:
+            UserError: neither.
+        """
+        mean, _, variation = text.partition(":")
+        try:
+            found = cls(float(mean), float(variation or 0))
+        except ValueError:
+            found = cls(0)
+        if not found.mean >= 1 or not 0 <= found.variation <= 10:
+            raise UserError(
+                f"{option} is {text!r}, expected a mean of at least 1 token, with a coefficient of variation from 0 to 10 "
+                "after a colon if lengths vary: 2000 or 2000:0.5"
+            )
+        return found
+
+    @property
+    def weighted(self) -> float:
+        """Mean length as a token sees it: long ones have more tokens."""
+        return self.mean * (1 + self.variation**2)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests. concurrency: in flight at once; rate: requests a second; at most one of them, none asks for the most.
+
+    prefix_hit: share of a prompt's tokens that are found in the cache.
+    """
+
+    input: Lengths
+    output: Lengths
+    concurrency: float | None = None
+    rate: float | None = None
+    prefix_hit: float = 0.0
+
+    def __post_init__(self):
+        if self.concurrency is not None and self.rate is not None:
+            raise UserError("--concurrency and --rate are both given; give one: the other follows from it")
+        for name in ("concurrency", "rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"--{name} is {value}, expected more than 0")
+        if not 0 <= self.prefix_hit < 1:
+            raise UserError(f"--prefix-hit is {self.prefix_hit}, expected a share from 0 to below 1")
+
+    @property
+    def computed(self) -> float:
+        """Prompt tokens that are computed for a mean request."""
+        return max(1.0, self.input.mean * (1 - self.prefix_hit))
+
+    @property
+    def cached(self) -> float:
+        """Prompt tokens that are found."""
+        return self.input.mean - self.computed if self.prefix_hit else 0.0
+
+    @property
+    def context(self) -> float:
+        """Mean positions that a decoded token attends to."""
+        return self.input.mean + self.output.weighted / 2
+
+    @property
+    def uneven(self) -> float:
+        """Coefficient of variation of the contexts in a batch: requests are at any point of their outputs."""
+        spread = (self.input.mean * self.input.variation) ** 2 + self.output.mean**2 / 12
+        return spread**0.5 / self.context
+
+    @property
+    def held(self) -> float:
+        """Tokens that a request's place in the cache must be able to take: its end, not its mean."""
+        return self.input.mean + self.output.mean
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Service-level objectives; None: no bound. Seconds, and output tokens a second of the whole deployment."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    throughput: float | None = None
+
+    def __post_init__(self):
+        for name, flag in (("ttft", "--ttft-ms"), ("tpot", "--tpot-ms"), ("throughput", "--throughput")):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"{flag} is {value}, expected more than 0")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices: precision; MTP drafts and the chance that each is accepted; redundant experts (None: tried); skew.
+
+    overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
+    most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all.
+    """
+
+    precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
+    drafts: int = 0
+    acceptance: float = 0.85
+    redundant: int | None = None
+    skew: Skew = DEFAULT_SKEW
+    overlap: str = "auto"
+    modes: tuple[str, ...] = ("aggregated", "separated")
+    prefill_tokens: int = 16384
+    max_devices: int | None = None
+
+    def __post_init__(self):
+        if self.overlap not in ("auto", "on", "off"):
+            raise UserError(f"--two-batch-overlap is {self.overlap!r}, expected auto, on or off")
+        if not 0 <= self.acceptance <= 1:
+            raise UserError(f"--mtp-acceptance is {self.acceptance}, expected a share from 0 to 1")
+        if not self.modes or any(mode not in ("aggregated", "separated") for mode in self.modes):
+            raise UserError(f"--mode is {self.modes}, expected aggregated, separated or both")
+        for flag, value, least in (
+            ("--mtp", self.drafts, 0),
+            ("--prefill-tokens", self.prefill_tokens, 1),
+            ("--max-devices", self.max_devices, 1),
+            ("--redundant-experts", self.redundant, 0),
+        ):
+            if value is not None and value < least:
+                raise UserError(f"{flag} is {value}, expected at least {least}")
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise `UserError` where the model has no MTP module for the drafts asked for."""
+        if self.drafts and not config.num_nextn_predict_layers:
+            raise UserError(
+                "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out"
+            )
+
+    @property
+    def tokens_a_step(self) -> Figure:
+        """Tokens that a decode step yields for a request: the next one, and drafts while all before were accepted."""
+        if not self.drafts:
+            return Figure(1.0)
+        ends = [min(1.0, max(0.0, self.acceptance + d)) for d in (0, -0.05, 0.05)]
+        return Figure(
+            *(sum(a**i for i in range(self.drafts + 1)) for a in ends),
+            Kind.ASSUMPTION,
+            name="tokens a step",
+            source="MTP acceptance as given, ± 0.05",
+        )
