@@ -21,8 +21,10 @@ _COMMANDS = {
     "generate": ("dsjax.generate", "generate"),
     "convert": ("dsjax.checkpoint.command", "convert"),
     "info": ("dsjax.info", "info"),
+    "bench": ("dsjax.bench.command", "bench"),
+    "top": ("dsjax.top.command", "top"),
 }
-"""Command to (module, function), in the order of `--help`."""
+"""Command to (module, function, or a `typer.Typer` with commands of its own), in the order of `--help`."""
 
 
 class LazyCommands(typer.core.TyperGroup):
@@ -37,8 +39,11 @@ class LazyCommands(typer.core.TyperGroup):
         if cmd_name not in _COMMANDS:
             return None
         module, function = _COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), function)
+        if isinstance(command, typer.Typer):
+            return typer.main.get_command(command)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command(cmd_name)(getattr(importlib.import_module(module), function))
+        single.command(cmd_name)(command)
         return typer.main.get_command(single)
 
 

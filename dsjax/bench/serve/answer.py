@@ -43,7 +43,7 @@ class AnswerReader:
         for event in events:
             if event == b"[DONE]":
                 self.done = True
-            else:
+            elif event:  # an empty one keeps a connection alive
                 try:
                     self._take(_object(event), now)
                 except (AttributeError, TypeError) as error:
@@ -53,13 +53,15 @@ class AnswerReader:
         """Complete the record: the connection has nothing more.
 
         Raises:
-            AnswerError: the answer broke off, or had no token.
+            AnswerError: the answer broke off, or never began.
         """
         record = self._record
         if not self.done and record.finish_reason is None:
             raise AnswerError("the stream ended before the answer did: neither [DONE] nor a finish reason came")
-        if not record.chunk_times:
-            raise AnswerError("the answer has no token")
+        if not record.end:
+            raise AnswerError("the answer has no choice")
+        if not record.chunk_times:  # the first token ended the answer, and has no text
+            record.chunk_times.append(record.end)
         record.text = "".join(self._pieces)
         if self._has_usage:
             record.token_source = "usage"
@@ -81,7 +83,7 @@ class AnswerReader:
                 self._pieces.append(text)
             record.finish_reason = choice.get("finish_reason") or record.finish_reason
         usage = chunk.get("usage")
-        if usage and usage.get("completion_tokens"):
+        if usage and usage.get("completion_tokens") is not None:
             record.output_tokens = usage["completion_tokens"]
             record.prompt_tokens = usage.get("prompt_tokens") or record.prompt_tokens
             self._has_usage = True

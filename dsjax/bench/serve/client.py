@@ -90,9 +90,6 @@ class Client:
         record = RequestRecord(arrival=arrival, start=self._clock() - zero, prompt_tokens=request.prompt_tokens)
         try:
             await self._exchange(payload, record, zero)
-        except asyncio.CancelledError:
-            record.cancelled = True
-            raise
         except aiohttp.ConnectionTimeoutError:
             record.error = f"no connection within {self._timeout.sock_connect:g} s"
         except TimeoutError:  # before OSError, of which it is one; aiohttp's timeouts are too

@@ -1,5 +1,6 @@
 """Prompts of a wanted length: token ids where the server takes them, else text of a tokenizer's words."""
 
+import importlib.resources
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+from dsjax.config import bundled_models
 from dsjax.errors import UserError
 
 _FEWEST_WORDS = 16
@@ -88,33 +90,28 @@ def vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
 def read_tokenizer(where: str) -> tokenizers.Tokenizer:
     """A tokenizer from a tokenizer.json, a model's directory, a bundled model, or a Hugging Face repository.
 
+    Of a repository only the tokenizer is downloaded.
+
     Raises:
         PromptError: there is none.
     """
-    from dsjax.checkpoint.hub import ModelNotFoundError, resolve
-
     path = Path(where).expanduser()
+    if where in bundled_models():
+        path = Path(str(importlib.resources.files("configs") / "models" / where))
+    if path.is_dir():
+        path = path / "tokenizer.json"
     try:
-        if not path.is_file():
-            path = resolve(where) / "tokenizer.json"
-        return tokenizers.Tokenizer.from_file(str(path))
-    except ModelNotFoundError:
-        return _from_hub(where)
+        if path.is_file():
+            return tokenizers.Tokenizer.from_file(str(path))
+        if _REPOSITORY.fullmatch(where):
+            return tokenizers.Tokenizer.from_pretrained(where)
+        reason = "no such file, directory or repository"
     except Exception as error:  # the library raises bare Exception
-        raise PromptError(f"no tokenizer at {path}: {error}; name one with --tokenizer") from error
+        reason = " ".join(str(error).split())[:200]
+    raise PromptError(f"found no tokenizer {where!r} ({reason})")
 
 
-def _from_hub(where: str) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_pretrained(where)
-    except Exception as error:  # the library raises bare Exception
-        line = " ".join(str(error).split())[:200]
-        raise PromptError(
-            f"no tokenizer {where!r} here or on the Hugging Face hub ({line}); give --tokenizer (a directory, a "
-            "tokenizer.json, or a repository), or --vocab-size to send token ids"
-        ) from error
-
-
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WORD = re.compile(r"[Ġ▁]([A-Za-z]{2,})")
 
 

@@ -36,7 +36,6 @@ class RequestRecord:
         finish_reason: the server's.
         text: the answer, reasoning included.
         error: None when the answer is whole; else one line. A record with an error counts in no figure but `failed`.
-        cancelled: Ctrl-C came first; neither completed nor failed.
     """
 
     arrival: float
@@ -49,12 +48,11 @@ class RequestRecord:
     finish_reason: str | None = None
     text: str = ""
     error: str | None = None
-    cancelled: bool = False
 
     @property
     def succeeded(self) -> bool:
         """Whether the answer is whole."""
-        return self.error is None and not self.cancelled
+        return self.error is None
 
     @property
     def ttft(self) -> float:

@@ -75,16 +75,16 @@ async def ask_server(
     )
 
 
-async def _models(
-    session: aiohttp.ClientSession, url: str, model: str | None, deadline: float
-) -> list[dict[str, Any]]:
+async def _models(session: aiohttp.ClientSession, url: str, model: str | None, deadline: float) -> list[dict[str, Any]]:
     while True:
         try:
             async with session.get(f"{url}/v1/models", timeout=_TIMEOUT) as response:
                 if response.status == 200:
                     return list((await response.json(content_type=None))["data"])
                 if response.status in (401, 403):
-                    raise ServerError(f"{url} refuses the key ({response.status}); give --api-key or set OPENAI_API_KEY")
+                    raise ServerError(
+                        f"{url} refuses the key ({response.status}); give --api-key or set OPENAI_API_KEY"
+                    )
                 if model is not None:
                     return []
                 raise ServerError(f"{url}/v1/models answered {response.status}; name the model with --model")

@@ -26,7 +26,9 @@ class PrefixRepetition:
 
     def __post_init__(self):
         if self.prefix_len + self.suffix_len < 1:
-            raise DatasetError("--prefix-repetition-prefix-len and -suffix-len are both 0, expected a prompt of 1 token")
+            raise DatasetError(
+                "--prefix-repetition-prefix-len and -suffix-len are both 0, expected a prompt of 1 token"
+            )
 
     def requests(self, count: int, draw: int) -> list[BenchRequest]:
         """`count` requests."""

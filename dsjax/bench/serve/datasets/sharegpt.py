@@ -55,7 +55,7 @@ class ShareGpt:
             talks = [entry.get("conversations") or () for entry in entries]
             return [(str(talk[0]["value"]), str(talk[1]["value"])) for talk in talks if len(talk) >= 2]
         except OSError as error:
-            raise DatasetError(f"cannot read --dataset-path {self.path}: {error.strerror}") from error
+            raise DatasetError(f"cannot read --dataset-path {self.path}: {error}") from error
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise DatasetError(
                 f'{self.path} is no ShareGPT file: expected a JSON list of {{"conversations": [{{"value": …}}, …]}}; '

@@ -72,8 +72,8 @@ def read_trace(path: Path) -> list[TraceRow]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DatasetError(f"cannot read --dataset-path {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"cannot read --dataset-path {path}: {error}") from error
     try:
         rows = _burstgpt(text) if path.suffix == ".csv" else _mooncake(text)
     except (ValueError, KeyError, TypeError) as error:

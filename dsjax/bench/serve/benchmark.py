@@ -1,0 +1,134 @@
+"""`Benchmark`: from options to points: ask the server, choose the prompts' form, warm up, measure."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from dsjax.bench.serve.arrivals import arrival_times
+from dsjax.bench.serve.client import Client, Target, open_session
+from dsjax.bench.serve.datasets import Dataset
+from dsjax.bench.serve.load import run_load
+from dsjax.bench.serve.options import LoadOptions, OptionError, ReportOptions, ServerOptions, WorkloadOptions
+from dsjax.bench.serve.progress import PointProgress
+from dsjax.bench.serve.prompt_form import PromptSource
+from dsjax.bench.serve.prompts import count_tokens
+from dsjax.bench.serve.records import BenchRequest
+from dsjax.bench.serve.report import Point
+from dsjax.bench.serve.result_files import PointResult
+from dsjax.bench.serve.server_facts import ServerError, ServerFacts, ask_server, server_url
+from dsjax.bench.serve.statistics import summarise
+from dsjax.bench.serve.workload import draw_requests, make_dataset
+
+_WARM_UP_DRAW = 0
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A whole run.
+
+    Attributes:
+        server, workload, load, report: the options.
+        say: called with each line that tells the user what is going on.
+        progress: called with a title and a number of requests; a context in which it shows how far they are.
+    """
+
+    server: ServerOptions
+    workload: WorkloadOptions
+    load: LoadOptions
+    report: ReportOptions
+    say: Callable[[str], None]
+    progress: Callable[[str, int], AbstractContextManager[PointProgress]]
+
+    async def run(
+        self,
+        stop: asyncio.Event,
+        on_ready: Callable[[ServerFacts], None],
+        on_point: Callable[[PointResult], None],
+    ) -> ServerFacts:
+        """Measure every point, until `stop` is set; give what the server said of itself.
+
+        Args:
+            stop: ends the run; the point under way counts as far as it came.
+            on_ready: called once the server has answered a test request: now the load begins.
+            on_point: called with each point.
+
+        Raises:
+            UserError: no server, a refused test request, or a workload that cannot be.
+        """
+        url = server_url(self.server.base_url)
+        self._check_times()
+        async with open_session(self.server.api_key) as session:
+            facts = await ask_server(session, url, self.server.model, self.server.ready_check_timeout_sec)
+            source = PromptSource.find(self.server.tokenizer, self.server.vocab_size, facts)
+            client = Client(session, self._target(url, facts), self._counter(source))
+            dataset = await self._first_that_is_taken(client, source, facts)
+            on_ready(facts)
+            await self._warm_up(client, dataset, facts, stop)
+            for number, (rate, concurrency) in enumerate(self.load.points(), 1):
+                if stop.is_set():
+                    break
+                on_point(await self._point(client, dataset, facts, stop, number, rate, concurrency))
+        return facts
+
+    def _check_times(self) -> None:
+        if self.workload.dataset_name == "trace" and (self.load.request_rate or self.load.sweep_rate):
+            raise OptionError("a trace has arrival times of its own; instead of a request rate give --trace-speed")
+
+    def _target(self, url: str, facts: ServerFacts) -> Target:
+        s = self.server
+        fields = s.extra_fields()
+        return Target(url, s.endpoint, facts.model, s.ignore_eos, s.temperature, fields, s.request_timeout)
+
+    def _counter(self, source: PromptSource) -> Callable[[str], int] | None:
+        tokenizer = source.tokenizer
+        return None if tokenizer is None else lambda text: count_tokens(tokenizer, text)
+
+    async def _first_that_is_taken(self, client: Client, source: PromptSource, facts: ServerFacts) -> Dataset:
+        """The dataset with prompts in the first form that a test request of two tokens is answered in."""
+        refused = ""
+        for prompts in source.forms(self.server.prompt_form, self.server.endpoint):
+            dataset = make_dataset(self.workload, prompts, source)
+            requests, _ = draw_requests(dataset, self.workload, _WARM_UP_DRAW, facts.max_model_len)
+            record = await client.send(replace(requests[0], output_tokens=min(2, requests[0].output_tokens)))
+            if record.succeeded:
+                return dataset
+            refused = record.error or ""
+            if not refused.startswith(("HTTP 400", "HTTP 422")):
+                break
+        raise ServerError(f"the server refuses a test request: {refused}")
+
+    async def _warm_up(self, client: Client, dataset: Dataset, facts: ServerFacts, stop: asyncio.Event) -> None:
+        count = self.load.num_warmups
+        if not count:
+            return
+        options = replace(self.workload, num_prompts=count)
+        requests, _ = draw_requests(dataset, options, _WARM_UP_DRAW, facts.max_model_len)
+        concurrency = max((n for _, n in self.load.points() if n), default=None)
+        with self.progress("warm-up", len(requests)) as bar:
+            await run_load(client, requests, [0.0] * len(requests), concurrency, stop=stop, on_done=bar.advance)
+
+    async def _point(
+        self,
+        client: Client,
+        dataset: Dataset,
+        facts: ServerFacts,
+        stop: asyncio.Event,
+        number: int,
+        rate: float,
+        concurrency: int | None,
+    ) -> PointResult:
+        requests, left_out = draw_requests(dataset, self.workload, number, facts.max_model_len)
+        if left_out:
+            self.say(f"{left_out} requests are longer than the server's {facts.max_model_len:,} tokens and left out")
+        arrivals = self._arrivals(requests, rate)
+        with self.progress(f"point {number} of {len(self.load.points())}", len(requests)) as bar:
+            result = await run_load(client, requests, arrivals, concurrency, stop=stop, on_done=bar.advance)
+        statistics = summarise(result, self.report.percentiles, self.report.objectives)
+        return PointResult(Point(len(requests), rate, self.load.burstiness, concurrency), result, statistics)
+
+    def _arrivals(self, requests: list[BenchRequest], rate: float) -> list[float]:
+        own = [request.arrival for request in requests]
+        if None not in own:
+            return [arrival - own[0] for arrival in own]
+        return arrival_times(len(requests), rate, self.load.burstiness, self.workload.seed)

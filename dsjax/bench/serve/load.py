@@ -1,0 +1,88 @@
+"""One point of a benchmark: requests sent at their times, or a number of them at once, until all are answered."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dsjax.bench.serve.records import BenchRequest, RequestRecord
+
+
+class Sender(Protocol):
+    """What `Client` does; tests have others."""
+
+    async def send(self, request: BenchRequest, *, arrival: float, zero: float) -> RequestRecord:
+        """Send one request and read its answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What came of a point.
+
+    Attributes:
+        records: of every request that was answered, or failed; in the order of arrival.
+        duration: seconds from the run's start to the last answer's end (or to Ctrl-C).
+        interrupted: Ctrl-C came first; what was under way then, or not yet sent, is in no record.
+    """
+
+    records: list[RequestRecord]
+    duration: float
+    interrupted: bool
+
+
+async def run_load(
+    sender: Sender,
+    requests: Sequence[BenchRequest],
+    arrivals: Sequence[float],
+    max_concurrency: int | None,
+    *,
+    stop: asyncio.Event | None = None,
+    on_done: Callable[[RequestRecord], None] = lambda record: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LoadResult:
+    """Send every request when it is due, but never more than `max_concurrency` at once.
+
+    A request that is held back goes out as soon as one before it ends, in the order of arrival.
+
+    Args:
+        sender: sends and reads.
+        requests: what to send.
+        arrivals: seconds after the start at which each is due, ascending.
+        max_concurrency: None for no bound.
+        stop: ends the run early when set.
+        on_done: called with each record.
+        clock: the one that `sender` reads.
+    """
+    zero = clock()
+    slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    done: dict[int, RequestRecord] = {}
+
+    async def one(index: int) -> None:
+        async with slots:
+            record = await sender.send(requests[index], arrival=arrivals[index], zero=zero)
+        done[index] = record
+        on_done(record)
+
+    async def everything() -> None:
+        async with asyncio.TaskGroup() as group:
+            for index, arrival in enumerate(arrivals):
+                wait = zero + arrival - clock()
+                if wait > 0:
+                    await asyncio.sleep(wait)
+                group.create_task(one(index))
+
+    work = asyncio.create_task(everything())
+    stopped = asyncio.create_task((stop or asyncio.Event()).wait())
+    try:
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        interrupted = not work.done()
+        if not interrupted:
+            work.result()
+    finally:
+        for task in (work, stopped):
+            task.cancel()
+        await asyncio.gather(work, stopped, return_exceptions=True)
+    return LoadResult([done[index] for index in sorted(done)], clock() - zero, interrupted)

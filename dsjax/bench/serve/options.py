@@ -1,0 +1,193 @@
+"""The options of `dsjax bench serve`, by what they are about. Named as `vllm bench serve` names them where it has them."""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.bench.serve.goodput import parse_goodput
+from dsjax.bench.serve.report import LATENCIES
+from dsjax.errors import UserError
+
+
+class OptionError(UserError):
+    """An option that cannot be, or not beside another."""
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A field that is a command-line option.
+
+    Args:
+        default: its value when it is not given.
+        help: a line for `--help`.
+        metadata: `choices`; `flag`, where it is not the field's name; `envvar`; `least`, `above`: bounds of numbers.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+class Checked:
+    """Checks a dataclass's fields against the choices and bounds that they declare."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, facts = getattr(self, field.name), field.metadata
+            if value is None:
+                continue
+            if "choices" in facts and value not in facts["choices"]:
+                raise OptionError(f"{flag_of(field)} is {value!r}, expected one of {', '.join(facts['choices'])}")
+            if "least" in facts and not value >= facts["least"]:
+                raise OptionError(f"{flag_of(field)} is {value}, expected at least {facts['least']}")
+            if "above" in facts and not value > facts["above"]:
+                raise OptionError(f"{flag_of(field)} is {value}, expected more than {facts['above']}")
+
+
+def flag_of(field: dataclasses.Field) -> str:
+    """`--name-of-the-field`."""
+    return field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class ServerOptions(Checked):
+    """Which server, and how it is asked."""
+
+    base_url: str = option("http://127.0.0.1:8000", "of the server, with or without /v1")
+    endpoint: str = option("completions", "which of OpenAI's to call", choices=("completions", "chat"))
+    model: str | None = option(None, "name to ask for; default: the first that the server lists")
+    api_key: str | None = option(None, "sent as a bearer token", envvar="OPENAI_API_KEY")
+    tokenizer: str | None = option(None, "directory, tokenizer.json or Hugging Face repository; default: the model's")
+    prompt_form: str = option("auto", "auto: token ids where the server takes them", choices=("auto", "tokens", "text"))
+    vocab_size: int | None = option(None, "draw token ids below this; default: the tokenizer's", least=1)
+    ignore_eos: bool = option(False, "ask for answers of full length (a field of vLLM's)")
+    temperature: float | None = option(0.0, "of every request", least=0)
+    extra_body: str | None = option(None, "JSON object of further fields for every request")
+    request_timeout: float = option(600.0, "seconds that one request may take", above=0)
+    ready_check_timeout_sec: float = option(0.0, "seconds to wait for the server to come up", least=0)
+    devices: int | None = option(None, "of the server; default: what its /server_info says", least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.extra_fields()
+
+    def extra_fields(self) -> dict[str, Any]:
+        """`--extra-body` as a mapping.
+
+        Raises:
+            OptionError: it is no JSON object.
+        """
+        try:
+            body = json.loads(self.extra_body or "{}")
+        except ValueError as error:
+            raise OptionError(f"--extra-body is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise OptionError(f"--extra-body is {self.extra_body!r}, expected a JSON object")
+        return body
+
+
+@dataclass(frozen=True)
+class WorkloadOptions(Checked):
+    """What is asked."""
+
+    dataset_name: str = option("random", "the workload", choices=("random", "sharegpt", "prefix-repetition", "trace"))
+    dataset_path: str | None = option(None, "file of sharegpt or trace")
+    num_prompts: int | None = option(None, "requests of a point; default: 1000, of a trace all", least=1)
+    seed: int = option(0, "of lengths, prompts and arrivals", least=0)
+    random_input_len: int = option(1024, "mean tokens of a prompt", least=1)
+    random_output_len: int = option(128, "mean tokens of an answer", least=1)
+    random_range_ratio: float = option(0.0, "lengths between mean × (1 − ratio) and mean × (1 + ratio)", least=0)
+    random_prefix_len: int = option(0, "tokens before each prompt, the same for all", least=0)
+    prefix_repetition_prefix_len: int = option(256, "tokens of a prefix", least=0)
+    prefix_repetition_suffix_len: int = option(256, "tokens of a suffix", least=0)
+    prefix_repetition_num_prefixes: int = option(10, "different prefixes", least=1)
+    prefix_repetition_output_len: int = option(128, "tokens of an answer", least=1)
+    sharegpt_output_len: int | None = option(None, "tokens of an answer; default: the conversation's", least=1)
+    trace_speed: float = option(1.0, "arrivals come this many times as fast", above=0)
+    trace_length_scale: float = option(1.0, "multiplies lengths, for small models", above=0)
+
+
+@dataclass(frozen=True)
+class LoadOptions(Checked):
+    """How hard."""
+
+    request_rate: float | None = option(None, "requests a second; default: all at once", above=0)
+    burstiness: float = option(1.0, "shape of the gamma distributed gaps; 1: Poisson, less: burstier", above=0)
+    max_concurrency: int | None = option(None, "most requests under way", least=1)
+    sweep_concurrency: str | None = option(None, "one point for each, e.g. 1,8,64")
+    sweep_rate: str | None = option(None, "one point for each, e.g. 0.5,1,2,inf")
+    num_warmups: int = option(0, "requests sent before, and not counted", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.sweep_concurrency and self.sweep_rate:
+            raise OptionError("--sweep-concurrency and --sweep-rate are both given; sweep one of them")
+        if self.sweep_concurrency and self.max_concurrency:
+            raise OptionError("--max-concurrency and --sweep-concurrency are both given; leave the first out")
+        if self.sweep_rate and self.request_rate:
+            raise OptionError("--request-rate and --sweep-rate are both given; leave the first out")
+        self.points()
+
+    def points(self) -> list[tuple[float, int | None]]:
+        """Request rate (infinite: all at once) and concurrency of each point.
+
+        Raises:
+            OptionError: a sweep has something else than positive numbers.
+        """
+        rate = self.request_rate or math.inf
+        if self.sweep_concurrency:
+            return [(rate, int(n)) for n in _numbers("--sweep-concurrency", self.sweep_concurrency, whole=True)]
+        if self.sweep_rate:
+            return [(n, self.max_concurrency) for n in _numbers("--sweep-rate", self.sweep_rate)]
+        return [(rate, self.max_concurrency)]
+
+
+@dataclass(frozen=True)
+class ReportOptions(Checked):
+    """What is told."""
+
+    goodput: list[str] | None = option(None, "objectives in milliseconds: ttft:200 tpot:50 e2el:3000")
+    percentile_metrics: str = option("ttft,tpot,itl,e2el", "latencies to print")
+    metric_percentiles: str = option("90,95,99", "percentiles of them")
+    json_file: str | None = option(None, "write JSON to this file; - for standard output", flag="--json")
+    save_detailed: bool = option(False, "each request's lengths, times and text in the JSON too")
+    csv_requests: str | None = option(None, "write one line a request to this file")
+    csv_points: str | None = option(None, "write one line a point to this file")
+    plot: str | None = option(None, "draw tokens/s a user against tokens/s a device: .png, .svg or .pdf")
+    progress: bool = option(True, "show a progress bar")
+
+    def __post_init__(self):
+        super().__post_init__()
+        _ = self.latencies, self.percentiles, self.objectives  # each raises for what cannot be
+
+    @property
+    def latencies(self) -> list[str]:
+        """Which latencies to print."""
+        names = self.percentile_metrics.replace(",", " ").split()
+        unknown = [name for name in names if name not in LATENCIES]
+        if unknown:
+            raise OptionError(f"--percentile-metrics has {', '.join(unknown)}; there are {', '.join(LATENCIES)}")
+        return names
+
+    @property
+    def percentiles(self) -> list[float]:
+        """Which percentiles."""
+        values = _numbers("--metric-percentiles", self.metric_percentiles)
+        if max(values) > 100:
+            raise OptionError(f"--metric-percentiles is {self.metric_percentiles}, expected numbers of at most 100")
+        return values
+
+    @property
+    def objectives(self) -> dict[str, float]:
+        """Goodput's objectives; empty without."""
+        return parse_goodput(self.goodput or ())
+
+
+def _numbers(flag: str, text: str, whole: bool = False) -> list[float]:
+    words = text.replace(",", " ").split()
+    try:
+        values = [int(word) if whole else float(word) for word in words]
+    except ValueError:
+        values = []
+    if not values or not all(value > 0 for value in values):
+        kind = "positive integers" if whole else "positive numbers"
+        raise OptionError(f"{flag} is {text!r}, expected {kind} with commas between")
+    return values

@@ -1,0 +1,97 @@
+"""A point's figures as text, line for line as `vllm bench serve` prints them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsjax.bench.serve.statistics import Statistics
+
+_WIDTH = 50
+_MOST_ERRORS = 10
+_TITLES = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+}
+LATENCIES = tuple(_TITLES)
+
+
+@dataclass(frozen=True)
+class Point:
+    """What load made a point: requests, and the bound or rate that was asked for."""
+
+    num_prompts: int
+    request_rate: float
+    burstiness: float
+    max_concurrency: int | None
+
+
+def report(point: Point, statistics: Statistics, latencies: Sequence[str], devices: int | None) -> str:
+    """The block of one point, without a newline at its end.
+
+    Args:
+        point: what was asked for.
+        statistics: what came of it.
+        latencies: which of `LATENCIES` to print.
+        devices: of the server; None where nobody knows.
+    """
+    s = statistics
+    lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
+    lines += [_line("Successful requests:", s.completed), _line("Failed requests:", s.failed)]
+    if point.max_concurrency is not None:
+        lines.append(_line("Maximum request concurrency:", point.max_concurrency))
+    if not math.isinf(point.request_rate):
+        lines.append(_line("Request rate configured (RPS):", point.request_rate))
+    lines += [
+        _line("Benchmark duration (s):", s.duration),
+        _line("Total input tokens:", s.total_input_tokens),
+        _line("Total generated tokens:", s.total_output_tokens),
+        _line("Request throughput (req/s):", s.request_throughput),
+    ]
+    if s.request_goodput is not None:
+        lines.append(_line("Request goodput (req/s):", s.request_goodput))
+    lines += [
+        _line("Output token throughput (tok/s):", s.output_throughput),
+        _line("Peak output token throughput (tok/s):", s.max_output_tokens_per_s),
+        _line("Peak concurrent requests:", float(s.max_concurrent_requests)),
+        _line("Total token throughput (tok/s):", s.total_token_throughput),
+    ]
+    if devices is not None:
+        lines.append(_line("Output tok/s a device:", s.output_throughput / devices))
+    if s.tokens_per_second_per_user is not None:
+        lines.append(_line("Output tok/s a user (1 / median TPOT):", s.tokens_per_second_per_user))
+    if s.tokens_per_chunk is not None and s.tokens_per_chunk > 1.005:
+        lines.append(_line("Output tokens a chunk:", s.tokens_per_chunk))
+    for name in latencies:
+        lines += _latency_lines(name, s)
+    lines.append("=" * _WIDTH)
+    return "\n".join(lines + _notes(s))
+
+
+def _latency_lines(name: str, statistics: Statistics) -> list[str]:
+    short, title = _TITLES[name]
+    values = statistics.latencies[name]
+    lines = [title.center(_WIDTH, "-"), _line(f"Mean {short} (ms):", values.mean)]
+    lines.append(_line(f"Median {short} (ms):", values.median))
+    return lines + [_line(f"P{p:g} {short} (ms):", value) for p, value in values.percentiles.items()]
+
+
+def _line(label: str, value: float | None) -> str:
+    shown = "-" if value is None else str(value) if isinstance(value, int) else f"{value:.2f}"
+    return f"{label:<40} {shown:<10}".rstrip()
+
+
+def _notes(statistics: Statistics) -> list[str]:
+    """What a reader must know to trust the figures: other counts than the server's, and errors, each once."""
+    notes = []
+    for source, how in (
+        ("tokenizer", "tokenizer, from the text, which may give other tokens than the model made"),
+        ("chunks", "chunks, which may hold more than one token each"),
+    ):
+        if statistics.token_sources.get(source):
+            number = statistics.token_sources[source]
+            notes.append(f"Output tokens of {number} requests were counted as {how}: the server sent no usage.")
+    errors = [f"{number} × {message}" for message, number in statistics.errors[:_MOST_ERRORS]]
+    left = len(statistics.errors) - _MOST_ERRORS
+    return notes + errors + ([f"… and {left} other errors"] if left > 0 else [])

@@ -1,0 +1,128 @@
+"""A benchmark's JSON and CSV. Fields are documented in `docs/bench-serve.md` and stable; vLLM's names where it has them."""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsjax.bench.serve.load import LoadResult
+from dsjax.bench.serve.records import RequestRecord
+from dsjax.bench.serve.report import LATENCIES, Point
+from dsjax.bench.serve.statistics import Statistics
+from dsjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """A point: what was asked for, what came back, and its figures."""
+
+    point: Point
+    result: LoadResult
+    statistics: Statistics
+
+
+def result_json(head: dict[str, Any], one: PointResult, devices: int | None, detailed: bool) -> dict[str, Any]:
+    """One point as vLLM's result file has it; `head` comes first (date, model, dataset).
+
+    With `detailed`, lists of each request's lengths, times, text and error follow.
+    """
+    point, s = one.point, one.statistics
+    body = head | {
+        "num_prompts": point.num_prompts,
+        "request_rate": "inf" if math.isinf(point.request_rate) else point.request_rate,
+        "burstiness": "inf" if math.isinf(point.burstiness) else point.burstiness,
+        "max_concurrency": point.max_concurrency,
+        "interrupted": one.result.interrupted,
+        "duration": s.duration,
+        "completed": s.completed,
+        "failed": s.failed,
+        "total_input_tokens": s.total_input_tokens,
+        "total_output_tokens": s.total_output_tokens,
+        "request_throughput": s.request_throughput,
+        "request_goodput": s.request_goodput,
+        "output_throughput": s.output_throughput,
+        "total_token_throughput": s.total_token_throughput,
+        "max_output_tokens_per_s": s.max_output_tokens_per_s,
+        "max_concurrent_requests": s.max_concurrent_requests,
+        "tokens_per_chunk": s.tokens_per_chunk,
+        "token_sources": s.token_sources,
+        "num_devices": devices,
+        "output_throughput_per_device": s.output_throughput / devices if devices else None,
+        "output_throughput_per_user": s.tokens_per_second_per_user,
+        "error_counts": dict(s.errors),
+    }
+    for name in LATENCIES:
+        values = s.latencies[name]
+        body |= {f"mean_{name}_ms": values.mean, f"median_{name}_ms": values.median, f"std_{name}_ms": values.std}
+        body |= {f"p{p:g}_{name}_ms": value for p, value in values.percentiles.items()}
+    return body | (_details(one.result.records) if detailed else {})
+
+
+def _details(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    return {
+        "input_lens": [r.prompt_tokens for r in records],
+        "output_lens": [r.output_tokens if r.succeeded else 0 for r in records],
+        "ttfts": [r.ttft if r.succeeded else None for r in records],
+        "itls": [r.itls for r in records],
+        "latencies": [r.latency if r.succeeded else None for r in records],
+        "start_times": [r.start for r in records],
+        "queue_times": [r.start - r.arrival for r in records],
+        "generated_texts": [r.text for r in records],
+        "errors": [r.error or "" for r in records],
+    }
+
+
+def write_points_csv(path: Path, points: Sequence[dict[str, Any]]) -> None:
+    """One line a point: every number of `result_json`."""
+    rows = [{key: value for key, value in point.items() if not isinstance(value, dict | list)} for point in points]
+    _write_csv(path, list(rows[0]), rows)
+
+
+_REQUEST_COLUMNS = (
+    "point",
+    "request",
+    "arrival_s",
+    "start_s",
+    "ttft_ms",
+    "tpot_ms",
+    "e2el_ms",
+    "input_tokens",
+    "output_tokens",
+    "chunks",
+    "token_source",
+    "finish_reason",
+    "error",
+)
+
+
+def write_requests_csv(path: Path, points: Sequence[PointResult]) -> None:
+    """One line a request; times after the point's start."""
+    rows = [
+        _request_row(number, index, record)
+        for number, one in enumerate(points)
+        for index, record in enumerate(one.result.records)
+    ]
+    _write_csv(path, list(_REQUEST_COLUMNS), rows)
+
+
+def _request_row(point: int, index: int, record: RequestRecord) -> dict[str, Any]:
+    row: dict[str, Any] = {"point": point, "request": index, "arrival_s": record.arrival, "start_s": record.start}
+    row |= {"input_tokens": record.prompt_tokens, "error": record.error}
+    if record.succeeded:
+        row |= {"ttft_ms": record.ttft * 1e3, "e2el_ms": record.latency * 1e3}
+        row |= {"tpot_ms": None if record.tpot is None else record.tpot * 1e3}
+        row |= {"output_tokens": record.output_tokens, "chunks": len(record.chunk_times)}
+        row |= {"token_source": record.token_source, "finish_reason": record.finish_reason}
+    return row
+
+
+def _write_csv(path: Path, columns: list[str], rows: Sequence[dict[str, Any]]) -> None:
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,129 @@
+"""Records as the figures of a benchmark. Definitions: `docs/bench-serve.md`."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsjax.bench.serve.goodput import is_good
+from dsjax.bench.serve.load import LoadResult
+from dsjax.bench.serve.records import RequestRecord
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Milliseconds: mean, median, standard deviation (of the population), and percentiles by their number.
+
+    All are None where there is no value: no request succeeded, or (TPOT, ITL) none had a second token.
+    """
+
+    count: int
+    mean: float | None
+    median: float | None
+    std: float | None
+    percentiles: dict[float, float | None]
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], percentiles: Sequence[float]) -> "Distribution":
+        """Of times in seconds; percentiles interpolate linearly, as NumPy's and vLLM's."""
+        if not seconds:
+            return cls(0, None, None, None, dict.fromkeys(percentiles))
+        values = np.asarray(seconds) * 1e3
+        points = {p: float(v) for p, v in zip(percentiles, np.percentile(values, percentiles), strict=True)}
+        return cls(len(values), float(values.mean()), float(np.median(values)), float(values.std()), points)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The figures of one point.
+
+    Attributes:
+        duration: seconds.
+        total_input_tokens, total_output_tokens: of successful requests.
+        request_goodput: requests a second that met every objective; None without objectives.
+        max_output_tokens_per_s: output tokens of the best second.
+        max_concurrent_requests: most successful requests under way at one moment.
+        tokens_per_chunk: output tokens of a chunk that carried any, on average; None without a success.
+        token_sources: successful requests by how their tokens were counted.
+        latencies: `ttft`, `tpot`, `itl` and `e2el`.
+        errors: messages with their number, most frequent first.
+    """
+
+    duration: float
+    completed: int
+    failed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    request_goodput: float | None
+    output_throughput: float
+    total_token_throughput: float
+    max_output_tokens_per_s: float
+    max_concurrent_requests: int
+    tokens_per_chunk: float | None
+    token_sources: dict[str, int]
+    latencies: dict[str, Distribution]
+    errors: list[tuple[str, int]]
+
+    @property
+    def tokens_per_second_per_user(self) -> float | None:
+        """Speed that the median user sees after the first token: 1 / median TPOT."""
+        median = self.latencies["tpot"].median
+        return 1e3 / median if median else None
+
+
+def summarise(result: LoadResult, percentiles: Sequence[float], objectives: dict[str, float]) -> Statistics:
+    """All figures of a point.
+
+    Args:
+        result: what came back.
+        percentiles: which, between 0 and 100.
+        objectives: milliseconds by metric; empty for none.
+    """
+    good = [record for record in result.records if record.succeeded]
+    duration = max(result.duration, 1e-9)
+    inputs, outputs = sum(r.prompt_tokens for r in good), sum(r.output_tokens for r in good)
+    chunks = sum(len(r.chunk_times) for r in good)
+    times = {
+        "ttft": [r.ttft for r in good],
+        "tpot": [r.tpot for r in good if r.tpot is not None],
+        "itl": [gap for r in good for gap in r.itls],
+        "e2el": [r.latency for r in good],
+    }
+    return Statistics(
+        duration=result.duration,
+        completed=len(good),
+        failed=sum(r.error is not None for r in result.records),
+        total_input_tokens=inputs,
+        total_output_tokens=outputs,
+        request_throughput=len(good) / duration,
+        request_goodput=sum(is_good(r, objectives) for r in good) / duration if objectives else None,
+        output_throughput=outputs / duration,
+        total_token_throughput=(inputs + outputs) / duration,
+        max_output_tokens_per_s=_best_second(good),
+        max_concurrent_requests=_peak_concurrency(good),
+        tokens_per_chunk=outputs / chunks if chunks else None,
+        token_sources=dict(Counter(r.token_source for r in good)),
+        latencies={name: Distribution.of(values, percentiles) for name, values in times.items()},
+        errors=Counter(r.error for r in result.records if r.error is not None).most_common(),
+    )
+
+
+def _best_second(records: Sequence[RequestRecord]) -> float:
+    """Most output tokens in one of the seconds that follow the first request's start.
+
+    A request's tokens are spread evenly over its chunks, since only their sum is told.
+    """
+    if not records:
+        return 0.0
+    first = min(record.start for record in records)
+    seconds = np.concatenate([np.asarray(r.chunk_times) - first for r in records]).astype(int)
+    weights = np.concatenate([np.full(len(r.chunk_times), r.output_tokens / len(r.chunk_times)) for r in records])
+    return float(np.bincount(seconds, weights).max())
+
+
+def _peak_concurrency(records: Sequence[RequestRecord]) -> int:
+    """Most intervals [start, end) that share a moment. An end counts before a start at the same time."""
+    changes = sorted([(r.start, 1) for r in records] + [(r.end, -1) for r in records])
+    return int(np.cumsum([change for _, change in changes]).max(initial=0))

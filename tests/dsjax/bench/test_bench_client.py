@@ -1,0 +1,105 @@
+"""The client against a scripted server on a real socket.
+
+Lower bounds are what the script sleeps (less 5 ms for the clocks' grain); upper bounds are so wide that only a hang fails them.
+"""
+
+import asyncio
+
+import pytest
+
+from dsjax.bench.serve.client import Client, Target, open_session
+from dsjax.bench.serve.load import run_load
+from dsjax.bench.serve.records import BenchRequest
+from dsjax.bench.serve.server_facts import ServerError, ask_server, server_url
+
+GRAIN, AGES = 0.005, 20.0
+
+
+def send(url, *requests, endpoint="completions", concurrency=None, **options):
+    async def work():
+        async with open_session("key") as session:
+            target = Target(url, endpoint, "tiny", timeout=options.pop("timeout", AGES), **options)
+            client = Client(session, target)
+            return await run_load(client, requests, [0.0] * len(requests), concurrency)
+
+    return asyncio.run(work()).records
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("tears", [0, 1, 7])
+def test_times_are_those_of_the_script(start_fake, endpoint, tears):
+    server = start_fake(first=0.2, gap=0.05, tears=tears)
+    (record,) = send(server.url, BenchRequest("hello", 3, 5), endpoint=endpoint)
+    assert record.error is None
+    assert (record.prompt_tokens, record.output_tokens, len(record.chunk_times)) == (7, 5, 5)
+    assert record.text == " tok" * 5
+    assert 0.2 - GRAIN <= record.ttft < AGES
+    assert 0.4 - GRAIN <= record.latency < AGES
+    assert sum(record.itls) == pytest.approx(record.latency - record.ttft)
+    assert record.tpot == pytest.approx(sum(record.itls) / 4)
+
+
+def test_several_tokens_in_a_chunk(start_fake):
+    server = start_fake(gap=0.05, tokens_per_chunk=4)
+    (record,) = send(server.url, BenchRequest([1, 2, 3], 3, 12))
+    assert (record.output_tokens, len(record.chunk_times), record.prompt_tokens) == (12, 3, 3)
+    assert record.tpot == pytest.approx(sum(record.itls) / 11)
+
+
+def test_what_is_sent(start_fake):
+    server = start_fake()
+    send(server.url, BenchRequest([1, 2], 2, 4), ignore_eos=True, extra_body={"top_p": 0.5})
+    send(server.url, BenchRequest("hi", 1, 4), endpoint="chat", temperature=None)
+    common = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
+    completions = {"prompt": [1, 2], "max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "top_p": 0.5}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 4}
+    assert server.script.bodies == [common | completions, common | chat]
+
+
+def test_never_more_at_once_than_asked(start_fake):
+    server = start_fake(first=0.01)
+    records = send(server.url, *[BenchRequest("x", 1, 2)] * 24, concurrency=3)
+    assert all(record.succeeded for record in records)
+    assert server.script.most_at_once == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ({"refuse": lambda body: (400, "prompt is\nempty")}, "HTTP 400: prompt is empty"),
+        ({"fail_after": 2}, "error event: the engine failed"),
+        ({"drop_after": 2}, "Client"),
+        ({"hang": True}, "no end of the answer within 0.3 s"),
+    ],
+)
+def test_every_way_to_fail_is_one_line_in_the_record(start_fake, script, message):
+    (record,) = send(start_fake(**script).url, BenchRequest("x", 1, 5), timeout=0.3 if "hang" in script else AGES)
+    assert not record.succeeded
+    assert message in record.error
+    assert "\n" not in record.error
+
+
+def test_a_refused_connection_is_a_failed_request(start_fake):
+    server = start_fake()
+    server.close()
+    (record,) = send(server.url, BenchRequest("x", 1, 5))
+    assert "Cannot connect" in record.error
+
+
+def facts_of(url, model=None):
+    async def work():
+        async with open_session(None) as session:
+            return await ask_server(session, server_url(url), model)
+
+    return asyncio.run(work())
+
+
+def test_the_server_s_own_facts(start_fake):
+    server = start_fake(info={"engine": {"num_devices": 32}}, root="demo", max_model_len=512)
+    facts = facts_of(server.url + "/v1/")
+    assert (facts.model, facts.root, facts.max_model_len, facts.num_devices) == ("tiny", "demo", 512, 32)
+    assert facts_of(start_fake().url).num_devices is None
+    with pytest.raises(ServerError, match="'big', but .* serves tiny"):
+        facts_of(server.url, "big")
+    with pytest.raises(ServerError, match="expected http://HOST:PORT"):
+        facts_of("localhost:8000")

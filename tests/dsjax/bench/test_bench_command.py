@@ -1,0 +1,169 @@
+"""`dsjax bench serve` as a user meets it: what is printed, what is written, how it ends."""
+
+import csv
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+COMMON = ("--num-prompts", "8", "--random-input-len", "6", "--random-output-len", "4", "--vocab-size", "50")
+
+
+def bench(url, *options, common=COMMON) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "dsjax", "bench", "serve", "--base-url", url, *common, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_it_prints_what_vllm_prints(start_fake):
+    server = start_fake(info={"num_devices": 4})
+    done = bench(server.url, "--max-concurrency", "2", "--goodput", "ttft:60000", "e2el:60000", "--num-warmups", "3")
+    assert done.returncode == 0, done.stderr
+    lines = dict(re.findall(r"^(.*?):? {2,}([\d.]+)$", done.stdout, re.MULTILINE))
+    assert lines["Successful requests"] == "8"
+    assert lines["Failed requests"] == "0"
+    assert lines["Maximum request concurrency"] == "2"
+    assert lines["Total input tokens"] == "48"
+    assert lines["Total generated tokens"] == "32"
+    assert lines["Request goodput (req/s)"] == lines["Request throughput (req/s)"]
+    assert float(lines["Peak concurrent requests"]) <= 2
+    assert float(lines["Output tok/s a device"]) == pytest.approx(
+        float(lines["Output token throughput (tok/s)"]) / 4, abs=0.01
+    )
+    for short in ("TTFT", "TPOT", "ITL", "E2EL"):
+        for name in ("Mean", "Median", "P90", "P95", "P99"):
+            assert f"{name} {short} (ms)" in lines
+    for title in ("Serving Benchmark Result", "Time to First Token", "Inter-token Latency"):
+        assert title in done.stdout
+    # a test request of two tokens, three to warm up, and the eight that count
+    assert [body["max_tokens"] for body in server.script.bodies] == [2, *[4] * 11]
+    prompts = [tuple(body["prompt"]) for body in server.script.bodies]
+    assert not set(prompts[:4]) & set(prompts[4:]), "the warm-up must not fill a prefix cache for what is measured"
+
+
+def test_json_on_standard_output_has_vllm_s_names(start_fake):
+    done = bench(start_fake().url, "--json", "-", "--save-detailed", "--metric-percentiles", "50,99.9")
+    body = json.loads(done.stdout)
+    assert "Serving Benchmark Result" in done.stderr
+    assert (body["completed"], body["failed"], body["num_prompts"]) == (8, 0, 8)
+    assert (body["request_rate"], body["max_concurrency"], body["interrupted"]) == ("inf", None, False)
+    assert (body["total_input_tokens"], body["total_output_tokens"]) == (48, 32)
+    assert body["output_throughput"] == pytest.approx(32 / body["duration"])
+    assert body["p50_ttft_ms"] == pytest.approx(body["median_ttft_ms"])
+    assert body["p99.9_e2el_ms"] >= body["median_e2el_ms"]
+    assert body["num_devices"] is None
+    assert body["output_lens"] == [4] * 8
+    assert len(body["itls"][0]) == 3
+    assert body["token_sources"] == {"usage": 8}
+
+
+def test_a_sweep_writes_points_and_draws_them(start_fake, tmp_path):
+    pytest.importorskip("matplotlib")
+    server = start_fake(gap=0.002, info={"num_devices": 2})
+    files = {name: tmp_path / name for name in ("all.json", "requests.csv", "points.csv", "picture.png")}
+    done = bench(
+        server.url,
+        *("--sweep-concurrency", "1,4", "--json", str(files["all.json"]), "--plot", str(files["picture.png"])),
+        *("--csv-requests", str(files["requests.csv"]), "--csv-points", str(files["points.csv"])),
+    )
+    assert done.returncode == 0, done.stderr
+    body = json.loads(files["all.json"].read_text())
+    assert body["swept"] == "max_concurrency"
+    assert [point["max_concurrency"] for point in body["points"]] == [1, 4]
+    rows = list(csv.DictReader(files["requests.csv"].open()))
+    assert [row["point"] for row in rows] == ["0"] * 8 + ["1"] * 8
+    assert {row["output_tokens"] for row in rows} == {"4"}
+    points = list(csv.DictReader(files["points.csv"].open()))
+    assert [float(p["output_throughput"]) for p in points] == [p["output_throughput"] for p in body["points"]]
+    assert files["picture.png"].read_bytes().startswith(b"\x89PNG")
+    assert "at once" in done.stdout
+    prompts = [tuple(body["prompt"]) for body in server.script.bodies[1:]]
+    assert len(set(prompts)) == 16, "no point may find the one before in the prefix cache"
+
+
+def test_a_server_that_takes_no_token_ids_gets_text(start_fake):
+    server = start_fake(
+        refuse=lambda body: (400, "expected a string") if isinstance(body["prompt"], list) else None, root="demo"
+    )
+    done = bench(server.url, "--json", "-", common=("--num-prompts", "2", "--random-output-len", "3"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["completed"] == 2
+    assert [type(body["prompt"]) for body in server.script.bodies] == [list, str, str, str]
+
+
+def test_chat(start_fake):
+    server = start_fake(root="demo")
+    done = bench(server.url, "--endpoint", "chat", "--json", "-", common=("--num-prompts", "2"))
+    assert json.loads(done.stdout)["backend"] == "openai-chat", done.stderr
+    assert all(body["messages"][0]["role"] == "user" for body in server.script.bodies)
+
+
+def test_failures_are_counted_and_each_message_is_shown_once(start_fake):
+    calls = []
+
+    def refuse(body):
+        calls.append(body)
+        return (500, "it broke") if len(calls) % 2 == 0 else None
+
+    done = bench(start_fake(refuse=refuse).url, "--max-concurrency", "1")
+    assert done.returncode == 0
+    assert re.search(r"Failed requests: +4\n", done.stdout)
+    assert done.stdout.count("it broke") == 1
+    assert "4 × HTTP 500: it broke" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--request-rate", "0"), "--request-rate is 0.0, expected more than 0"),
+        (("--goodput", "itl:3"), "--goodput has 'itl:3'"),
+        (("stray",), "found 'stray', which belongs to no option"),
+        (("--sweep-concurrency", "1,x"), "--sweep-concurrency is '1,x', expected positive integers"),
+        (("--sweep-rate", "1", "--sweep-concurrency", "1"), "sweep one of them"),
+        (("--endpoint", "embed"), "--endpoint is 'embed', expected one of completions, chat"),
+        (("--dataset-name", "trace", "--request-rate", "1"), "--trace-speed"),
+        (("--plot", "x.gif"), ".png, .svg or .pdf"),
+        (("--extra-body", "[1]"), "expected a JSON object"),
+        ((), "no server at http://127.0.0.1:9"),
+    ],
+)
+def test_a_user_s_mistake_is_one_line(options, message):
+    done = bench("http://127.0.0.1:9", *options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_refused_test_request_says_what_the_server_said(start_fake):
+    done = bench(start_fake(refuse=lambda body: (404, "no such model")).url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the server refuses a test request: HTTP 404: no such model" in done.stderr
+
+
+def test_ctrl_c_prints_what_is_done(start_fake, tmp_path):
+    server = start_fake(first=0.05)
+    out = tmp_path / "out.json"
+    options = ("--num-prompts", "10000", "--max-concurrency", "1", "--json", str(out))
+    command = [sys.executable, "-m", "dsjax", "bench", "serve", "--base-url", server.url, *COMMON, *options]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while len(server.script.bodies) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=30)
+    assert running.returncode == 130, stderr
+    assert "interrupted" in stderr
+    body = json.loads(out.read_text())
+    assert body["interrupted"]
+    assert 3 <= body["completed"] < 10000
+    assert f"Successful requests:                     {body['completed']}" in stdout
+
+
+def test_it_imports_no_jax():
+    code = "import dsjax.bench.command, dsjax.bench.serve.benchmark, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

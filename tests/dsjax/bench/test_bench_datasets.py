@@ -1,0 +1,169 @@
+"""Workloads have the lengths, the shared prefixes and the times that they promise."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from dsjax.bench.serve.datasets import DatasetError
+from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
+from dsjax.bench.serve.datasets.random_lengths import RandomLengths
+from dsjax.bench.serve.datasets.sharegpt import ShareGpt
+from dsjax.bench.serve.datasets.trace import Trace
+from dsjax.bench.serve.options import WorkloadOptions
+from dsjax.bench.serve.prompt_form import PromptSource
+from dsjax.bench.serve.prompts import PromptError, TextPrompts, TokenPrompts, count_tokens, read_tokenizer
+from dsjax.bench.serve.server_facts import ServerFacts
+from dsjax.bench.serve.workload import draw_requests, make_dataset
+
+TOKENS = TokenPrompts(1000, special_ids=frozenset(range(10)))
+
+
+@pytest.fixture(scope="module")
+def demo_tokenizer():
+    return read_tokenizer("demo")
+
+
+def test_random_lengths_stay_in_their_range_and_fill_it():
+    requests = RandomLengths(TOKENS, 100, 20, 0.5).requests(400, 1)
+    inputs, outputs = [len(r.prompt) for r in requests], [r.output_tokens for r in requests]
+    assert inputs == [r.prompt_tokens for r in requests]
+    assert (min(inputs), max(inputs)) == (50, 150)
+    assert (min(outputs), max(outputs)) == (10, 30)
+    assert min(min(r.prompt) for r in requests) >= 10, "special tokens are not drawn"
+    assert {len(r.prompt) for r in RandomLengths(TOKENS, 7, 1).requests(5, 1)} == {7}
+
+
+def test_a_seed_repeats_and_another_draw_has_the_same_lengths_and_other_prompts():
+    dataset = RandomLengths(TOKENS, 100, 20, 0.5, prefix_len=8)
+    first, again, other = dataset.requests(50, 1), dataset.requests(50, 1), dataset.requests(50, 2)
+    assert first == again
+    assert [(r.prompt_tokens, r.output_tokens) for r in first] == [(r.prompt_tokens, r.output_tokens) for r in other]
+    assert not {tuple(r.prompt[:16]) for r in first} & {tuple(r.prompt[:16]) for r in other}
+    assert len({tuple(r.prompt[:8]) for r in first}) == 1
+
+
+def test_prefix_repetition_shares_its_prefixes_evenly():
+    dataset = PrefixRepetition(TOKENS, prefix_len=32, suffix_len=8, num_prefixes=4, output_len=5)
+    requests = dataset.requests(42, 1)
+    assert sorted(Counter(tuple(r.prompt[:32]) for r in requests).values()) == [10, 10, 11, 11]
+    assert len({tuple(r.prompt) for r in requests}) == 42
+    assert {(len(r.prompt), r.output_tokens) for r in requests} == {(40, 5)}
+    assert dataset.cached_share_bound(42) == pytest.approx(0.8 * 38 / 42)
+
+
+@pytest.mark.parametrize("count", [1, 37, 500])
+def test_text_prompts_have_the_tokens_that_were_drawn(demo_tokenizer, count):
+    text, length = TextPrompts(demo_tokenizer).assemble(
+        TextPrompts(demo_tokenizer).draw(np.random.default_rng(0), count)
+    )
+    assert length == count == count_tokens(demo_tokenizer, text)
+
+
+def test_text_prompts_share_their_prefix_as_text(demo_tokenizer):
+    requests = PrefixRepetition(TextPrompts(demo_tokenizer), 64, 8, 2, 1).requests(6, 1)
+    ids = [demo_tokenizer.encode(r.prompt, add_special_tokens=False).ids for r in requests]
+    assert len({tuple(i[:64]) for i in ids}) == 2
+    assert {len(i) for i in ids} == {72}
+
+
+def test_a_tokenizer_without_words_still_gives_text():
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
+    )
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    prompts = TextPrompts(backend)
+    text, length = prompts.assemble(prompts.draw(np.random.default_rng(0), 20))
+    assert len(text) == length == 20
+
+
+def test_sharegpt_takes_first_turns_that_fit(tmp_path, demo_tokenizer):
+    def talk(*turns):
+        return {"conversations": [{"from": "human", "value": turn} for turn in turns]}
+
+    good = [talk(f"def function_{n}(x, y): return", "x plus y and so on", "more") for n in range(5)]
+    bad = [talk("alone in the world"), talk("a", "too short a prompt"), talk("def f(x): " * 2000, "too long, this one")]
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps(bad + good + [{}]))
+    requests = ShareGpt(path, demo_tokenizer).requests(100, 1)
+    assert sorted(r.prompt for r in requests) == [f"def function_{n}(x, y): return" for n in range(5)]
+    assert {r.output_tokens for r in requests} == {count_tokens(demo_tokenizer, "x plus y and so on")}
+    assert {r.output_tokens for r in ShareGpt(path, demo_tokenizer, 9).requests(2, 1)} == {9}
+    path.write_text('{"a": 1}')
+    with pytest.raises(DatasetError, match="no ShareGPT file"):
+        ShareGpt(path, demo_tokenizer).requests(1, 1)
+
+
+def test_mooncake_s_blocks_are_shared_by_hash_and_times_are_milliseconds(tmp_path):
+    lines = [
+        {"timestamp": 9000, "input_length": 1300, "output_length": 7, "hash_ids": [5, 6, 9]},
+        {"timestamp": 6000, "input_length": 1100, "output_length": 3, "hash_ids": [5, 6, 7]},
+        {"timestamp": 7000, "input_length": 10, "output_length": 0, "hash_ids": [1]},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    first, second = Trace(path, TOKENS).requests(10, 1)
+    assert (first.arrival, second.arrival) == (0.0, 3.0)
+    assert (len(first.prompt), len(second.prompt)) == (1100, 1300)
+    assert (first.output_tokens, second.output_tokens) == (3, 7)
+    assert first.prompt[:1024] == second.prompt[:1024]
+    assert first.prompt[1024:1100] != second.prompt[1024:1100]
+    scaled = Trace(path, TOKENS, speed=2.0, length_scale=0.125).requests(10, 1)
+    assert [r.arrival for r in scaled] == [0.0, 1.5]
+    assert [len(r.prompt) for r in scaled] == [138, 162]
+    assert scaled[0].prompt[:128] == scaled[1].prompt[:128]
+    assert scaled[0].prompt[128:138] != scaled[1].prompt[128:138]
+
+
+def test_burstgpt_s_columns(tmp_path):
+    path = tmp_path / "burst.csv"
+    path.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,472,18,490,Conversation log\n45.5,ChatGPT,30,0,30,API log\n118,GPT-4,11,2,13,API log\n"
+    )
+    requests = Trace(path, TOKENS).requests(10, 1)
+    assert [(r.arrival, len(r.prompt), r.output_tokens) for r in requests] == [(0.0, 472, 18), (113.0, 11, 2)]
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(DatasetError, match="no trace"):
+        Trace(path, TOKENS).requests(1, 1)
+
+
+def test_what_the_server_cannot_take_is_left_out_and_said():
+    options = WorkloadOptions(random_input_len=100, random_output_len=10, random_range_ratio=0.5, num_prompts=200)
+    dataset = make_dataset(options, TOKENS, PromptSource(None, 1000))
+    kept, left_out = draw_requests(dataset, options, 1, 100)
+    assert max(r.prompt_tokens + r.output_tokens for r in kept) <= 100
+    assert len(kept) + left_out == 200
+    assert left_out > 20
+    with pytest.raises(DatasetError, match="the shortest has .* choose shorter lengths: --random-input-len"):
+        draw_requests(dataset, options, 1, 12)
+
+
+def test_files_that_are_not_there_and_options_that_lack_one():
+    for name in ("trace", "sharegpt"):
+        with pytest.raises(DatasetError, match="--dataset-path"):
+            make_dataset(WorkloadOptions(dataset_name=name), TOKENS, PromptSource(None, 10))
+    missing = WorkloadOptions(dataset_name="trace", dataset_path="no-such.jsonl")
+    with pytest.raises(DatasetError, match=r"cannot read --dataset-path no-such\.jsonl"):
+        draw_requests(make_dataset(missing, TOKENS, PromptSource(None, 10)), missing, 1, None)
+
+
+def test_the_form_of_prompts(demo_tokenizer):
+    facts = ServerFacts("served", root="demo")
+    source = PromptSource.find(None, None, facts)
+    assert [type(p) for p in source.forms("auto", "completions")] == [TokenPrompts, TextPrompts]
+    assert [type(p) for p in source.forms("auto", "chat")] == [TextPrompts]
+    assert [type(p) for p in source.forms("text", "completions")] == [TextPrompts]
+    unknown = PromptSource.find(None, None, ServerFacts("nameless"))
+    with pytest.raises(PromptError, match="--tokenizer .* or --vocab-size"):
+        unknown.forms("auto", "completions")
+    with pytest.raises(PromptError, match="chat takes text only"):
+        source.forms("tokens", "chat")
+    assert [type(p) for p in PromptSource.find(None, 50, ServerFacts("x")).forms("auto", "completions")] == [
+        TokenPrompts
+    ]
+    with pytest.raises(PromptError, match="found no tokenizer 'nowhere'"):
+        PromptSource.find("nowhere", None, facts)

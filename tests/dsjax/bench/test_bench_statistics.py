@@ -1,0 +1,165 @@
+"""Answers read at known times give figures that can be computed in the head."""
+
+import json
+
+import pytest
+
+from dsjax.bench.serve.answer import AnswerError, AnswerReader
+from dsjax.bench.serve.goodput import GoodputError, is_good, parse_goodput
+from dsjax.bench.serve.load import LoadResult
+from dsjax.bench.serve.records import RequestRecord
+from dsjax.bench.serve.report import Point, report
+from dsjax.bench.serve.statistics import summarise
+
+
+def event(body) -> bytes:
+    return b"data: " + (body if isinstance(body, bytes) else json.dumps(body).encode()) + b"\n\n"
+
+
+def text(piece: str, finish: str | None = None) -> bytes:
+    return event({"choices": [{"index": 0, "text": piece, "finish_reason": finish}]})
+
+
+def delta(finish: str | None = None, **fields) -> bytes:
+    return event({"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]})
+
+
+def usage(prompt: int, completion: int) -> bytes:
+    return event({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion}})
+
+
+DONE = event(b"[DONE]")
+
+
+def read(start: float, *pieces: tuple[float, bytes], count_tokens=None) -> RequestRecord:
+    """A record of pieces that were read at the given times."""
+    record = RequestRecord(arrival=start, start=start, prompt_tokens=5)
+    reader = AnswerReader(record, count_tokens)
+    for now, piece in pieces:
+        reader.feed(piece, now)
+    reader.close()
+    return record
+
+
+def test_the_definitions_on_one_answer():
+    record = read(
+        10.0, (10.5, text("a")), (10.75, text("b")), (11.5, text("c", "length")), (12.0, usage(8, 3)), (12.0, DONE)
+    )
+    assert record.ttft == 0.5
+    assert record.itls == [0.25, 0.75]
+    assert record.latency == 1.5, "the answer ends with its last choice, not with the usage after it"
+    assert record.tpot == 0.5
+    assert (record.prompt_tokens, record.output_tokens, record.token_source) == (8, 3, "usage")
+    assert (record.text, record.finish_reason) == ("abc", "length")
+
+
+def test_a_chunk_of_several_tokens_is_one_gap_and_tpot_divides_by_tokens():
+    record = read(0.0, (1.0, text("abcd")), (2.0, text("efgh", "stop")), (2.0, usage(1, 8)), (2.0, DONE))
+    assert record.itls == [1.0]
+    assert record.tpot == pytest.approx(1 / 7)
+    found = summarise(LoadResult([record], 2.0, False), [50], {})
+    assert found.tokens_per_chunk == 4
+    assert found.max_output_tokens_per_s == 4
+
+
+def test_the_role_and_a_bare_end_carry_no_token_but_reasoning_and_tool_calls_do():
+    record = read(
+        0.0,
+        (1.0, delta(role="assistant", content="")),
+        (2.0, delta(reasoning_content="hm", reasoning="hm")),
+        (3.0, delta(content="a")),
+        (4.0, delta(tool_calls=[{"index": 0}])),
+        (5.0, delta("stop")),
+        (5.0, DONE),
+    )
+    assert record.chunk_times == [2.0, 3.0, 4.0]
+    assert (record.text, record.latency) == ("hma", 5.0)
+
+
+def test_a_token_without_text_counts_and_so_does_an_answer_that_is_nothing_else():
+    assert read(0.0, (1.0, text("")), (2.0, text("é", "stop")), (2.0, DONE)).chunk_times == [1.0, 2.0]
+    at_once = read(0.0, (1.0, text("", "stop")), (1.0, usage(3, 1)), (1.0, DONE))
+    assert (at_once.ttft, at_once.itls, at_once.tpot, at_once.output_tokens) == (1.0, [], None, 1)
+
+
+def test_without_usage_the_tokenizer_counts_and_without_that_chunks_do():
+    pieces = ((1.0, text("one two")), (2.0, text(" three", "stop")), (2.0, DONE))
+    assert read(0.0, *pieces, count_tokens=lambda s: len(s.split())).output_tokens == 3
+    record = read(0.0, *pieces)
+    assert (record.output_tokens, record.token_source) == (2, "chunks")
+    shown = report(Point(1, 1.0, 1.0, None), summarise(LoadResult([record], 2.0, False), [99], {}), ["ttft"], None)
+    assert "1 requests were counted as chunks" in shown
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([text("a")], "ended before the answer did"),
+        ([], "ended before the answer did"),
+        ([DONE], "no choice"),
+        ([text("a"), event({"error": {"message": "the engine\nfailed"}})], "error event: the engine failed"),
+        ([event(b"<html>")], "not JSON"),
+        ([event(b"[1]")], "not a JSON object"),
+        ([event({"choices": ["a"]})], "not of OpenAI's shape"),
+    ],
+)
+def test_what_is_no_whole_answer_is_an_error(pieces, message):
+    with pytest.raises(AnswerError, match=message):
+        read(0.0, *((1.0, piece) for piece in pieces))
+
+
+def answer(start: float, *chunk_times: float, tokens: int | None = None, prompt: int = 10) -> RequestRecord:
+    record = RequestRecord(start, start, prompt, list(chunk_times), chunk_times[-1])
+    record.output_tokens, record.token_source = tokens or len(chunk_times), "usage"
+    return record
+
+
+def test_throughputs_count_whole_answers_only():
+    failed = RequestRecord(0.0, 0.0, 99, [0.1], error="HTTP 500: no")
+    records = [answer(0.0, 1.0, 2.0), answer(1.0, 2.0, 3.0, 4.0), failed]
+    found = summarise(LoadResult(records, 5.0, False), [90, 99], {})
+    assert (found.completed, found.failed) == (2, 1)
+    assert (found.total_input_tokens, found.total_output_tokens) == (20, 5)
+    assert (found.request_throughput, found.output_throughput, found.total_token_throughput) == (0.4, 1.0, 5.0)
+    assert found.errors == [("HTTP 500: no", 1)]
+
+
+def test_distributions_are_milliseconds_with_linear_percentiles():
+    records = [answer(0.0, 0.1 * n, 0.1 * n + 0.5) for n in range(1, 12)]
+    ttft = summarise(LoadResult(records, 1.0, False), [0, 25, 50, 90, 100], {}).latencies["ttft"]
+    assert ttft.count == 11
+    assert ttft.mean == pytest.approx(600)
+    assert ttft.median == pytest.approx(600)
+    assert ttft.std == pytest.approx(100 * 10**0.5)
+    assert list(ttft.percentiles.values()) == pytest.approx([100, 350, 600, 1000, 1100])
+
+
+def test_the_best_second_and_the_peak_of_concurrency():
+    records = [
+        answer(0.0, 0.5, 1.25, 1.5, 1.75),
+        answer(1.0, 1.9, 3.0, tokens=4),
+        answer(3.0, 3.5),
+    ]
+    found = summarise(LoadResult(records, 4.0, False), [50], {})
+    # second 1 has three tokens of the first request, and one of the second's two chunks, of two tokens each
+    assert found.max_output_tokens_per_s == 5
+    # the third starts at the moment the second ends, which is not at once
+    assert found.max_concurrent_requests == 2
+
+
+def test_goodput_counts_requests_that_meet_every_objective():
+    fast, slow, single = answer(0.0, 0.1, 0.2), answer(0.0, 0.1, 0.9), answer(0.0, 0.1)
+    limits = parse_goodput(["ttft:200", "tpot:150"])
+    assert [is_good(r, limits) for r in (fast, slow, single)] == [True, False, True]
+    assert summarise(LoadResult([fast, slow, single], 2.0, False), [50], limits).request_goodput == 1.0
+    assert summarise(LoadResult([fast], 2.0, False), [50], {}).request_goodput is None
+    assert parse_goodput(["ttft:200,e2el:3e3 tpot:1"]) == {"ttft": 200, "e2el": 3000, "tpot": 1}
+    for wrong in ("itl:5", "ttft", "ttft:-1", "ttft:nan", "ttft:x"):
+        with pytest.raises(GoodputError, match="METRIC:MILLISECONDS"):
+            parse_goodput([wrong])
+
+
+def test_no_success_is_no_crash():
+    found = summarise(LoadResult([RequestRecord(0, 0, 1, error="no")] * 3, 0.0, True), [99], {"ttft": 1.0})
+    assert (found.completed, found.failed, found.request_goodput) == (0, 3, 0.0)
+    assert "3 × no" in report(Point(3, 1.0, 1.0, 2), found, ["ttft", "itl"], 4)

@@ -1,0 +1,52 @@
+"""Server-sent events come out the same, wherever the network cut them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsjax.bench.serve.sse import EventParser, EventStreamError
+
+STREAM = (
+    '\ufeffdata: {"text": "héllo 🙂"}\n\n'
+    ": a comment\r\n\r\nevent: x\r\nid: 1\r\ndata: two\r\ndata:  lines\r\n\r\n"
+    "data:no space\r\rdata\n\nretry: 5\n\ndata: [DONE]\n\ndata: never ended\n"
+).encode()
+EVENTS = ['{"text": "héllo 🙂"}'.encode(), b"two\n lines", b"no space", b"", b"[DONE]"]
+
+
+def parse(pieces) -> list[bytes]:
+    parser = EventParser()
+    return [event for piece in pieces for event in parser.feed(piece)]
+
+
+def test_a_whole_stream():
+    assert parse([STREAM]) == EVENTS
+
+
+def test_every_single_cut():
+    for at in range(len(STREAM) + 1):
+        assert parse([STREAM[:at], STREAM[at:]]) == EVENTS, f"cut at byte {at}"
+
+
+def test_byte_by_byte():
+    assert parse(STREAM[at : at + 1] for at in range(len(STREAM))) == EVENTS
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=20))
+def test_any_cuts(cuts):
+    edges = [0, *sorted(cuts), len(STREAM)]
+    assert parse(STREAM[a:b] for a, b in zip(edges, edges[1:], strict=False)) == EVENTS
+
+
+def test_an_event_is_given_as_soon_as_its_blank_line_is_there():
+    parser = EventParser()
+    assert parser.feed(b"data: a\n") == []
+    assert parser.feed(b"\ndata: b") == [b"a"]
+    assert parser.feed(b"\n\n") == [b"b"]
+
+
+def test_an_endless_event_is_an_error_and_not_an_endless_buffer():
+    parser = EventParser()
+    with pytest.raises(EventStreamError, match="16 MiB"):
+        for _ in range(40):
+            parser.feed(b"x" * 2**20)

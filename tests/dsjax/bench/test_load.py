@@ -1,0 +1,93 @@
+"""Requests go out at their times and never more than allowed at once: on virtual time."""
+
+import asyncio
+
+import pytest
+
+from dsjax.bench.serve.load import run_load
+from dsjax.bench.serve.records import BenchRequest, RequestRecord
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self):
+        super().__init__()
+        self._now = 0.0
+        select = self._selector.select
+
+        def jump(timeout):
+            assert timeout is not None, "nothing will ever happen any more"
+            self._now += timeout
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self) -> float:
+        return self._now
+
+
+class Sender:
+    """Answers request i after `seconds[i]`, by virtual time."""
+
+    def __init__(self, loop: VirtualLoop, seconds: list[float], fails: tuple[int, ...] = ()):
+        self.loop, self.seconds, self.fails = loop, seconds, fails
+        self.running, self.most = 0, 0
+
+    async def send(self, request: BenchRequest, *, arrival: float, zero: float) -> RequestRecord:
+        index = request.prompt_tokens
+        self.running += 1
+        self.most = max(self.most, self.running)
+        start = self.loop.time() - zero
+        try:
+            await asyncio.sleep(self.seconds[index])
+        finally:
+            self.running -= 1
+        end = self.loop.time() - zero
+        return RequestRecord(arrival, start, index, [end], end, 1, error="no" if index in self.fails else None)
+
+
+def run(seconds, arrivals, concurrency=None, stop_after=None, fails=()):
+    loop = VirtualLoop()
+    sender = Sender(loop, seconds, fails)
+    requests = [BenchRequest("", i, 1) for i in range(len(seconds))]
+
+    async def work():
+        stop = asyncio.Event()
+        if stop_after is not None:
+            loop.call_later(stop_after, stop.set)
+        return await run_load(sender, requests, arrivals, concurrency, stop=stop, clock=loop.time)
+
+    try:
+        return loop.run_until_complete(work()), sender
+    finally:
+        loop.close()
+
+
+def test_requests_start_when_they_are_due():
+    result, sender = run([1.0, 1.0, 1.0], [0.0, 0.25, 5.0])
+    assert [r.start for r in result.records] == pytest.approx([0.0, 0.25, 5.0])
+    assert result.duration == pytest.approx(6.0)
+    assert sender.most == 2
+    assert not result.interrupted
+
+
+def test_the_bound_holds_requests_back_in_order_and_their_latency_begins_when_they_are_sent():
+    result, sender = run([1.0, 2.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], concurrency=2)
+    assert sender.most == 2
+    assert [r.start for r in result.records] == pytest.approx([0.0, 0.0, 1.0, 2.0])
+    assert [r.latency for r in result.records] == pytest.approx([1.0, 2.0, 1.0, 1.0])
+    assert [r.start - r.arrival for r in result.records] == pytest.approx([0.0, 0.0, 1.0, 2.0])
+
+
+def test_stopping_keeps_what_is_done_and_ends_what_runs():
+    result, sender = run([1.0, 1.0, 50.0, 50.0, 1.0], [0.0, 0.5, 1.0, 1.0, 40.0], stop_after=3.0)
+    assert result.interrupted
+    assert [r.prompt_tokens for r in result.records] == [0, 1]
+    assert result.duration == pytest.approx(3.0)
+    assert sender.running == 0
+
+
+def test_a_failed_request_stops_no_other():
+    result, _ = run([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], concurrency=1, fails=(0,))
+    assert [r.succeeded for r in result.records] == [False, True, True]
