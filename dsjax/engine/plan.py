@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dsjax.engine.request import Request
 from dsjax.engine.stats import RunnerCounts
@@ -115,6 +115,14 @@ class Runner(Protocol):
 
         Of a request whose result is not finite, the pages from `num_sealed_pages` on are zeroed before this returns.
         """
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step that is not empty, and return while the device computes it. The plan's requests stay as they are
+        until `collect` has returned, except that `pages` may grow. No second step is launched before.
+        """
+
+    def collect(self, pending: Any) -> dict[str, RowResult]:
+        """Wait for a launched step, and give what `execute` gives."""
 
     def clear_pages(self, dirty: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Zero pages, given as (rank, its pages). Freed pages must hold finite values: attention weights them by 0."""

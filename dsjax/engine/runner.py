@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,12 +12,28 @@ from jaxtyping import Array
 from dsjax.engine import cache as device_cache
 from dsjax.engine.buckets import Buckets, Launch, Rectangle
 from dsjax.engine.host_rows import HostRows
-from dsjax.engine.plan import Progress, RowResult, RunnerLimits, ScheduledRow, StepPlan
+from dsjax.engine.plan import NO_TOKEN, Progress, RowResult, RunnerLimits, ScheduledRow, StepPlan
 from dsjax.engine.programs import Programs
 from dsjax.engine.sampler import Sampled, SamplingRows, Wanted, needs_sampler
 from dsjax.engine.stats import RunnerCounts
 from dsjax.engine.tables import PageTables
 from dsjax.model.step import Step
+
+
+class PendingLaunch(NamedTuple):
+    """A launch that the devices are computing: greedy tokens, logits, (rank, row, what) of its rows, rows of a rank."""
+
+    tokens: Array
+    logits: Array
+    placed: list[tuple[int, int, ScheduledRow]]
+    num_rows: int
+
+
+class PendingStep(NamedTuple):
+    """A step under way: its first launch, and those that follow when that is done."""
+
+    first: PendingLaunch
+    rest: list[Launch]
 
 
 class MeshRunner:
@@ -36,13 +53,22 @@ class MeshRunner:
         self._warm: frozenset[Hashable] | None = None
 
     def execute(self, plan: StepPlan) -> dict[str, RowResult]:
-        """Compute a step; results of the rows that are sampled, by request id."""
-        results: dict[str, RowResult] = {}
-        slots = 0
-        for launch in self.buckets.launches(plan):
-            slots += sum(rectangle.rows * rectangle.chunk for rectangle in launch[:2] if rectangle)
-            self._launch(launch, results)
+        """Compute a step; results by request id, of the rows that are sampled and of those that are not finite."""
+        return self.collect(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a step's first launch, and return while the device computes."""
+        launches = self.buckets.launches(plan)
+        slots = sum(rectangle.rows * rectangle.chunk for launch in launches for rectangle in launch[:2] if rectangle)
         self._padding = slots * self.limits.num_ranks - sum(rank.num_tokens for rank in plan.ranks)
+        return PendingStep(self._launch(launches[0]), launches[1:])
+
+    def collect(self, pending: PendingStep) -> dict[str, RowResult]:
+        """Wait for a step, its further launches included; results as of ``execute``."""
+        results: dict[str, RowResult] = {}
+        self._collect(pending.first, results)
+        for launch in pending.rest:
+            self._collect(self._launch(launch), results)
         return results
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -92,26 +118,32 @@ class MeshRunner:
             array.delete()
         self.programs.clear()
 
-    def _launch(self, launch: Launch, results: dict[str, RowResult]) -> None:
+    def _launch(self, launch: Launch) -> PendingLaunch:
         shapes = self.programs.shapes(launch.decode, launch.prefill)
         parts, placed, first_row = [], [], 0
         for shape, rows in zip(shapes, self._row_lists(launch), strict=True):
             group = HostRows(self.limits.num_ranks, shape)
             group.fill(rows, self._tables)
             parts.append(group.pack())
-            placed += [
-                (rank, first_row + i, row) for rank, own in enumerate(rows) for i, row in enumerate(own) if row.sampled
-            ]
+            placed += [(rank, first_row + i, row) for rank, own in enumerate(rows) for i, row in enumerate(own)]
             first_row += shape.rows
         packed = jax.device_put(np.concatenate(parts, axis=1), self.programs.rows)
         tokens, logits, self.cache = self.programs.step(shapes)(self.params, self.cache, packed)
+        return PendingLaunch(tokens, logits, placed, first_row)
+
+    def _collect(self, pending: PendingLaunch, results: dict[str, RowResult]) -> None:
+        tokens, logits, placed, num_rows = pending
         jax.block_until_ready(tokens)  # on all devices: reading the tokens would wait for one of each tp group only
-        sampled = self._sample(logits, placed, first_row)
+        sampled = self._sample(logits, placed, num_rows)
         self._read(tokens, sampled, placed, results)
-        failed = [(rank, row.request) for rank, _, row in placed if not results[row.request.request_id].finite]
+        # Sealed pages were finite when computed, and others may read them.
+        failed = [
+            (rank, row.request.pages[row.request.num_sealed_pages :])
+            for rank, _, row in placed
+            if (result := results.get(row.request.request_id)) and not result.finite
+        ]
         if failed:
-            # Its sealed pages were finite when computed, and others may read them.
-            self.clear_pages([(rank, request.pages[request.num_sealed_pages :]) for rank, request in failed])
+            self.clear_pages(failed)
 
     def _row_lists(self, launch: Launch):
         pairs = ((launch.decode, launch.decode_rows), (launch.prefill, launch.prefill_rows))
@@ -120,7 +152,9 @@ class MeshRunner:
     def _sample(self, logits: Array, placed: list[tuple[int, int, ScheduledRow]], num_rows: int) -> Sampled | None:
         """Run the sampler if any row wants more than the greedy token."""
         wanting = [
-            (rank, row, scheduled.request) for rank, row, scheduled in placed if needs_sampler(scheduled.request)
+            (rank, row, scheduled.request)
+            for rank, row, scheduled in placed
+            if scheduled.sampled and needs_sampler(scheduled.request)
         ]
         if not wanting:
             return None
@@ -140,7 +174,9 @@ class MeshRunner:
         for rank, row, scheduled in placed:
             request, token = scheduled.request, tokens[rank][row]
             if token < 0:
-                results[request.request_id] = RowResult(0, finite=False)
+                results[request.request_id] = RowResult(NO_TOKEN, finite=False)
+            elif not scheduled.sampled:
+                continue
             elif request.params.logprobs is None:
                 results[request.request_id] = RowResult(token)
             else:

@@ -54,6 +54,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.keep_plans = False
         self.steps = 0
+        self.pending: StepPlan | None = None
         self.fail_at_step: int | None = None
         self.non_finite: set[str] = set()
         self.warm = False
@@ -61,6 +62,16 @@ class FakeRunner:
         self._cache = [[[None] * page_size for _ in range(pages_per_rank)] for _ in range(num_ranks)]
 
     def execute(self, plan: StepPlan) -> dict[str, RowResult]:
+        return self.collect(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        assert self.pending is None, "no second step is launched before the first is collected"
+        self.pending = plan
+        return plan
+
+    def collect(self, plan: StepPlan) -> dict[str, RowResult]:
+        assert self.pending is plan
+        self.pending = None
         assert len(plan.ranks) == self.limits.num_ranks, "every rank takes part in every step"
         if self.fail_at_step is not None and self.steps >= self.fail_at_step:
             raise RuntimeError("the fake device is lost")
