@@ -1,5 +1,6 @@
 """What is asked of a server, and what came back: `BenchRequest` and `RequestRecord`."""
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,4 +73,4 @@ class RequestRecord:
     @property
     def itls(self) -> list[float]:
         """Seconds between chunks that carried tokens, one value a gap, however many tokens the later chunk has."""
-        return [later - earlier for earlier, later in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.chunk_times)]

@@ -99,7 +99,7 @@ def test_the_server_s_own_facts(start_fake):
     facts = facts_of(server.url + "/v1/")
     assert (facts.model, facts.root, facts.max_model_len, facts.num_devices) == ("tiny", "demo", 512, 32)
     assert facts_of(start_fake().url).num_devices is None
-    with pytest.raises(ServerError, match="'big', but .* serves tiny"):
+    with pytest.raises(ServerError, match=r"'big', but .* serves tiny"):
         facts_of(server.url, "big")
     with pytest.raises(ServerError, match="expected http://HOST:PORT"):
         facts_of("localhost:8000")

@@ -138,7 +138,7 @@ def test_what_the_server_cannot_take_is_left_out_and_said():
     assert max(r.prompt_tokens + r.output_tokens for r in kept) <= 100
     assert len(kept) + left_out == 200
     assert left_out > 20
-    with pytest.raises(DatasetError, match="the shortest has .* choose shorter lengths: --random-input-len"):
+    with pytest.raises(DatasetError, match=r"the shortest has .* choose shorter lengths: --random-input-len"):
         draw_requests(dataset, options, 1, 12)
 
 
@@ -158,7 +158,7 @@ def test_the_form_of_prompts(demo_tokenizer):
     assert [type(p) for p in source.forms("auto", "chat")] == [TextPrompts]
     assert [type(p) for p in source.forms("text", "completions")] == [TextPrompts]
     unknown = PromptSource.find(None, None, ServerFacts("nameless"))
-    with pytest.raises(PromptError, match="--tokenizer .* or --vocab-size"):
+    with pytest.raises(PromptError, match=r"--tokenizer .* or --vocab-size"):
         unknown.forms("auto", "completions")
     with pytest.raises(PromptError, match="chat takes text only"):
         source.forms("tokens", "chat")
