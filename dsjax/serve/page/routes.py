@@ -1,0 +1,43 @@
+"""`GET /` and the files that it loads."""
+
+import importlib.resources
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/answer.js": ("answer.js", "text/javascript; charset=utf-8"),
+    "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/page/exposition.js": ("exposition.js", "text/javascript; charset=utf-8"),
+    "/page/watch.js": ("watch.js", "text/javascript; charset=utf-8"),
+}
+
+PAGE_PATHS = frozenset(_FILES)
+"""What a browser must get before anybody can type a key into the page. These files hold no data: what they show, they ask for."""
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def create_page_routes(app: FastAPI, serving: Any) -> None:
+    """Add the routes. The page learns everything from the API, so `serving` is not used; every room's routes are added alike."""
+    del serving
+    for path, (name, content_type) in _FILES.items():
+        content = (importlib.resources.files(__package__) / name).read_bytes()
+        app.add_api_route(path, _answer_with(content, content_type), methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _answer_with(content: bytes, content_type: str) -> Any:
+    async def answer() -> Response:
+        return Response(content, headers={"Content-Type": content_type, **_HEADERS})
+
+    return answer
