@@ -255,7 +255,7 @@ def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult | None, now: f
 
 def _enter(request: Request, result: RowResult, now: float) -> FinishReason | None:
     """Append the token, or fail; whether that ends the request."""
-    if result.finite:
+    if result.finite and result.error is None:
         token_id, tokens = result.token_id, request.token_ids
         tokens.append(token_id)
         if request.first_token_time is None:
