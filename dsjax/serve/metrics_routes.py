@@ -1,10 +1,12 @@
 """`GET /metrics`: the exposition, as text or as OpenMetrics, whichever the scraper prefers."""
 
 import asyncio
+import functools
 from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from starlette.responses import Response
 
 
@@ -17,6 +19,10 @@ def create_metrics_routes(app: FastAPI, serving: Any) -> None:
     @app.get("/metrics", include_in_schema=False)
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        if isinstance(encode, functools.partial):
+            # Escaping "underscores" turns the colon of `vllm:` into `_` in OpenMetrics samples (prometheus_client 0.26). All our
+            # names are valid under every scheme as they are, so none is escaped.
+            encode = functools.partial(encode, escaping=ALLOWUTF8)
         names = request.query_params.getlist("name[]")
         # 32 ranks have some 10,000 samples: writing them takes a tenth of a second that streams should not wait for.
         body = await asyncio.to_thread(serving.metrics.render, names, encode)
