@@ -5,87 +5,71 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PreparedRequest, Prompt
-from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.output_stream import EngineClosingError, EngineDeadError, OutputStream
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
+from dsjax.engine.stats import EngineObserver, StepStats
 
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
-
-
-class EngineDeadError(RuntimeError):
-    """The engine's thread has failed; no request can be served any more."""
-
-
-class EngineClosingError(RuntimeError):
-    """The engine is closing, and this request was ended before it was done."""
-
-
-class OutputStream:
-    """The outputs of one or several prompts, as they come: an async iterator of (prompt's index, output).
-
-    Ends after the last output. `close` ends what is unfinished; call it in any case, e.g. with `contextlib.closing`.
-    """
-
-    def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None]):
-        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._open = set(request_ids)
-        self._abort = abort
-        self._ready: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-    def put(self, output: RequestOutput | Exception) -> None:
-        """Called by the engine, in the event loop's thread."""
-        self._ready.put_nowait(output)
-
-    def __aiter__(self) -> "OutputStream":
-        return self
-
-    async def __anext__(self) -> tuple[int, RequestOutput]:
-        if not self._open:
-            raise StopAsyncIteration
-        output = await self._ready.get()
-        if isinstance(output, Exception):
-            self._open.clear()
-            raise output
-        if output.finished:
-            self._open.discard(output.request_id)
-        return self._index[output.request_id], output
-
-    def close(self) -> None:
-        """Abort what has not ended; its pages are free before the engine's next step."""
-        unfinished, self._open = self._open, set()
-        if unfinished:
-            self._abort(sorted(unfinished))
 
 
 class AsyncEngine:
     """Runs an `LLMEngine`'s core in one dedicated thread; makes text in the event loop, while the device computes.
 
-    The thread takes commands (add, abort, close) from a queue between steps and hands each step's updates to the event
-    loop in one call. When it fails, every stream gets the error and `on_death` is called: nothing waits for ever.
+    The thread takes commands (add, abort, close) from a queue, between steps and while the device computes one, and hands each
+    step's updates to the event loop in one call. When it fails, every stream gets the error and `on_death` is called:
+    nothing waits for ever.
+
+    Attributes:
+        observers: told of every step and output, in the event loop's thread. Add them before `start`.
+        step_started: when the step under way began, on the monotonic clock; None between steps.
     """
 
     def __init__(self, engine: LLMEngine):
         self.tokenizer = engine.tokenizer
         self.error: BaseException | None = None
         self.on_death: Callable[[], None] | None = None
+        self.observers: list[EngineObserver] = []
+        self.step_started: float | None = None
         self._closing = False
         self._core = engine.core
         self._inputs = engine.inputs
         self._outputs = engine.outputs
         self._streams: dict[str, OutputStream] = {}
-        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Requests and tokens queued by the event loop, and of those taken by the engine's thread; each pair has one writer.
+        self._queued = self._taken = (0, 0)
+        # Of the engine's thread: what to do between steps, and whether to end.
+        self._between_steps: deque[Callable[[], object]] = deque()
+        self._ending = False
+        # Of the event loop's: calls whose result is not there yet.
+        self._calls: set[asyncio.Future] = set()
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
         return self._outputs.num_unfinished
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
+        return self._core.scheduler.num_waiting + self._queued[0] - self._taken[0]
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
+        return self._core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
 
     @property
     def running(self) -> bool:
@@ -99,9 +83,16 @@ class AsyncEngine:
         self._thread.start()
 
     async def submit(
-        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        session: str | None = None,
     ) -> OutputStream:
-        """Check all prompts, then queue them all.
+        """Check all prompts, then queue them all. Keywords as of `LLMEngine.add_request`.
 
         Raises:
             UserError: one of them cannot be; none is queued.
@@ -113,7 +104,15 @@ class AsyncEngine:
 
         def prepare() -> list[PreparedRequest]:
             return [
-                self._inputs.prepare(id_, prompt, params, arrival_time=arrival_time, priority=priority)
+                self._inputs.prepare(
+                    id_,
+                    prompt,
+                    params,
+                    arrival_time=arrival_time,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    session=session,
+                )
                 for id_, prompt in zip(ids, prompts, strict=True)
             ]
 
@@ -128,8 +127,32 @@ class AsyncEngine:
         for each in prepared:
             self._outputs.add(each)
             self._streams[each.request_id] = stream
-        self._commands.put(lambda: self._add([request for each in prepared for request in each.completions]))
+        requests = [request for each in prepared for request in each.completions]
+        self._queued = _plus(self._queued, requests)
+        self._commands.put(lambda: self._add(requests))
         return stream
+
+    async def call(self, function: Callable[[EngineCore], Result]) -> Result:
+        """Run `function(core)` in the engine's thread, between two steps, and give its result, or raise its error.
+
+        Raises:
+            EngineDeadError: the engine has failed, or ends before it comes to this.
+        """
+        if self.error is not None or self._closing or not self.running:
+            raise EngineDeadError("the engine does not run")
+        future = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+
+        def run() -> None:
+            try:
+                result, error = function(self._core), None
+            except Exception as caught:
+                result, error = None, caught
+            self._loop.call_soon_threadsafe(_settle, future, result, error)
+
+        self._commands.put(lambda: self._between_steps.append(run))
+        return await future
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that nobody waits for any more."""
@@ -149,31 +172,50 @@ class AsyncEngine:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
         self._closing = True
         self.abort_all()
-        self._commands.put(None)
+        self._commands.put(self._end)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, timeout)
+        self._fail_calls()
 
     # In the engine's thread.
 
     def _run(self) -> None:
         try:
             while True:
-                while not self._commands.empty() or not self._core.has_unfinished:
-                    command = self._commands.get()
-                    if command is None:
-                        self._core.runner.shutdown()
-                        return
-                    command()
-                updates = self._core.step()
-                if updates:
-                    self._loop.call_soon_threadsafe(self._deliver, updates)
+                if not self._core.has_unfinished:
+                    self._commands.get()()
+                self._take_commands()
+                while self._between_steps:
+                    self._between_steps.popleft()()
+                if self._ending:
+                    self._core.runner.shutdown()
+                    return
+                if self._core.has_unfinished:
+                    self._step()
         except BaseException as error:
+            self.step_started = None
             logger.exception("the engine's thread has failed")
             self._loop.call_soon_threadsafe(self._die, error)
+
+    def _step(self) -> None:
+        self.step_started = time.monotonic()
+        updates = self._core.step(self._take_commands)
+        self.step_started = None
+        stats = self._core.stats() if self.observers else None
+        if updates or stats is not None:
+            self._loop.call_soon_threadsafe(self._deliver, updates, stats)
+
+    def _take_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _end(self) -> None:
+        self._ending = True
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._core.add(request)
+        self._taken = _plus(self._taken, requests)
 
     # In the event loop's thread.
 
@@ -181,7 +223,7 @@ class AsyncEngine:
         for completion_id in completion_ids:
             self._commands.put(lambda completion_id=completion_id: self._core.abort(completion_id))
 
-    def _deliver(self, updates: list[Update]) -> None:
+    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
         outputs, to_abort = self._outputs.process(updates)
         self._abort_completions(to_abort)
         for output in outputs:
@@ -190,6 +232,11 @@ class AsyncEngine:
                 stream.put(output)
                 if output.finished:
                     del self._streams[output.request_id]
+        for observer in self.observers:
+            if stats is not None:
+                observer.on_step(stats)
+            if outputs:
+                observer.on_outputs(outputs)
 
     def _die(self, error: BaseException) -> None:
         self.error = error
@@ -198,5 +245,27 @@ class AsyncEngine:
         for request_id in list(self._streams):
             self._outputs.forget(request_id)
         self._streams.clear()
+        self._fail_calls()
         if self.on_death is not None:
             self.on_death()
+
+    def _fail_calls(self) -> None:
+        for future in list(self._calls):
+            _settle(future, None, EngineDeadError("the engine has ended"))
+
+
+def _plus(counts: tuple[int, int], requests: Sequence[Request]) -> tuple[int, int]:
+    return counts[0] + len(requests), counts[1] + sum(len(request.token_ids) for request in requests)
+
+
+def _settle(future: asyncio.Future, result: object, error: Exception | None) -> None:
+    """Give a future its result, unless it has one, or nobody waits any more."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+__all__ = ["AsyncEngine", "EngineClosingError", "EngineDeadError", "OutputStream"]

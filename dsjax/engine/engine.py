@@ -44,16 +44,32 @@ class LLMEngine:
         self._aborted: list[RequestOutput] = []
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        session: str | None = None,
     ) -> None:
         """Queue a request.
+
+        priority: lower runs first, with the scheduling policy `priority`. cache_salt: pages are shared only with requests
+        of the same salt. session: requests of one session go to one DP rank.
 
         Raises:
             UserError: something in the request cannot be; nothing of it stays behind.
             ValueError: the id is taken by an unfinished request.
         """
         prepared = self.inputs.prepare(
-            request_id, prompt, params or SamplingParams(), arrival_time=time.monotonic(), priority=priority
+            request_id,
+            prompt,
+            params or SamplingParams(),
+            arrival_time=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
+            session=session,
         )
         self.outputs.add(prepared)
         for request in prepared.completions:
@@ -76,6 +92,10 @@ class LLMEngine:
     def has_unfinished(self) -> bool:
         """Whether any request waits, runs, or has an output to give."""
         return self.core.has_unfinished or bool(self._aborted)
+
+    def flush_prefix_cache(self) -> bool:
+        """Forget every page that is cached; True, as nothing can prevent it."""
+        return self.core.flush_prefix_cache()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first request."""

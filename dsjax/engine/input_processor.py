@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsjax.engine.prefix_cache import extend_hashes
 from dsjax.engine.request import Request
 from dsjax.engine.rule_maker import RuleMaker
 from dsjax.engine.sampling_params import SamplingError, SamplingParams
@@ -50,9 +51,17 @@ class InputProcessor:
         self._rules = RuleMaker(tokenizer, vocab_size, eos_token_ids)
 
     def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival_time: float = 0.0, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        session: str | None = None,
     ) -> PreparedRequest:
-        """Check everything that can be wrong with a request.
+        """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
 
         Raises:
             PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
@@ -75,10 +84,16 @@ class InputProcessor:
                 stop_ids=stop_ids,
                 arrival_time=arrival_time,
                 priority=priority,
+                cache_salt=cache_salt,
+                session=session,
                 rules=rules[index],
             )
             for index in range(params.n)
         ]
+        if self._config.prefix_caching:
+            hashes = extend_hashes(completions[0], self._config.page_size)
+            for other in completions[1:]:
+                other.page_hashes = list(hashes)
         return PreparedRequest(request_id, text, token_ids, params, completions)
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:

@@ -30,6 +30,7 @@ class _Group:
             outputs=[completion.take(prepared.params.output_kind) for completion in changed],
             finished=self.open == 0,
             metrics=self._metrics(),
+            num_cached_tokens=prepared.completions[0].num_cached_tokens,
         )
 
     def _metrics(self) -> RequestMetrics:
@@ -40,6 +41,8 @@ class _Group:
             first_token_time=_least(r.first_token_time for r in requests),
             finish_time=max(r.finish_time or 0.0 for r in requests) if self.open == 0 else None,
             num_preemptions=sum(r.num_preemptions for r in requests),
+            num_prompt_tokens=requests[0].num_prompt_tokens,
+            num_cached_tokens=requests[0].num_cached_tokens or 0,
         )
 
 

@@ -53,6 +53,7 @@ class Rank:
         self.promised: Counter[bytes] = Counter()
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._filling: list[Request] = []
 
     def uncached(self, request: Request) -> int:
         """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
@@ -98,8 +99,26 @@ class Rank:
         else:
             self._settle(request)
 
+    def prepare(self, plan: RankPlan) -> None:
+        """While a step computes: hash and allocate what the next one needs where decodes now fill a page. May be left out."""
+        page_size = self.pool.page_size
+        self._filling = [
+            request
+            for request, start, _ in plan.decodes
+            if start + 1 == len(request.pages) * page_size and len(request.token_ids) + 1 < request.max_total_tokens
+        ]
+        for request in self._filling:
+            if self.prefix_caching:
+                extend_hashes(request, page_size)
+            if self.pool.can_allocate(1):
+                request.pages += self.pool.allocate(1)
+
     def schedule(self, now: float) -> RankPlan:
         """Decodes first, then prompts under way, then new ones, within the token budget."""
+        for request in self._filling:
+            if request.status is Status.RUNNING:
+                self._seal(request)
+        self._filling = []
         preemptions = self.num_preemptions
         decodes, partial = self._schedule_decodes()
         budget = self.max_num_batched_tokens - len(decodes)

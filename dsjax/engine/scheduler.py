@@ -202,6 +202,11 @@ class Scheduler:
         """Plan the next step. It is empty only when no request is unfinished."""
         return StepPlan([rank.schedule(now) for rank in self.ranks])
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Do what the next step needs and this one's results cannot change, while this one computes. May be left out."""
+        for rank, rank_plan in zip(self.ranks, plan.ranks, strict=True):
+            rank.prepare(rank_plan)
+
     def update(self, plan: StepPlan, results: dict[str, RowResult], now: float = 0.0) -> list[Update]:
         """Enter a step's results; give an `Update` for each request that got a token or prompt log-probabilities, or failed.
 

@@ -181,16 +181,16 @@ def test_logits_wait_for_no_running_request(llm):
 def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, steps, monkeypatch):
     prompts = [prompt(length) for length in LENGTHS]
     undisturbed = tokens_of(llm.generate(prompts, greedy()))
-    execute, calls = llm.runner.execute, []
+    launch, calls = llm.runner.launch, []
 
     def interrupted(plan):
         calls.append(plan)
         if len(calls) > steps:
             raise KeyboardInterrupt
-        return execute(plan)
+        return launch(plan)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, "execute", interrupted)
+        patch.setattr(llm.runner, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, greedy())
     assert len(calls) == steps + 1

@@ -1,0 +1,51 @@
+"""`OutputStream`: what a submitted request gives, as it comes, and how it can end early."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from dsjax.engine.outputs import RequestOutput
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's thread has failed; no request can be served any more."""
+
+
+class EngineClosingError(RuntimeError):
+    """The engine is closing, and this request was ended before it was done."""
+
+
+class OutputStream:
+    """The outputs of one or several prompts, as they come: an async iterator of (prompt's index, output).
+
+    Ends after the last output. `close` ends what is unfinished; call it in any case, e.g. with `contextlib.closing`.
+    """
+
+    def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None]):
+        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._open = set(request_ids)
+        self._abort = abort
+        self._ready: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Called by the engine, in the event loop's thread."""
+        self._ready.put_nowait(output)
+
+    def __aiter__(self) -> "OutputStream":
+        return self
+
+    async def __anext__(self) -> tuple[int, RequestOutput]:
+        if not self._open:
+            raise StopAsyncIteration
+        output = await self._ready.get()
+        if isinstance(output, Exception):
+            self._open.clear()
+            raise output
+        if output.finished:
+            self._open.discard(output.request_id)
+        return self._index[output.request_id], output
+
+    def close(self) -> None:
+        """Abort what has not ended; its pages are free before the engine's next step."""
+        unfinished, self._open = self._open, set()
+        if unfinished:
+            self._abort(sorted(unfinished))
