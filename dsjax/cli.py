@@ -20,6 +20,7 @@ _COMMANDS = {
     "serve": ("dsjax.serve.command", "serve"),
     "generate": ("dsjax.generate", "generate"),
     "convert": ("dsjax.checkpoint.command", "convert"),
+    "dryrun": ("dsjax.dryrun.command", "dryrun"),
     "info": ("dsjax.info", "info"),
     "bench": ("dsjax.bench.command", "bench"),
     "top": ("dsjax.top.command", "top"),

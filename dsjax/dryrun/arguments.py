@@ -1,0 +1,92 @@
+"""`DryRunArgs`: an engine's options, and which of its steps to compile for what."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from dsjax.config import ModelConfig
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.plan import RunnerLimits
+from dsjax.errors import UserError
+from sharding import MeshSpec
+
+STEPS = ("decode", "prefill")
+DECODE_ROWS = 32
+"""Running requests of a DP rank when neither `--batch` nor `--max-num-seqs` is given."""
+CONTEXT = 4096
+"""Tokens that a row's page table covers when neither `--context` nor `--max-model-len` is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunArgs:
+    """What to compile.
+
+    engine: the options that would serve. target: `cpu`, a name of `configs/hardware`, or a file like those.
+    step: `decode` (each row one token) or `prefill` (each row `prefill_chunk` tokens). batch: rows of a DP rank; None:
+    `max_num_seqs`, or 32 decodes, or as many prefill rows as `max_num_batched_tokens` allows. context: tokens of a row's
+    page table; None: `max_model_len`, or 4,096.
+    """
+
+    engine: EngineArgs
+    target: str = "cpu"
+    step: Literal["decode", "prefill"] = "decode"
+    batch: int | None = None
+    context: int | None = None
+
+    def __post_init__(self):
+        if self.step not in STEPS:
+            raise UserError(f"--step is {self.step!r}, expected one of {', '.join(STEPS)}")
+        for name in ("batch", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name} is {value}, expected at least 1")
+        if self.step == "prefill" and self.chunk > self.row_tokens:
+            raise UserError(
+                f"--prefill-chunk is {self.chunk}, more than the --context of {self.row_tokens}; lower the first or raise the second"
+            )
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a row in this step."""
+        return self.engine.prefill_chunk if self.step == "prefill" else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a DP rank."""
+        if self.batch:
+            return self.batch
+        if self.step == "prefill":
+            return max(1, self.engine.max_num_batched_tokens // self.chunk)
+        return self.engine.max_num_seqs or DECODE_ROWS
+
+    @property
+    def row_tokens(self) -> int:
+        """Context positions of a row."""
+        return self.context or self.engine.max_model_len or CONTEXT
+
+    def for_model(self, config: ModelConfig) -> EngineArgs:
+        """The engine's options on the machine that the target stands for.
+
+        `dtype="auto"` is float32 on a real CPU; a dry run stands in for an accelerator, and computes in the checkpoint's dtype.
+        """
+        if self.engine.dtype != "auto":
+            return self.engine
+        return dataclasses.replace(self.engine, dtype="float32" if config.torch_dtype == "float32" else "bfloat16")
+
+    def limits(self, config: ModelConfig, spec: MeshSpec) -> RunnerLimits:
+        """The runner's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used."""
+        page = self.engine.page_size
+        pages_of_a_row = -(-self.row_tokens // page)
+        wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else self.rows * pages_of_a_row
+        return RunnerLimits(
+            max_rows_decode=self.rows,
+            max_rows_prefill=self.rows,
+            max_chunk=self.chunk,
+            page_size=page,
+            pages_per_rank=wanted + 1,
+            num_ranks=spec.dp_size,
+            max_model_len=self.row_tokens,
+            vocab_size=config.vocab_size,
+        )

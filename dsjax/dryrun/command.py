@@ -1,0 +1,56 @@
+"""`dsjax dryrun`: the command."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dsjax.engine.args import EngineArgs
+from dsjax.options import engine_options, prepare_devices
+
+
+@engine_options
+def dryrun(
+    args: EngineArgs,
+    target: Annotated[
+        str, typer.Option(help="cpu, a name of configs/hardware (h200, tpu-v5e, …), or a TOML file like those.")
+    ] = "cpu",
+    step: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
+    batch: Annotated[
+        int | None, typer.Option(help="Rows of a DP rank; default: --max-num-seqs, or 32 decodes.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens that a row attends to; default: --max-model-len, or 4096.")
+    ] = None,
+    mla: Annotated[
+        str | None, typer.Option(help="MLA form of this step: --mla-decode or --mla-prefill by another name.")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
+    ] = None,
+) -> None:
+    """Compile the serving step at full size for machines that are not there; read memory, collectives and costs."""
+    # The compilers of accelerators that are not there run beside JAX's CPU backend; a GPU that is there must stay untouched.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if mla is not None:
+        args = dataclasses.replace(args, **{f"mla_{step}": mla})
+    if target == "cpu":
+        prepare_devices(args.mesh)
+    from dsjax.dryrun.arguments import DryRunArgs
+    from dsjax.dryrun.run import dry_run
+    from dsjax.dryrun.tables import show
+
+    report = dry_run(DryRunArgs(engine=args, target=target, step=step, batch=batch, context=context))
+    if json_file is None:
+        show(Console(), report)
+        return
+    text = json.dumps(report.to_json(), indent=2) + "\n"
+    if json_file == "-":
+        sys.stdout.write(text)
+    else:
+        Path(json_file).write_text(text, encoding="utf-8")

@@ -1,0 +1,75 @@
+"""`DryRunReport`: what a dry run found, and its JSON, whose fields `docs/dryrun.md` documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.dryrun.memory import DeviceMemory
+from dsjax.hardware import Hardware
+from sharding.program import ProgramCollective, ProgramCosts
+
+
+@dataclass(frozen=True)
+class DryRunReport:
+    """All figures of one dry run; bytes and operations are one device's, in one run of the step.
+
+    request: what was compiled, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
+    rank's cache. assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
+    """
+
+    request: dict[str, Any]
+    hardware: Hardware | None
+    parameters: dict[str, int]
+    memory: DeviceMemory
+    cache_tokens: int
+    collectives: tuple[ProgramCollective, ...]
+    costs: ProgramCosts
+    assumptions: dict[str, str]
+    notes: tuple[str, ...]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, ready for `json.dumps`."""
+        memory = self.memory
+        return {
+            **self.request,
+            "parameters": {**self.parameters, "total": sum(self.parameters.values())},
+            "device_bytes": {
+                "weights": memory.weights,
+                "weights_total": memory.weight_bytes,
+                "cache": memory.cache,
+                "inputs": memory.inputs,
+                "arguments": memory.arguments,
+                "outputs": memory.outputs,
+                "aliased": memory.aliased,
+                "temporaries": memory.temporaries,
+                "total": memory.total,
+                "memory": self.hardware.memory_bytes if self.hardware else None,
+            },
+            "cache_tokens": self.cache_tokens,
+            "collectives": [_collective(one) for one in self.collectives],
+            "costs": dataclasses.asdict(self.costs),
+            "assumptions": self.assumptions,
+            "notes": list(self.notes),
+            "seconds": self.seconds,
+        }
+
+
+def _collective(one: ProgramCollective) -> dict[str, Any]:
+    return {
+        "kind": one.kind,
+        "axes": None if one.axes is None else list(one.axes),
+        "ranks": one.ranks,
+        "dtype": one.operand[0].dtype if one.operand else None,
+        "operand_bytes": one.operand_bytes,
+        "bytes_inside": one.bytes_inside,
+        "bytes_between": one.bytes_between,
+        "times": one.times,
+        "data_dependent": one.data_dependent,
+        "asynchronous": one.asynchronous,
+        "beside": list(one.beside),
+        "name": one.name,
+        "op_name": one.op_name,
+    }

@@ -1,0 +1,100 @@
+"""`dry_run`: compile the step that would serve, and read what it needs and does."""
+
+from __future__ import annotations
+
+import time
+
+from dsjax.config import load_config
+from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.assumptions import TEXT, trip_counts
+from dsjax.dryrun.compilation import CompiledStep, compile_step
+from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
+from dsjax.dryrun.report import DryRunReport
+from dsjax.dryrun.topology import target_devices
+from dsjax.hardware import Hardware, load_hardware
+from sharding import MeshSpec
+from sharding.program import Program, program_collectives, program_costs, true_dtypes
+
+CPU_HOST_DEVICES = 8
+"""Devices of a host that the CPU target's emulated ones are divided into, for bytes inside and between hosts."""
+
+
+def dry_run(args: DryRunArgs) -> DryRunReport:
+    """Compile the step that ``args`` describe for its target and read the program. Allocates nothing of the model's size.
+
+    Raises:
+        UserError, MeshError: options, model, mesh and target that do not go together.
+    """
+    config = load_config(args.engine.model)
+    spec = MeshSpec.parse(args.engine.mesh)
+    hardware = None if args.target == "cpu" else load_hardware(args.target)
+    mesh = spec.build(target_devices(hardware, spec.num_devices))
+    compiled = compile_step(args, config, mesh)
+    started = time.perf_counter()
+    program = Program.parse(compiled.compiled.as_text())
+    dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
+    shape = compiled.shapes[0]
+    step = compiled.step
+    trips = trip_counts(args.row_tokens, shape.pages, step.page_size, step.block_tokens)
+    collectives = program_collectives(
+        program, dict(mesh.shape), host_devices=_host_devices(hardware), dtypes=dtypes, trip_count=trips
+    )
+    return DryRunReport(
+        request=_request(args, compiled),
+        hardware=hardware,
+        parameters=parameters_by_component(step),
+        memory=DeviceMemory.of(compiled),
+        cache_tokens=(compiled.limits.pages_per_rank - 1) * step.page_size,
+        collectives=collectives,
+        costs=program_costs(program, trip_count=trips),
+        assumptions=dict(TEXT),
+        notes=tuple(_notes(hardware, compiled)),
+        seconds={
+            "lower": compiled.lower_seconds,
+            "compile": compiled.compile_seconds,
+            "read": time.perf_counter() - started,
+        },
+    )
+
+
+def _host_devices(hardware: Hardware | None) -> int:
+    return CPU_HOST_DEVICES if hardware is None else max(hardware.devices_per_host, hardware.scale_up_devices)
+
+
+def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
+    step, shape = compiled.step, compiled.shapes[0]
+    return {
+        "model": args.engine.model,
+        "mesh": str(step.spec),
+        "mesh_shape": dict(step.mesh.shape),
+        "devices": step.spec.num_devices,
+        "target": args.target,
+        "platform": step.mesh.devices.flat[0].platform,
+        "step": args.step,
+        "batch": shape.rows,
+        "chunk": shape.chunk,
+        "context": args.row_tokens,
+        "tokens_per_device": shape.tokens / step.spec.tp_size,
+        "dtype": str(step.dtype),
+        "weights": "fp8" if args.engine.weights == "fp8" else str(step.dtype),
+        "kv_dtype": str(step.cache_dtype),
+        "mla": shape.form,
+        "dispatch": step.dispatch.method,
+        "dispatch_wire": step.dispatch.wire,
+        "physical_experts": step.placement.n_physical if step.config.is_moe else 0,
+        "page_size": step.page_size,
+    }
+
+
+def _notes(hardware: Hardware | None, compiled: CompiledStep):
+    if hardware is None:
+        yield "temporaries, bytes moved and synchrony are the CPU backend's, not an accelerator's"
+        yield f"hosts are taken to be {CPU_HOST_DEVICES} neighbouring devices"
+        if compiled.partitioned is None:
+            yield "XLA wrote no partitioned program: bf16 collectives count as float32, in which the CPU backend sends them"
+    elif hardware.platform == "cuda":
+        yield "hosts are scale-up domains: devices that NVLink joins"
+    memory = DeviceMemory.of(compiled)
+    unread = memory.weight_bytes + memory.cache + memory.inputs - memory.arguments
+    if unread:
+        yield f"this step does not read {unread:,} bytes of the weights, so that they are no arguments of its program"

@@ -1,0 +1,126 @@
+"""A dry run's report as tables in the terminal. Only here are numbers rounded."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from dsjax.dryrun.report import DryRunReport
+
+
+def show(console: Console, report: DryRunReport) -> None:
+    """Print all of a report."""
+    r = report.request
+    console.print(
+        f"[bold]{r['model']}[/bold]  mesh {r['mesh']} = {r['devices']} devices  target {r['target']}  {r['step']}: {r['batch']} rows × "
+        f"{r['chunk']} of a DP rank, context {r['context']}, MLA {r['mla']}, dispatch {r['dispatch']}, weights {r['weights']}",
+        highlight=False,
+    )
+    console.print(_parameters(report))
+    console.print(_memory(report))
+    console.print(_collectives(report))
+    console.print(_costs(report))
+    for note in report.notes:
+        console.print(f"[dim]note: {note}[/dim]", highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _parameters(report: DryRunReport) -> Table:
+    table = _table("parameters", "component", "parameters", "bytes a device")
+    for name, count in sorted(report.parameters.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{count:,}", f"{report.memory.weights[name]:,}")
+    table.add_section()
+    table.add_row("all", f"{sum(report.parameters.values()):,}", f"{report.memory.weight_bytes:,}")
+    return table
+
+
+def _memory(report: DryRunReport) -> Table:
+    memory = report.memory
+    table = _table("memory of a device", "", "bytes", "GB")
+    rows = [
+        ("weights", memory.weight_bytes),
+        (f"cache ({report.cache_tokens:,} tokens of a DP rank)", memory.cache),
+        ("inputs", memory.inputs),
+        ("temporaries", memory.temporaries),
+        ("outputs beside the cache", memory.outputs - memory.aliased),
+    ]
+    for name, size in rows:
+        table.add_row(name, f"{size:,}", f"{size / 1e9:.2f}")
+    table.add_section()
+    table.add_row("all", f"{memory.total:,}", f"{memory.total / 1e9:.2f}")
+    if report.hardware:
+        room = report.hardware.memory_bytes
+        style = "green" if memory.total <= room else "bold red"
+        table.add_row(report.hardware.name, f"{room:,}", f"{room / 1e9:.2f}")
+        table.add_row("used", f"[{style}]{memory.total / room:.1%}[/{style}]", "")
+    return table
+
+
+def _collectives(report: DryRunReport) -> Table:
+    table = _table(
+        "collectives of a step; bytes that a device sends in it",
+        "kind", "axes", "array", "bytes", "times", "in host", "to others", "beside", "part of the model",
+    )  # fmt: skip
+    rows: dict[tuple, float] = {}
+    for one in report.collectives:
+        axes = "?" if one.axes is None else "×".join(one.axes)
+        array = f"{one.operand[0]}" + (f" × {len(one.operand)}" if len(one.operand) > 1 else "")
+        beside = str(len(one.beside)) if one.asynchronous else "–"
+        key = (
+            one.kind,
+            axes,
+            array,
+            one.operand_bytes,
+            one.bytes_inside,
+            one.bytes_between,
+            beside,
+            model_part(one.op_name),
+        )
+        rows[key] = rows.get(key, 0) + one.times
+    inside = between = 0.0
+    for (kind, axes, array, operand, near, far, beside, part), times in rows.items():
+        inside, between = inside + near * times, between + far * times
+        table.add_row(
+            kind, axes, array, _size(operand), f"{times:g}", _size(near * times), _size(far * times), beside, part
+        )
+    table.add_section()
+    table.add_row("all", "", "", "", f"{sum(rows.values()):g}", _size(inside), _size(between), "", "")
+    table.caption = "beside: operations scheduled between start and done; – synchronous"
+    return table
+
+
+def _size(count: float) -> str:
+    """Bytes in the decimal unit that leaves one to three digits before the point."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _costs(report: DryRunReport) -> Table:
+    costs = report.costs
+    table = _table("work of a device in a step", "", "")
+    table.add_row("operations of matrix products", f"{costs.flops / 1e12:.4g} T")
+    for dtype, flops in costs.flops_by_dtype.items():
+        table.add_row(f"  of {dtype}", f"{flops / 1e12:.4g} T")
+    table.add_row("  in loops of assumed length", f"{costs.flops_assumed / 1e12:.4g} T")
+    table.add_row("bytes read and written", f"{costs.bytes / 1e9:.4g} GB")
+    for target, times in costs.uncounted.items():
+        table.add_row(f"  not counted: {target}", f"× {times:g}")
+    table.add_row("lowered, compiled, read in", " + ".join(f"{s:.1f}" for s in report.seconds.values()) + " s")
+    return table
+
+
+def model_part(op_name: str) -> str:
+    """The model's own scopes in a path that JAX traced: ``jit(run)/while/body/closed_call/mla_output/dot_general`` →
+    ``mla_output``."""
+    made_by_jax = ("while", "body", "closed_call", "shard_map", "jit(", "cond", "branch", "checkpoint")
+    parts = [part for part in op_name.split("/")[:-1] if not part.startswith(made_by_jax)]
+    return "/".join(parts) or op_name.split("/")[-1]

@@ -1,0 +1,85 @@
+"""Devices to compile for: emulated ones of the host's CPU, or a description of accelerators that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import topologies
+
+from dsjax.errors import UserError
+from dsjax.hardware import Hardware
+from sharding import MeshError
+
+# Equal for Hopper and Blackwell (CUDA programming guide, compute capabilities 9.0 and 10.0).
+_CUDA_LIMITS = """threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"""
+
+
+def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device]:
+    """At least ``count`` devices to build a mesh from. None stands for the host's own CPU devices.
+
+    Raises:
+        UserError: the compiler for the target is not installed, or refuses the description.
+        MeshError: too few CPU devices were emulated before JAX started.
+    """
+    if hardware is None:
+        devices = jax.devices("cpu")
+        if len(devices) < count:
+            raise MeshError(
+                f"a dry run for {count} devices found {len(devices)} emulated ones; start a fresh process, or call "
+                f"sharding.emulation.emulate_devices({count}) before JAX starts"
+            )
+        return devices
+    extra = hardware.platform
+    try:
+        if hardware.platform == "cuda":
+            return topologies.get_topology_desc(
+                platform="cuda",
+                topology_name=hardware.key,
+                target_config=cuda_target(hardware),
+                topology="x".join(map(str, cuda_shape(hardware, count))),
+            ).devices
+        shape = torus(count)
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{hardware.xla['generation']}:{'x'.join(map(str, shape))}"
+        ).devices
+    except (NotImplementedError, RuntimeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"--target {hardware.key}: XLA cannot describe these devices here ({reason}); install the compiler with "
+            f"pip install 'dsjax[{extra}]' (no {extra.upper()} device or driver is needed), or use --target cpu"
+        ) from error
+
+
+def cuda_shape(hardware: Hardware, count: int) -> tuple[int, int, int]:
+    """Scale-up domains × hosts of each × devices of a host, the least of equal parts that hold ``count`` devices."""
+    if count <= hardware.devices_per_host:
+        return 1, 1, count
+    hosts = -(-count // hardware.devices_per_host)
+    hosts_per_domain = max(1, hardware.scale_up_devices // hardware.devices_per_host)
+    if hosts <= hosts_per_domain:
+        return 1, hosts, hardware.devices_per_host
+    return -(-hosts // hosts_per_domain), hosts_per_domain, hardware.devices_per_host
+
+
+def torus(count: int) -> tuple[int, int]:
+    """The squarest 2-D slice of a TPU pod (powers of two, up to 16 × 16) that holds ``count`` chips."""
+    side = 0
+    while 1 << side < count:
+        side += 1
+    return 1 << (side // 2), 1 << (side - side // 2)
+
+
+def cuda_target(hardware: Hardware) -> str:
+    """XLA's ``GpuTargetConfigProto`` as text: the figures that its cost model and its kernels' tiling ask for."""
+    xla = hardware.xla
+    major, minor = str(xla["compute_capability"]).split(".")
+    return f"""gpu_device_info {{ {_CUDA_LIMITS}
+  core_count: {xla["core_count"]} clock_rate_ghz: {xla["clock_rate_ghz"]} l2_cache_size: {xla["l2_cache_bytes"]}
+  memory_bandwidth: {int(hardware.memory_bandwidth)} device_memory_size: {hardware.memory_bytes}
+  cuda_compute_capability {{ major: {major} minor: {minor} }} name: "{xla["device_name"]}" }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}"""

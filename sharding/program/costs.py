@@ -1,0 +1,140 @@
+"""What a compiled program computes and moves on one device: operations of its matrix products and bytes of memory, loops
+multiplied out.
+
+A fusion moves what its parameters and its result are; a parameter of which only slices are read counts those slices, and a
+result that only updates a part of a parameter counts that part. This follows XLA's ``HloCostAnalysis``, which counts a
+loop's body once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sharding.program.collectives import KINDS
+from sharding.program.text import Computation, Operation, Program
+from sharding.program.walk import TripCount, executed
+
+_FREE = {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "while",
+    "conditional", "call", "iota", "domain", "opt-barrier",
+}  # fmt: skip
+_RENAMES = ("bitcast", "reshape", "copy", "transpose")
+_SLICES = ("dynamic-slice", "gather", "slice")
+_UPDATES = ("dynamic-update-slice", "scatter")
+
+
+@dataclass(frozen=True)
+class ProgramCosts:
+    """Of one device, in one run of the program.
+
+    flops: of matrix products, a multiply-add counting two; flops_by_dtype: the same by the dtype of the operands. bytes: read and
+    written by scheduled operations. flops_assumed, bytes_assumed: of these, what lies in loops whose trip count was
+    assumed. uncounted: custom calls whose operations cannot be known from the text → how often they run.
+    """
+
+    flops: float
+    flops_by_dtype: dict[str, float]
+    bytes: float
+    flops_assumed: float
+    bytes_assumed: float
+    uncounted: dict[str, float] = field(default_factory=dict)
+
+
+def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None) -> ProgramCosts:
+    """Walk the schedule and add up."""
+    by_dtype: dict[str, float] = {}
+    uncounted: dict[str, float] = {}
+    flops = moved = flops_assumed = bytes_assumed = 0.0
+    for one in executed(program, trip_count):
+        for dtype, count in _products(program, one.computation, one.operation):
+            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + one.times * count
+            flops += one.times * count
+            flops_assumed += one.times * count if one.data_dependent else 0.0
+        size = one.times * bytes_moved(program, one.computation, one.operation)
+        moved += size
+        bytes_assumed += size if one.data_dependent else 0.0
+        if one.operation.opcode == "custom-call" and _gemm(one.computation, one.operation) is None:
+            target = re.search(r'custom_call_target="([^"]*)"', one.operation.attributes)
+            name = target.group(1) if target else "custom-call"
+            uncounted[name] = uncounted.get(name, 0.0) + one.times
+    return ProgramCosts(flops, by_dtype, moved, flops_assumed, bytes_assumed, uncounted)
+
+
+def bytes_moved(program: Program, computation: Computation, operation: Operation) -> int:
+    """Bytes that one scheduled operation reads and writes; 0 for those that only name things, and for collectives."""
+    opcode = operation.opcode
+    if opcode in _FREE or opcode.endswith(("-start", "-done", "-update")) or opcode in KINDS:
+        return 0
+    known = computation.operations
+    if opcode == "fusion":
+        inner = program.computations[operation.computation("calls")]
+        read = sum(_read(inner, parameter) for parameter in inner.parameters)
+        return read + _written(inner)
+    if opcode in _SLICES:
+        return 2 * operation.nbytes
+    if opcode in _UPDATES:
+        return 2 * known[operation.operands[1 if opcode == "dynamic-update-slice" else -1]].nbytes
+    return operation.nbytes + sum(known[name].nbytes for name in operation.operands if name in known)
+
+
+def _read(inner: Computation, parameter: Operation) -> int:
+    """Bytes of a fusion's parameter that are read: its slices, if nothing else is done with it."""
+    read, pending = 0, [parameter]
+    while pending:
+        value = pending.pop()
+        for user in inner.users.get(value.name, ()):
+            first = user.operands[0] == value.name and value.name not in user.operands[1:]
+            if user.opcode in _SLICES and first:
+                read += user.nbytes
+            elif user.opcode in _UPDATES and first:
+                continue  # updated in place: what is written is counted there
+            elif user.opcode in _RENAMES:
+                pending.append(user)
+            else:
+                return parameter.nbytes
+    return min(read, parameter.nbytes)
+
+
+def _written(inner: Computation) -> int:
+    root = inner.root
+    results = [inner.operations[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    written = 0
+    for result in results:
+        while result.opcode in _RENAMES and result.operands:
+            result = inner.operations[result.operands[0]]
+        if result.opcode in _UPDATES:
+            written += inner.operations[result.operands[1 if result.opcode == "dynamic-update-slice" else -1]].nbytes
+        else:
+            written += result.nbytes
+    return written
+
+
+def _products(program: Program, computation: Computation, operation: Operation) -> Iterator[tuple[str, int]]:
+    """``(dtype, operations)`` of the matrix products in one scheduled operation."""
+    if operation.opcode == "fusion":
+        inner = program.computations[operation.computation("calls")]
+        for one in inner.operations.values():
+            yield from _products(program, inner, one)
+        return
+    contracting = None
+    if operation.opcode == "dot":
+        contracting = operation.integers("lhs_contracting_dims")
+    elif operation.opcode == "custom-call":
+        contracting = _gemm(computation, operation)
+    if contracting is None:
+        return
+    left = computation.operations[operation.operands[0]].shapes[0]
+    depth = 1
+    for axis in contracting:
+        depth *= left.dims[axis]
+    yield left.dtype, 2 * operation.shapes[0].size * depth
+
+
+def _gemm(computation: Computation, operation: Operation) -> tuple[int, ...] | None:
+    """Contracted dimensions of the left operand, where a custom call is a matrix product that says so."""
+    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', operation.attributes)
+    if operation.opcode != "custom-call" or not found:
+        return None
+    return tuple(int(part) for part in re.findall(r"\d+", found.group(1)))

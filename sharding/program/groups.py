@@ -1,0 +1,72 @@
+"""Replica groups: which devices a collective joins, in each of the ways in which XLA prints them, and along which mesh axes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
+"""Devices that meet, by their place in the mesh; one tuple for each meeting."""
+
+_LISTS = re.compile(r"replica_groups={(({[\d,]*},?)*)}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?{([^}]*)}")
+_PAIRS = re.compile(r"source_target_pairs={(({\d+,\d+},?)*)}")
+
+
+def replica_groups(attributes: str, devices: int) -> Groups:
+    """The groups of a collective, out of its attributes; no groups given means all ``devices`` together."""
+    if found := _MESH.search(attributes):
+        axes = re.findall(r"'?([\w\-.]+)'?=(\d+)", found.group(1))
+        names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
+        ids = _iota(found.group(2) or str(np.prod(sizes)), found.group(3)).reshape(sizes)
+        return _along(ids, [names.index(name) for name in re.findall(r"'?([\w\-.]+)'?(?:,|$)", found.group(4))])
+    if found := _IOTA.search(attributes):
+        shape = [int(size) for size in found.group(1).split(",")]
+        return _rows(_iota(found.group(2), found.group(3)).reshape(shape))
+    if (found := _LISTS.search(attributes)) and found.group(1):
+        return tuple(tuple(int(i) for i in part.split(",")) for part in re.findall(r"{([\d,]+)}", found.group(1)))
+    return (tuple(range(devices)),)
+
+
+def source_target_pairs(attributes: str) -> Groups:
+    """``(from, to)`` of a permutation."""
+    found = _PAIRS.search(attributes)
+    pairs = re.findall(r"{(\d+),(\d+)}", found.group(1)) if found else []
+    return tuple((int(a), int(b)) for a, b in pairs)
+
+
+def mesh_axes(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The mesh axes along which the groups run, in the mesh's order; None where they follow no axes.
+
+    mesh: axis → size, major axis first; device ``i`` of a group is the ``i``-th of the flattened mesh. Axes of size 1 are
+    never named.
+    """
+    real = [axis for axis, size in mesh.items() if size > 1]
+    ids = np.arange(int(np.prod([*mesh.values(), 1]))).reshape(list(mesh.values()))
+    wanted = {frozenset(group) for group in groups}
+    for count in range(len(real) + 1):
+        for axes in itertools.combinations(real, count):
+            if {frozenset(g) for g in _along(ids, [list(mesh).index(a) for a in axes])} == wanted:
+                return axes
+    return None
+
+
+def _iota(sizes: str, permutation: str | None) -> np.ndarray:
+    shape = [int(size) for size in sizes.split(",")]
+    ids = np.arange(int(np.prod(shape))).reshape(shape)
+    return ids.transpose([int(axis) for axis in permutation.split(",")]) if permutation else ids
+
+
+def _along(ids: np.ndarray, axes: Sequence[int]) -> Groups:
+    """Groups of the ids that differ only along ``axes``, the first of them slowest."""
+    others = [axis for axis in range(ids.ndim) if axis not in axes]
+    size = int(np.prod([ids.shape[axis] for axis in axes]))
+    return _rows(ids.transpose([*others, *axes]).reshape(-1, size))
+
+
+def _rows(ids: np.ndarray) -> Groups:
+    return tuple(tuple(int(i) for i in row) for row in ids.reshape(-1, ids.shape[-1]))

@@ -1,0 +1,222 @@
+"""HLO text as data: computations, operations, shapes. Reads what ``Compiled.as_text()`` prints, for any backend.
+
+The text is XLA's own long form: one operation a line, ``%name = shape opcode(operands), attribute=value, …``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+_ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
+_ITEM_BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (4, 8, 16, 32, 64)} | {
+    f"f{b}": b for b in (16, 32, 64)
+}
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ?]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_OPERATION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r"([\w\-]+)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+class ProgramTextError(ValueError):
+    """Text that is not a program as XLA prints it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One array: XLA's name of its dtype (``bf16``, ``f8e4m3fn``, ``pred``) and its dimensions."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        size = 1
+        for dim in self.dims:
+            size *= dim
+        return size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, without any padding of a layout."""
+        return -(-self.size * item_bits(self.dtype) // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def item_bits(dtype: str) -> int:
+    """Bits of one element."""
+    if dtype in _ITEM_BITS:
+        return _ITEM_BITS[dtype]
+    if dtype.startswith("f8"):
+        return 8
+    if dtype.startswith("f4"):
+        return 4
+    raise ProgramTextError(f"dtype {dtype!r} in a program's text; expected one of {', '.join(_ITEM_BITS)}, f8…, f4…")
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One line of a computation. shapes: the result's arrays, in order (several for a tuple). operands: names in the same
+    computation. attributes: the rest of the line, as it is printed."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    literal: str
+    is_root: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result."""
+        return sum(shape.nbytes for shape in self.shapes)
+
+    @cached_property
+    def op_name(self) -> str:
+        """Where JAX traced it: the path of named scopes and transformations; empty where XLA made it up."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    @property
+    def channel(self) -> int | None:
+        """The number that ties a collective's parts together, which passes keep."""
+        return self.number("channel_id")
+
+    def number(self, attribute: str) -> int | None:
+        """An integer attribute."""
+        found = re.search(rf"\b{attribute}=(\d+)", self.attributes)
+        return int(found.group(1)) if found else None
+
+    def integers(self, attribute: str) -> tuple[int, ...]:
+        """A list attribute such as ``dimensions={0,1}``; empty where it is not given."""
+        found = re.search(rf"\b{attribute}={{([\d,]*)}}", self.attributes)
+        return tuple(int(part) for part in found.group(1).split(",") if part) if found else ()
+
+    def computation(self, attribute: str) -> str | None:
+        """The name of a called computation: ``calls``, ``to_apply``, ``body``, ``condition``."""
+        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        return found.group(1) if found else None
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The computations that a ``conditional`` chooses among."""
+        found = re.search(r"branch_computations={([^}]*)}", self.attributes)
+        if found:
+            return tuple(part.strip().lstrip("%") for part in found.group(1).split(","))
+        pair = self.computation("true_computation"), self.computation("false_computation")
+        return tuple(name for name in pair if name)
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a ``while`` runs its body, where XLA has found out."""
+        found = re.search(r'"known_trip_count":\s*{"n":"(\d+)"', self.attributes)
+        return int(found.group(1)) if found else None
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """Operations by name, in the order in which they are printed: that of the schedule in a compiled program."""
+
+    name: str
+    operations: Mapping[str, Operation]
+
+    @cached_property
+    def root(self) -> Operation:
+        """The operation whose result is the computation's."""
+        found = [operation for operation in self.operations.values() if operation.is_root]
+        return found[0] if found else next(reversed(self.operations.values()))
+
+    @cached_property
+    def parameters(self) -> tuple[Operation, ...]:
+        """``parameter(0)``, ``parameter(1)``, …"""
+        found = [operation for operation in self.operations.values() if operation.opcode == "parameter"]
+        return tuple(sorted(found, key=lambda operation: int(operation.literal)))
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Operation, ...]]:
+        """Name → the operations that read it."""
+        found: dict[str, list[Operation]] = {}
+        for operation in self.operations.values():
+            for operand in dict.fromkeys(operation.operands):
+                found.setdefault(operand, []).append(operation)
+        return {name: tuple(operations) for name, operations in found.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled program, as its text tells it."""
+
+    computations: Mapping[str, Computation]
+    entry: Computation
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """Read ``Compiled.as_text()``.
+
+        Raises:
+            ProgramTextError: no entry computation, or a line that is none of XLA's.
+        """
+        computations, entry, name, operations = {}, None, None, {}
+        for line in text.splitlines():
+            if name is None:
+                header = _COMPUTATION.match(line)
+                if header:
+                    name, operations = header.group(2), {}
+                    entry = name if header.group(1) else entry
+            elif line.startswith("}"):
+                computations[name], name = Computation(name, operations), None
+            else:
+                operation = _parse_operation(line)
+                operations[operation.name] = operation
+        if entry is None or entry not in computations:
+            raise ProgramTextError("found no ENTRY computation; expected the text of a compiled program")
+        return cls(computations, computations[entry])
+
+
+def _parse_operation(line: str) -> Operation:
+    found = _OPERATION.match(line)
+    if not found:
+        raise ProgramTextError(f"cannot read the line {line[:120]!r} as an operation")
+    root, name, rest = found.groups()
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shapes, rest = _shapes(rest[:end]), rest[end:].lstrip()
+    opcode = _OPCODE.match(rest)
+    if not opcode:
+        raise ProgramTextError(f"cannot find the opcode in {line[:120]!r}")
+    close = _closing(rest, opcode.end() - 1)
+    inside = rest[opcode.end() : close]
+    return Operation(
+        name, opcode.group(1), shapes, tuple(_NAME.findall(inside)), rest[close + 1 :].lstrip(", "), inside, bool(root)
+    )
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    found = []
+    for dtype, dims in _SHAPE.findall(text):
+        found.append(Shape(dtype, tuple(int(dim.lstrip("<= ")) for dim in dims.split(",") if dim)))
+    return tuple(found)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that opens at ``start`` closes; strings may hold others."""
+    depth, quoted = 0, False
+    for at in range(start, len(text)):
+        char = text[at]
+        if char == '"' and text[at - 1] != "\\":
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif char == "(":
+            depth += 1
+        elif char == ")":
+            depth -= 1
+            if not depth:
+                return at
+    raise ProgramTextError(f"unbalanced parentheses in {text[:120]!r}")
