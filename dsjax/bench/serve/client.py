@@ -78,18 +78,26 @@ class Client:
         self._clock = clock
         self._timeout = aiohttp.ClientTimeout(total=target.timeout, sock_connect=min(30.0, target.timeout))
 
-    async def send(self, request: BenchRequest, *, arrival: float = 0.0, zero: float = 0.0) -> RequestRecord:
+    async def send(
+        self,
+        request: BenchRequest,
+        *,
+        arrival: float = 0.0,
+        zero: float = 0.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> RequestRecord:
         """Send a request and read its answer to the end; an error is in the record, not raised.
 
         Args:
             request: what to send.
             arrival: when it was due, for the record.
             zero: the clock's reading at the run's start; the record's times count from it.
+            headers: of this request alone.
         """
         payload = json.dumps(self._target.body(request)).encode()
         record = RequestRecord(arrival=arrival, start=self._clock() - zero, prompt_tokens=request.prompt_tokens)
         try:
-            await self._exchange(payload, record, zero)
+            await self._exchange(payload, record, zero, headers or {})
         except aiohttp.ConnectionTimeoutError:
             record.error = f"no connection within {self._timeout.sock_connect:g} s"
         except TimeoutError:  # before OSError, of which it is one; aiohttp's timeouts are too
@@ -100,9 +108,9 @@ class Client:
             record.error = f"{type(error).__name__}: {error}".rstrip(": ")
         return record
 
-    async def _exchange(self, payload: bytes, record: RequestRecord, zero: float) -> None:
+    async def _exchange(self, payload: bytes, record: RequestRecord, zero: float, headers: Mapping[str, str]) -> None:
         url = self._target.base_url + PATHS[self._target.endpoint]
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **headers}
         async with self._session.post(url, data=payload, headers=headers, timeout=self._timeout) as response:
             if response.status != 200:
                 raise AnswerError(f"HTTP {response.status}: {error_message(await _body(response))}")

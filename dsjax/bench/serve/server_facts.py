@@ -57,9 +57,11 @@ async def ask_server(
         wait_seconds: how long to wait for a server that is not up yet.
 
     Raises:
-        ServerError: nobody answers, the key is refused, or there is no such model.
+        ServerError: nobody answers, the key is refused, the server still warms up, or there is no such model.
     """
-    cards = await _models(session, url, model, time.monotonic() + wait_seconds)
+    deadline = time.monotonic() + wait_seconds
+    cards = await _models(session, url, model, deadline)
+    await _wait_until_ready(session, url, deadline)
     if model is None and not cards:
         raise ServerError(f"{url}/v1/models lists no model; name one with --model")
     card: dict[str, Any] = next((c for c in cards if c.get("id") == model), {}) if model else cards[0]
@@ -94,6 +96,17 @@ async def _models(session: aiohttp.ClientSession, url: str, model: str | None, d
             if time.monotonic() >= deadline:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise ServerError(f"no server at {url}: {reason}; start one, or give its --base-url") from error
+        await asyncio.sleep(0.5)
+
+
+async def _wait_until_ready(session: aiohttp.ClientSession, url: str, deadline: float) -> None:
+    """Wait while `/ready` says 503; a server that has no such path is ready."""
+    while True:
+        async with session.get(f"{url}/ready", timeout=_TIMEOUT) as response:
+            if response.status != 503:
+                return
+        if time.monotonic() >= deadline:
+            raise ServerError(f"the server at {url} is not ready yet; wait for it with --ready-check-timeout-sec")
         await asyncio.sleep(0.5)
 
 

@@ -23,6 +23,7 @@ class Script:
         fail_after: chunks after which an error event comes.
         drop_after: chunks after which the connection is closed.
         hang: never answer.
+        not_ready: times that `/ready` says 503 before it says that there is no such path.
         info: what `/server_info` says; None: there is no such path.
     """
 
@@ -36,6 +37,7 @@ class Script:
     drop_after: int | None = None
     hang: bool = False
     info: dict[str, Any] | None = None
+    not_ready: int = 0
     root: str = "tiny"
     max_model_len: int = 4096
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -70,6 +72,7 @@ class FakeServer:
     async def _start(self) -> None:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/ready", self._is_ready)
         app.router.add_get("/server_info", self._info)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
@@ -82,6 +85,12 @@ class FakeServer:
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": "tiny", "object": "model", "root": self.script.root, "max_model_len": self.script.max_model_len}
         return web.json_response({"object": "list", "data": [card]})
+
+    async def _is_ready(self, request: web.Request) -> web.Response:
+        self.script.not_ready -= 1
+        if self.script.not_ready >= 0:
+            raise web.HTTPServiceUnavailable
+        raise web.HTTPNotFound
 
     async def _info(self, request: web.Request) -> web.Response:
         if self.script.info is None:

@@ -86,10 +86,10 @@ def test_a_refused_connection_is_a_failed_request(start_fake):
     assert "Cannot connect" in record.error
 
 
-def facts_of(url, model=None):
+def facts_of(url, model=None, wait_seconds=0.0):
     async def work():
         async with open_session(None) as session:
-            return await ask_server(session, server_url(url), model)
+            return await ask_server(session, server_url(url), model, wait_seconds)
 
     return asyncio.run(work())
 
@@ -103,3 +103,9 @@ def test_the_server_s_own_facts(start_fake):
         facts_of(server.url, "big")
     with pytest.raises(ServerError, match="expected http://HOST:PORT"):
         facts_of("localhost:8000")
+
+
+def test_a_server_that_warms_up_is_waited_for_or_named(start_fake):
+    assert facts_of(start_fake(not_ready=2).url, wait_seconds=AGES).model == "tiny"
+    with pytest.raises(ServerError, match="not ready yet"):
+        facts_of(start_fake(not_ready=2).url)
