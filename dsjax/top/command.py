@@ -1,6 +1,7 @@
 """`dsjax top`: watch a running server."""
 
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -46,17 +47,20 @@ def top(
 
 
 def _watch(client: Client, before: Reading, interval: float) -> None:
+    console = Console()
     shown: dict[str, Any] | None = None
-    with Live(Screen(client.url, None), screen=True, auto_refresh=False) as live:
+    # Where nobody can redraw, as in a file, each screen follows the last.
+    with Live(Screen(client.url, None), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        show = functools.partial(live.update, refresh=True) if console.is_terminal else console.print
         while True:
             time.sleep(interval)
             try:
                 after = client.read()
             except NoAnswerError as error:
-                live.update(Screen(client.url, shown, str(error)), refresh=True)
+                show(Screen(client.url, shown, str(error)))
                 continue
             shown, before = view(before, after), after
-            live.update(Screen(client.url, shown), refresh=True)
+            show(Screen(client.url, shown))
 
 
 def _write(client: Client, before: Reading, interval: float, once: bool, json_file: str) -> None:

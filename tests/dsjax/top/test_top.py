@@ -1,0 +1,231 @@
+"""`dsjax top` against a server whose metrics the test feeds: rates, quantiles, errors, and what the terminal shows."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+from watched_server import WatchedServer, experts, load, request, step, token
+
+from dsjax import cli
+from dsjax.engine.request import FinishReason
+from dsjax.top.reading import Client, Exposition, NoAnswerError, Reading
+from dsjax.top.screen import Screen
+from dsjax.top.view import quantile, view
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def server():
+    watched = WatchedServer()
+    yield watched
+    watched.close()
+
+
+def reading(server: WatchedServer, at: float) -> Reading:
+    with contextlib.closing(Client(server.url)) as client:
+        return Reading(at, *(getattr(client.read(), name) for name in ("metrics", "info", "loads")))
+
+
+def feed(server: WatchedServer, name: str) -> None:
+    """Two completions on ranks 0 and 3, of one and three tokens, and two steps."""
+    one, three = request(f"{name}1", rank=0, prompt=10), request(f"{name}3", rank=3, prompt=30, cached=20)
+    server.metrics.on_updates([token(one, FinishReason.LENGTH), token(three)])
+    server.metrics.on_updates([token(three)])
+    server.metrics.on_updates([token(three, FinishReason.STOP)])
+    server.ranks = [load(0, running=1, used=10), load(1), load(2), load(3, running=2, waiting=3, used=30, cached=5)]
+    for _ in range(2):
+        server.metrics.on_step(step(server.ranks, decode=2, prompt=10, padding=4))
+
+
+def test_a_view_is_what_happened_between_two_readings(server):
+    feed(server, "before")
+    server.metrics.on_rejected("queued_requests")
+    before = reading(server, 10.0)
+    feed(server, "after")
+    counts = experts([[1, 1, 1, 1, 2, 2, 0, 8]])
+    server.metrics.on_step(step(server.ranks, experts=counts))
+    found = view(before, reading(server, 14.0))
+    assert (found["model"], found["mesh"], found["window_seconds"]) == ("tiny", "dp=4", 4.0)
+    assert found["tokens_per_second"] == {"prompt": 10.0, "generation": 1.0}
+    assert [rank["tokens_per_second"] for rank in found["ranks"]] == [0.25, 0.0, 0.0, 0.75]
+    assert found["requests"] == {
+        "running": 3,
+        "waiting": 3,
+        "finished": {"stop": 1, "length": 1, "abort": 0, "error": 0},
+        "rejected": 0,
+        "preempted": 0,
+        "not_finite": 0,
+    }
+    assert found["cache"] == {"usage": 0.1, "hit_share": 0.5}
+    assert found["latency"]["inter_token"]["count"] == 2
+    assert found["latency"]["step"]["mean"] == pytest.approx(0.01)
+    assert found["steps"]["per_second"] == 0.75
+    assert found["steps"]["padding_share"] == 8 / (4 + 20 + 8)
+    assert found["steps"]["host_seconds"]["device"] == pytest.approx(0.006)
+    assert found["steps"]["compilations_after_warm_up"] == 0
+    assert found["experts"]["hottest"][0] == {"expert": 7, "ep_rank": 3, "share": 0.5, "times_mean": 4.0}
+    assert found["experts"]["balancedness"] == {"sums": 0.5, "layers": 0.5}
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_window_in_which_nothing_happened_has_rates_of_zero_and_no_quantiles(server):
+    feed(server, "only")
+    before = reading(server, 1.0)
+    found = view(before, reading(server, 2.0))
+    assert found["tokens_per_second"] == {"prompt": 0.0, "generation": 0.0}
+    assert found["latency"]["time_to_first_token"] == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None}
+    assert found["cache"]["hit_share"] is None
+    assert found["experts"] is None
+
+
+def test_a_server_that_was_restarted_is_counted_from_its_start(server):
+    feed(server, "a")
+    feed(server, "b")
+    before = reading(server, 1.0)
+    fresh = WatchedServer()
+    try:
+        feed(fresh, "c")
+        found = view(before, reading(fresh, 2.0))
+    finally:
+        fresh.close()
+    assert found["tokens_per_second"]["generation"] == 4.0
+    assert found["latency"]["inter_token"]["count"] == 2
+
+
+def test_quantiles_are_linear_within_a_bucket_as_in_promql():
+    buckets = {0.1: 0.0, 0.2: 10.0, 0.4: 20.0, math.inf: 20.0}
+    assert quantile(buckets, 0.5) == pytest.approx(0.2)
+    assert quantile(buckets, 0.25) == pytest.approx(0.15)
+    assert quantile(buckets, 0.75) == pytest.approx(0.3)
+    assert quantile({0.1: 1.0, math.inf: 4.0}, 0.9) == 0.1, "beyond the last bound: that bound"
+    assert quantile({}, 0.5) is None
+    assert quantile({0.1: 0.0, math.inf: 0.0}, 0.5) is None
+
+
+def test_label_values_with_quotes_and_newlines_are_read():
+    found = Exposition('a_total{of="x\\"y\\\\z\\nw"} 2\na_total{of="b"} 3\n')
+    assert found.by("a_total", "of") == {('x"y\\z\nw',): 2.0, ("b",): 3.0}
+    assert found.total("a_total") == 5.0
+
+
+@pytest.mark.parametrize("height", [24, 60])
+def test_the_screen_shows_ranks_latencies_and_experts(server, height):
+    before = reading(server, 0.0)
+    feed(server, "a")
+    server.metrics.on_step(
+        step(server.ranks, experts=experts([[1, 1, 1, 1, 2, 2, 0, 8]]), compilations_after_warm_up=2)
+    )
+    console = Console(file=io.StringIO(), width=110, height=height)
+    console.print(Screen(server.url, view(before, reading(server, 2.0))))
+    text = console.file.getvalue()
+    for shown in (
+        "tiny on dp=4, 4 devices",
+        "3 running, 3 waiting",
+        "2 tokens/s made",
+        "first token",
+        "hottest experts",
+    ):
+        assert shown in text
+    assert "compiled after warm-up 2" in text
+    assert "30%" in text
+    assert "4.00" in text, "the hottest expert has four times the mean"
+
+
+def test_more_ranks_than_lines_are_said_to_be_there(server):
+    server.ranks = [load(rank) for rank in range(72)]
+    found = view(reading(server, 0.0), reading(server, 1.0))
+    console = Console(file=io.StringIO(), width=110, height=40)
+    console.print(Screen(server.url, found))
+    assert "… 50 more ranks" in console.file.getvalue()
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, ["top", *arguments])
+
+
+def test_once_writes_one_json_object(server):
+    feed(server, "a")
+    result = run("--url", server.url + "/v1", "--once", "--interval", "0.1", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["ranks"][3]["waiting"] == 3
+
+
+def test_nobody_there_is_an_error_that_names_the_address():
+    with contextlib.closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        result = run("--url", url, "--once")
+    assert isinstance(result.exception, NoAnswerError)
+    assert str(result.exception).startswith(f"no server answers at {url}: ")
+    assert "start one with dsjax serve" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "key", "message"),
+    [
+        ("", 503, None, "not ready yet"),
+        ("", 404, None, "is it dsjax serve"),
+        ("", 200, "secret", "give one with --api-key"),
+        ("ftp://nowhere", 200, None, "expected http://HOST:PORT"),
+    ],
+)
+def test_a_server_that_cannot_be_read_is_an_error_that_says_what_to_do(server, url, status, key, message):
+    server.status, server.api_key = status, key
+    result = run("--url", url or server.url, "--once")
+    assert isinstance(result.exception, NoAnswerError)
+    assert message in str(result.exception)
+
+
+def test_a_key_opens_a_server_that_wants_one(server):
+    server.api_key = "secret"
+    result = run("--url", server.url, "--once", "--interval", "0.1", "--api-key", "secret")
+    assert result.exit_code == 0
+    assert "tiny on dp=4" in result.output
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_ends_it_cleanly_and_a_server_that_goes_away_is_waited_for(server, terminal):
+    command = [sys.executable, "-m", "dsjax", "top", "--url", server.url, "--interval", "0.1"]
+    environment = {**os.environ, "COLUMNS": "100", "LINES": "40", "TERM": "xterm"}
+    reading_end, writing_end = pty.openpty() if terminal else os.pipe()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=writing_end, stderr=writing_end)
+    os.close(writing_end)
+    seen = bytearray()
+    reader = threading.Thread(target=_collect, args=(reading_end, seen), daemon=True)
+    reader.start()
+    _wait(lambda: b"tiny" in seen, process, seen)
+    server.status = 503
+    _wait(lambda: b"not ready yet" in seen, process, seen)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 0
+    reader.join(5)
+    assert b"Traceback" not in bytes(seen)
+
+
+def _collect(descriptor: int, into: bytearray) -> None:
+    with contextlib.suppress(OSError):  # a terminal whose other end is closed
+        while chunk := os.read(descriptor, 4096):
+            into.extend(chunk)
+    os.close(descriptor)
+
+
+def _wait(condition, process, seen, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, bytes(seen).decode()
+        assert time.monotonic() < deadline, bytes(seen).decode()
+        time.sleep(0.05)
