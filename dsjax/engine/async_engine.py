@@ -71,6 +71,10 @@ class AsyncEngine:
         """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
         return self._core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
 
+    def running_requests(self) -> list[list[Request]]:
+        """Of every rank the requests that hold a slot. May be asked from any thread, also while a step hangs."""
+        return [list(rank.running) for rank in self._core.scheduler.ranks]
+
     @property
     def running(self) -> bool:
         """Whether the thread is alive."""

@@ -49,3 +49,9 @@ class OutputStream:
         unfinished, self._open = self._open, set()
         if unfinished:
             self._abort(sorted(unfinished))
+
+    def fail(self, error: Exception) -> None:
+        """Abort what has not ended; whoever reads gets `error` after the outputs that are there."""
+        if self._open:
+            self.put(error)
+            self._abort(sorted(self._open))
