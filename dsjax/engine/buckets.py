@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 from dsjax.engine.plan import ScheduledRow, StepPlan
 
+SCORED_CHUNK = 64
+"""Most prompt tokens scored in one launch, which holds logits of all of them at once: 33 MB of V3's vocabulary."""
+
 SMALLEST_CHUNK = 32
 """Prefill rectangles narrower than this would only save padding on very short prompts."""
 
@@ -24,12 +27,16 @@ class Rectangle(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Rectangles of one program (None: left out) and, per DP rank, the rows in them."""
+    """Rectangles of one program (None: left out) and, per DP rank, the rows in them.
+
+    scored: whether the prompt's tokens are scored too, for rows that want ``prompt_logprobs``; then there is one a rank.
+    """
 
     decode: Rectangle | None
     prefill: Rectangle | None
     decode_rows: list[Sequence[ScheduledRow]]
     prefill_rows: list[Sequence[ScheduledRow]]
+    scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,13 @@ class Buckets:
             chunk, rows = -(-chunk // 2), rows * 2
         return cls((*decode, max_num_seqs), tuple(rectangles), mixed)
 
+    @property
+    def scored(self) -> Rectangle:
+        """The rectangle of launches that score prompts."""
+        return Rectangle(1, min(SCORED_CHUNK, self.prefill[0].chunk))
+
     def shapes(self) -> list[tuple[Rectangle | None, Rectangle | None]]:
-        """Every (decode, prefill) pair that ``launches`` can ask for."""
+        """Every (decode, prefill) pair that ``launches`` can ask for, but for those that score prompts."""
         beside = (None, Rectangle(self.decode[-1], 1)) if self.mixed else (None,)
         alone = [(Rectangle(rows, 1), None) for rows in self.decode]
         return alone + [(decode, rectangle) for rectangle in self.prefill for decode in beside]
@@ -73,10 +85,14 @@ class Buckets:
     def launches(self, plan: StepPlan) -> list[Launch]:
         """Lay a plan into rectangles; if ``mixed``, the decodes join the first prefill rectangle, if there is one.
 
-        Prompts are taken longest first, so that those of a rectangle are of like length.
+        Prompts are taken longest first, so that those of a rectangle are of like length. Prompts to be scored come last.
         """
         decodes = [rank.decodes for rank in plan.ranks]
-        waiting = [sorted(rank.prefills, key=lambda row: -row.length) for rank in plan.ranks]
+        scored = [[row for row in rank.prefills if _is_scored(row)] for rank in plan.ranks]
+        waiting = [
+            sorted((row for row in rank.prefills if not _is_scored(row)), key=lambda row: -row.length)
+            for rank in plan.ranks
+        ]
         nothing: list[Sequence[ScheduledRow]] = [()] * len(plan.ranks)
         most_decodes = max(map(len, decodes))
         launches = []
@@ -90,8 +106,30 @@ class Buckets:
         if most_decodes and not (launches and self.mixed):
             rows = next(rows for rows in self.decode if rows >= most_decodes)
             launches.insert(0, Launch(Rectangle(rows, 1), None, decodes, nothing))
-        return launches
+        return launches + self._scored_launches(scored)
+
+    def _scored_launches(self, scored: list[list[ScheduledRow]]) -> list[Launch]:
+        """Cut rows to the scored rectangle's chunk; each launch takes one piece of each rank, in order."""
+        chunk = self.scored.chunk
+        pieces = [
+            [
+                ScheduledRow(row.request, start, min(chunk, row.start + row.length - start))
+                for row in rows
+                for start in range(row.start, row.start + row.length, chunk)
+            ]
+            for rows in scored
+        ]
+        nothing: list[Sequence[ScheduledRow]] = [()] * len(pieces)
+        return [
+            Launch(None, self.scored, nothing, [own[turn : turn + 1] for own in pieces], scored=True)
+            for turn in range(max(map(len, pieces)))
+        ]
 
     def _narrowest(self, length: int) -> Rectangle:
         """The rectangle with most rows that is wide enough."""
         return next(rectangle for rectangle in reversed(self.prefill) if rectangle.chunk >= length)
+
+
+def _is_scored(row: ScheduledRow) -> bool:
+    """Whether log-probabilities of tokens after the row's positions are wanted."""
+    return row.request.wants_prompt_logprobs and row.start < row.request.num_prompt_tokens - 1

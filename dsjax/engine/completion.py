@@ -1,8 +1,10 @@
 """`Completion`: one completion's tokens, text and log-probabilities, as they grow."""
 
+from collections.abc import Sequence
+
 from dsjax.engine.detokenizer import IncrementalDetokenizer
 from dsjax.engine.outputs import CompletionOutput, Logprob, TokenLogprobs
-from dsjax.engine.plan import RowResult
+from dsjax.engine.plan import NO_TOKEN, RowResult
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import OutputKind
 from dsjax.engine.scheduler import Update
@@ -30,16 +32,21 @@ class Completion:
         self._text = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        # Of the prompt: a token's entry stands at its place, and nothing predicts the first.
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self._taken_tokens = 0
         self._taken_text = 0
 
     def append(self, update: Update) -> None:
         """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too."""
         result, reason = update.result, update.finish_reason
-        if result is not None and result.finite:
+        if result is not None and result.prompt_logprobs:
+            self.prompt_logprobs += [self._token_logprobs(*entry) for entry in result.prompt_logprobs]
+        if result is not None and not result.failed and result.token_id != NO_TOKEN:
             self._token_ids.append(result.token_id)
             if self._logprobs is not None:
-                self._logprobs.append(self._token_logprobs(result))
+                entry = (result.token_id, result.logprob, result.rank, result.top_logprobs or ())
+                self._logprobs.append(self._token_logprobs(*entry))
                 self._cumulative_logprob += result.logprob
             if self._detokenizer is not None:
                 self._append_text(result.token_id, reason)
@@ -78,18 +85,20 @@ class Completion:
         self.finish_reason = reason
         self._text += self._stops.flush()
         if reason is FinishReason.ERROR:
-            self._stop_reason = NON_FINITE
+            self._stop_reason = NON_FINITE if result is None or result.error is None else result.error
         elif reason is FinishReason.STOP and result.token_id in self.request.params.stop_token_ids:
             self._stop_reason = result.token_id
 
-    def _token_logprobs(self, result: RowResult) -> TokenLogprobs:
+    def _token_logprobs(
+        self, token_id: int, logprob: float, place: int | None, top: Sequence[tuple[int, float]]
+    ) -> TokenLogprobs:
         """The token taken first, then the most probable ones; in a tie the token taken keeps its own entry."""
-        ranked = {token: place for place, (token, _) in enumerate(result.top_logprobs or (), start=1)}
-        place = result.rank if result.rank is not None else ranked.get(result.token_id)
-        found = {result.token_id: Logprob(result.logprob, place, self._token_text(result.token_id))}
-        for token_id, logprob in result.top_logprobs or ():
-            if token_id not in found:
-                found[token_id] = Logprob(logprob, ranked[token_id], self._token_text(token_id))
+        ranked = {token: rank for rank, (token, _) in enumerate(top, start=1)}
+        place = place if place is not None else ranked.get(token_id)
+        found = {token_id: Logprob(logprob, place, self._token_text(token_id))}
+        for token, value in top:
+            if token not in found:
+                found[token] = Logprob(value, ranked[token], self._token_text(token))
         return found
 
     def _token_text(self, token_id: int) -> str | None:

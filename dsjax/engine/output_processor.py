@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from dsjax.engine.completion import Completion
 from dsjax.engine.input_processor import PreparedRequest
-from dsjax.engine.outputs import RequestMetrics, RequestOutput
+from dsjax.engine.outputs import RequestMetrics, RequestOutput, TokenLogprobs
+from dsjax.engine.plan import NO_TOKEN
 from dsjax.engine.sampling_params import OutputKind
 from dsjax.engine.scheduler import Update
 from dsjax.engine.tokenizer import Tokenizer
@@ -17,6 +18,7 @@ class _Group:
         self.prepared = prepared
         self.completions = [Completion(index, r, tokenizer) for index, r in enumerate(prepared.completions)]
         self.open = len(self.completions)
+        self._told_prompt = False
 
     def output(self, changed: list[Completion]) -> RequestOutput:
         """Tell of the completions that changed, or of all with `FINAL_ONLY`."""
@@ -31,7 +33,13 @@ class _Group:
             finished=self.open == 0,
             metrics=self._metrics(),
             num_cached_tokens=prepared.completions[0].num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs(changed[0]),
         )
+
+    def _prompt_logprobs(self, completion: Completion) -> list[TokenLogprobs | None] | None:
+        """Those of a completion that has a token, and so a whole prompt; with `DELTA` in the first output alone."""
+        told, self._told_prompt = self._told_prompt, True
+        return None if told and self.prepared.params.output_kind is OutputKind.DELTA else completion.prompt_logprobs
 
     def _metrics(self) -> RequestMetrics:
         requests = self.prepared.completions
@@ -105,6 +113,8 @@ class OutputProcessor:
                     to_abort.append(completion_id)
                 del self._by_completion[completion_id]
                 group.open -= 1
+            elif update.result is not None and update.result.token_id == NO_TOKEN:
+                continue  # a part of the prompt's log-probabilities: told of with the first token
             changed.setdefault(group, []).append(completion)
         outputs: list[RequestOutput] = []
         for group, completions in changed.items():

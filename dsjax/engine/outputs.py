@@ -76,7 +76,8 @@ class RequestOutput:
         outputs: the completions that this output tells of; with `OutputKind.FINAL_ONLY` all of them, by index.
         finished: whether all completions of the request have ended.
         num_cached_tokens: how many of the prompt's tokens the prefix cache had; None before the first admission.
-        prompt_logprobs: one entry a token of the prompt, the first None, as no token is before it. None where not asked for.
+        prompt_logprobs: one entry a token of the prompt, the first None, as no token is before it. None where not asked for,
+            and with `OutputKind.DELTA` in all outputs but the first.
     """
 
     request_id: str

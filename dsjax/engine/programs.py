@@ -5,23 +5,24 @@ Parameters and cache may be arrays or ``jax.ShapeDtypeStruct`` with shardings: w
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array
 
 from dsjax.engine import cache as device_cache
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.plan import Progress, RunnerLimits
-from dsjax.engine.sampler import SamplingRows, Wanted, greedy, sample
+from dsjax.engine.sampler import greedy
+from dsjax.engine.sampling_programs import SamplingPrograms
 from dsjax.model.attention import Cache
-from dsjax.model.rows import GroupShape
+from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import Step
 
 
@@ -32,13 +33,16 @@ class Programs:
     """
 
     def __init__(self, step: Step, params: Mapping[str, Array], cache: Cache, limits: RunnerLimits):
+        # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
+        step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
         self._step, self._params, self._limits = step, params, limits
         # The cache's arrays are donated by every step, so only their description may be kept.
         self._cache = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for n, a in cache.items()}
-        self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
-        self.everywhere = NamedSharding(step.mesh, P())
+        self._sampling = SamplingPrograms(step, limits.num_ranks)
+        self.rows, self.everywhere = self._sampling.rows, self._sampling.everywhere
         self.max_pages = -(-limits.max_model_len // limits.page_size)
         self._compiled: dict[Hashable, Compiled] = {}
+        self._constants: dict[Hashable, Array] = {}
 
     @property
     def compiled(self) -> frozenset[Hashable]:
@@ -52,15 +56,15 @@ class Programs:
         return tuple(GroupShape(r.rows, r.chunk, self.max_pages, form) for r, form in pairs if r)
 
     def step(self, shapes: tuple[GroupShape, ...]) -> Compiled:
-        """``(params, cache, packed) -> (greedy tokens, logits, cache)``; the cache is donated."""
+        """``(params, cache, packed) -> (greedy tokens, logits, cache, dispatch reports)``; the cache is donated."""
         return self._get(("step", shapes), lambda: self.lower_step(shapes))
 
     def lower_step(self, shapes: tuple[GroupShape, ...]) -> Lowered:
         """The program of ``step``, traced but not compiled."""
 
         def run(params, cache, packed):
-            logits, cache, _ = self._step(params, cache, packed, shapes)
-            return greedy(logits), logits, cache
+            logits, cache, reports = self._step(params, cache, packed, shapes)
+            return greedy(logits), logits, cache, reports
 
         return self._lower(run, shapes)
 
@@ -73,25 +77,50 @@ class Programs:
 
         return self._get(("every token", shapes), lambda: self._lower(run, shapes))
 
+    def scorer(self, rectangle: Rectangle) -> Compiled:
+        """``(params, cache, packed, targets) -> (greedy tokens, logits, cache, dispatch reports, Scores)`` for one row a rank.
+
+        What ``step`` gives, and scores of the tokens ``targets [B, C]`` at each position. The cache is donated.
+        """
+        return self._get(("scorer", rectangle), lambda: self._lower_scorer(rectangle))
+
+    def change(self, num_rows: int) -> Compiled:
+        """``(logits, Penalties, edits, mask) -> logits``."""
+        return self._get(("change", num_rows), lambda: self._sampling.change(num_rows))
+
     def sampler(self, num_rows: int) -> Compiled:
-        """``(logits, SamplingRows, Wanted) -> Sampled``."""
-        return self._get(("sampler", num_rows), lambda: self._lower_sampler(num_rows))
+        """``(logits, changed logits, SamplingRows, Wanted) -> Sampled``."""
+        return self._get(("sampler", num_rows), lambda: self._sampling.sampler(num_rows))
+
+    def no_edits(self, num_rows: int) -> Array:
+        """Edits that change nothing, on the devices."""
+        return self._constant(("edits", num_rows), lambda: self._sampling.no_edits(num_rows))
+
+    def no_mask(self, num_rows: int) -> Array:
+        """A mask that allows everything, on the devices."""
+        return self._constant(("mask", num_rows), lambda: self._sampling.no_mask(num_rows))
 
     def scrub(self) -> Compiled:
-        """``(cache, dirty pages) -> cache`` with those pages zeroed. Not warmed up: healthy weights never need it."""
+        """``(cache, dirty pages) -> cache`` with those pages zeroed."""
         return self._get(("scrub",), self._lower_scrub)
 
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
         """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once."""
         pairs = buckets.shapes()
-        rows = sorted({sum(r.rows for r in pair if r) for pair in pairs})
+        rows = sorted({sum(r.rows for r in pair if r) for pair in pairs} | {buckets.scored.rows})
         work: list[tuple[Hashable, str, Callable[[], Lowered]]] = []
         for pair in pairs:
             shapes = self.shapes(*pair)
             work.append((("step", shapes), _describe(*pair), lambda shapes=shapes: self.lower_step(shapes)))
         for count in rows:
-            lower = lambda count=count: self._lower_sampler(count)  # noqa: E731
+            lower = lambda count=count: self._sampling.sampler(count)  # noqa: E731
             work.append((("sampler", count), f"sampler, {count} rows", lower))
+            lower = lambda count=count: self._sampling.change(count)  # noqa: E731
+            work.append((("change", count), f"logit changes, {count} rows", lower))
+            self.no_edits(count), self.no_mask(count)
+        scorer = ("scorer", buckets.scored)
+        work.append((scorer, f"prompt scores, {buckets.scored.chunk}", lambda: self._lower_scorer(buckets.scored)))
+        work.append((("scrub",), "clearing pages", self._lower_scrub))
         report = progress or (lambda done, total, label: None)
         report(0, len(work), work[0][1])
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
@@ -109,16 +138,34 @@ class Programs:
     def clear(self) -> None:
         """Drop all programs."""
         self._compiled.clear()
+        self._constants.clear()
 
     def _get(self, key: Hashable, lower: Callable[[], Lowered]) -> Compiled:
         if key not in self._compiled:
             self._compiled[key] = lower().compile()
         return self._compiled[key]
 
-    def _lower(self, function: Callable, shapes: tuple[GroupShape, ...]) -> Lowered:
+    def _constant(self, key: Hashable, make: Callable[[], Array]) -> Array:
+        if key not in self._constants:
+            self._constants[key] = make()
+        return self._constants[key]
+
+    def _lower_scorer(self, rectangle: Rectangle) -> Lowered:
+        (shape,) = self.shapes(None, rectangle)
+
+        def run(params, cache, packed, targets):
+            logits, cache, reports = self._step(params, cache, packed, (shape,), every_token=True)
+            last = jnp.maximum(RowGroup.unpack(packed, shape).length - 1, 0)
+            own = jnp.take_along_axis(logits, last[..., None], axis=1)
+            return greedy(own), own, cache, reports, self._sampling.score(logits, targets)
+
+        targets = jax.ShapeDtypeStruct((self._limits.num_ranks, rectangle.chunk), np.int32, sharding=self.rows)
+        return self._lower(run, (shape,), targets)
+
+    def _lower(self, function: Callable, shapes: tuple[GroupShape, ...], *more: jax.ShapeDtypeStruct) -> Lowered:
         width = sum(shape.packed_width for shape in shapes)
         packed = jax.ShapeDtypeStruct((self._limits.num_ranks, width), np.int32, sharding=self.rows)
-        return jax.jit(function, donate_argnums=1).lower(self._params, self._cache, packed)
+        return jax.jit(function, donate_argnums=1).lower(self._params, self._cache, packed, *more)
 
     def _lower_scrub(self) -> Lowered:
         shardings = {name: array.sharding for name, array in self._cache.items()}
@@ -126,19 +173,6 @@ class Programs:
         dirty = jax.ShapeDtypeStruct(shape, bool, sharding=self.rows)
         clear = jax.jit(device_cache.clear_pages, donate_argnums=0, out_shardings=shardings)
         return clear.lower(self._cache, dirty)
-
-    def _lower_sampler(self, num_rows: int) -> Lowered:
-        step, mesh, ranks = self._step, self._step.mesh, self._limits.num_ranks
-        vocab = NamedSharding(mesh, step.rules.spec(("ranks", None, "vocab")))
-        logits = jax.ShapeDtypeStruct((ranks, num_rows, step.config.vocab_size), np.float32, sharding=vocab)
-        rows = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.rows), SamplingRows.greedy(ranks, num_rows)
-        )
-        wanted = Wanted(*[jax.ShapeDtypeStruct((), bool, sharding=self.everywhere)] * 2)
-        # Each DP rank draws for its own rows; over tp, where the vocabulary is spread, all ranks draw the same.
-        own, everywhere = P(step.spec.batch_axes), P()
-        draw = jax.shard_map(sample, mesh=mesh, in_specs=(own, own, everywhere), out_specs=own, check_vma=False)
-        return jax.jit(draw).lower(logits, rows, wanted)
 
 
 def _describe(decode: Rectangle | None, prefill: Rectangle | None) -> str:

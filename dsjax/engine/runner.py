@@ -11,22 +11,29 @@ from jaxtyping import Array
 
 from dsjax.engine import cache as device_cache
 from dsjax.engine.buckets import Buckets, Launch, Rectangle
+from dsjax.engine.expert_recorder import ExpertRecorder
 from dsjax.engine.host_rows import HostRows
 from dsjax.engine.plan import NO_TOKEN, Progress, RowResult, RunnerLimits, ScheduledRow, StepPlan
 from dsjax.engine.programs import Programs
-from dsjax.engine.sampler import Sampled, SamplingRows, Wanted, needs_sampler
-from dsjax.engine.stats import RunnerCounts
+from dsjax.engine.row_sampler import RowSampler, SampledRow, read_score
+from dsjax.engine.sampler import Scores
+from dsjax.engine.stats import ExpertCounts, RunnerCounts
 from dsjax.engine.tables import PageTables
 from dsjax.model.step import Step
 
 
 class PendingLaunch(NamedTuple):
-    """A launch that the devices are computing: greedy tokens, logits, (rank, row, what) of its rows, rows of a rank."""
+    """A launch that the devices are computing: greedy tokens, logits, dispatch reports, scores if asked for, what is in it.
+
+    placed: (rank, row, what) of its rows; num_tokens: token slots of a rank.
+    """
 
     tokens: Array
     logits: Array
+    reports: Mapping[str, Array]
+    scores: Scores | None
     placed: list[tuple[int, int, ScheduledRow]]
-    num_rows: int
+    num_tokens: int
 
 
 class PendingStep(NamedTuple):
@@ -49,11 +56,14 @@ class MeshRunner:
         self.cache = device_cache.allocate(step, limits.pages_per_rank)
         self.programs = Programs(step, self.params, self.cache, limits)
         self._tables = PageTables(limits.num_ranks, limits.max_rows_decode, self.programs.max_pages)
+        self._sampler = RowSampler(self.programs, limits.num_ranks, limits.vocab_size)
+        self._recorder = ExpertRecorder(step)
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
 
     def execute(self, plan: StepPlan) -> dict[str, RowResult]:
-        """Compute a step; results by request id, of the rows that are sampled and of those that are not finite."""
+        """Compute a step; results by request id: of the rows that are sampled, of those that are not finite, and of those that
+        score their prompt."""
         return self.collect(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -79,7 +89,15 @@ class MeshRunner:
     def counts(self) -> RunnerCounts:
         """What the last step and the programs count."""
         late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
-        return RunnerCounts(self._padding, late)
+        return RunnerCounts(self._padding, late, self._recorder.counts())
+
+    def set_recording(self, on: bool) -> None:
+        """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
+        self._recorder.on = on
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """What was recorded since recording began; None while it is off, or the model has no experts."""
+        return self._recorder.counts()
 
     def logits(self, token_ids: list[int], pages: list[int]) -> np.ndarray:
         """Float32 logits ``[tokens, V]`` of every position of one sequence, computed in chunks through ``pages`` of rank 0.
@@ -104,7 +122,7 @@ class MeshRunner:
         """Zero pages, given as (rank, its pages), that may hold values that are not finite.
 
         Attention weights the positions that a query does not see by 0, and 0 × NaN is NaN: the next request to get
-        one of these pages would fail too. Compiles at first need, which healthy weights never have.
+        one of these pages would fail too.
         """
         marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
         for rank, pages in dirty:
@@ -128,19 +146,29 @@ class MeshRunner:
             placed += [(rank, first_row + i, row) for rank, own in enumerate(rows) for i, row in enumerate(own)]
             first_row += shape.rows
         packed = jax.device_put(np.concatenate(parts, axis=1), self.programs.rows)
-        tokens, logits, self.cache = self.programs.step(shapes)(self.params, self.cache, packed)
-        return PendingLaunch(tokens, logits, placed, first_row)
+        scores: Scores | None = None
+        if launch.scored:
+            targets = jax.device_put(self._targets(launch), self.programs.rows)
+            program = self.programs.scorer(launch.prefill)
+            tokens, logits, self.cache, reports, scores = program(self.params, self.cache, packed, targets)
+        else:
+            tokens, logits, self.cache, reports = self.programs.step(shapes)(self.params, self.cache, packed)
+        return PendingLaunch(tokens, logits, reports, scores, placed, sum(shape.tokens for shape in shapes))
 
     def _collect(self, pending: PendingLaunch, results: dict[str, RowResult]) -> None:
-        tokens, logits, placed, num_rows = pending
-        jax.block_until_ready(tokens)  # on all devices: reading the tokens would wait for one of each tp group only
-        sampled = self._sample(logits, placed, num_rows)
-        self._read(tokens, sampled, placed, results)
+        jax.block_until_ready(pending.tokens)  # on all devices: reading them would wait for one of each tp group only
+        self._recorder.add(pending.reports, pending.num_tokens)
+        sampled = [SampledRow(rank, row, what.request) for rank, row, what in pending.placed if what.sampled]
+        found = self._sampler(pending.tokens, pending.logits, sampled)
+        found |= self._not_finite(pending)
+        if pending.scores is not None:
+            self._add_scores(pending, found, results)
+        results |= found
         # Sealed pages were finite when computed, and others may read them.
         failed = [
-            (rank, row.request.pages[row.request.num_sealed_pages :])
-            for rank, _, row in placed
-            if (result := results.get(row.request.request_id)) and not result.finite
+            (rank, what.request.pages[what.request.num_sealed_pages :])
+            for rank, _, what in pending.placed
+            if (result := found.get(what.request.request_id)) and not result.finite
         ]
         if failed:
             self.clear_pages(failed)
@@ -149,39 +177,40 @@ class MeshRunner:
         pairs = ((launch.decode, launch.decode_rows), (launch.prefill, launch.prefill_rows))
         return [rows for rectangle, rows in pairs if rectangle]
 
-    def _sample(self, logits: Array, placed: list[tuple[int, int, ScheduledRow]], num_rows: int) -> Sampled | None:
-        """Run the sampler if any row wants more than the greedy token."""
-        wanting = [
-            (rank, row, scheduled.request)
-            for rank, row, scheduled in placed
-            if scheduled.sampled and needs_sampler(scheduled.request)
-        ]
-        if not wanting:
-            return None
-        rows = SamplingRows.greedy(self.limits.num_ranks, num_rows)
-        for rank, row, request in wanting:
-            rows.set(rank, row, request)
-        wanted = Wanted.by(request for _, _, request in wanting)
-        inputs = jax.device_put((rows, wanted), (self.programs.rows, self.programs.everywhere))
-        return self.programs.sampler(num_rows)(logits, *inputs)
+    def _not_finite(self, pending: PendingLaunch) -> dict[str, RowResult]:
+        """Results of rows that are not sampled, but whose last token's logits show that they must not go on."""
+        unsampled = [placed for placed in pending.placed if not placed[2].sampled]
+        tokens = np.asarray(pending.tokens).tolist() if unsampled else []
+        return {
+            what.request.request_id: RowResult(NO_TOKEN, finite=False)
+            for rank, row, what in unsampled
+            if tokens[rank][row] < 0
+        }
 
-    def _read(self, greedy_tokens: Array, sampled: Sampled | None, placed, results: dict[str, RowResult]) -> None:
-        if sampled is None:
-            host, tokens = None, np.asarray(greedy_tokens).tolist()
-        else:
-            host = jax.device_get(sampled)
-            tokens = host.tokens.tolist()
-        for rank, row, scheduled in placed:
-            request, token = scheduled.request, tokens[rank][row]
-            if token < 0:
-                results[request.request_id] = RowResult(NO_TOKEN, finite=False)
-            elif not scheduled.sampled:
-                continue
-            elif request.params.logprobs is None:
-                results[request.request_id] = RowResult(token)
-            else:
-                count, at = request.params.logprobs, (rank, row)
-                top = zip(host.top_tokens[at][:count].tolist(), host.top_logprobs[at][:count].tolist(), strict=True)
-                results[request.request_id] = RowResult(
-                    token, float(host.logprobs[at]), list(top), True, int(host.ranks[at])
-                )
+    def _targets(self, launch: Launch) -> np.ndarray:
+        """``[B, C]``: the prompt's token after each position of a scored launch; −1 where there is none."""
+        targets = np.full((self.limits.num_ranks, launch.prefill.chunk), -1, np.int32)
+        for rank, rows in enumerate(launch.prefill_rows):
+            for row in rows:
+                after = _tokens_after(row)
+                targets[rank, : len(after)] = after
+        return targets
+
+    def _add_scores(self, pending: PendingLaunch, found: dict[str, RowResult], results: dict[str, RowResult]) -> None:
+        """Add prompt log-probabilities to what a scored launch found, behind those of the row's earlier pieces."""
+        scores = jax.device_get(pending.scores)
+        for rank, _, what in pending.placed:
+            request_id, count = what.request.request_id, what.request.params.prompt_logprobs
+            earlier, result = results.get(request_id), found.get(request_id, RowResult(NO_TOKEN))
+            if earlier is not None and not earlier.finite:
+                found[request_id] = earlier
+            elif result.finite:
+                entries = [read_score(scores, (rank, i), token, count) for i, token in enumerate(_tokens_after(what))]
+                before = earlier.prompt_logprobs if earlier is not None else []
+                found[request_id] = result._replace(prompt_logprobs=before + entries)
+
+
+def _tokens_after(row: ScheduledRow) -> list[int]:
+    """The prompt's tokens after the row's positions; one fewer than these at the prompt's end."""
+    request, start, length = row
+    return request.token_ids[start + 1 : min(start + length + 1, request.num_prompt_tokens)]

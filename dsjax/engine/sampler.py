@@ -1,4 +1,4 @@
-"""Choosing the next token on the device: greedy inside the step, everything else in one small program beside it.
+"""Choosing the next token on the device: greedy inside the step, everything else in small programs beside it.
 
 A request's draw depends on its own seed, the number of tokens it has made, and its own logits, on nothing else: not on its
 row, its rank, or what runs beside it.
@@ -18,8 +18,10 @@ from jaxtyping import Array, Float, Int
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import MAX_LOGPROBS
 
-MAX_SUPPRESSED = 16
-"""Stop tokens that ``min_tokens`` can hold back on the device."""
+NOT_FINITE = -1
+"""Instead of a token where a logit is NaN or infinite."""
+NONE_ALLOWED = -2
+"""Instead of a token where none may be taken."""
 
 
 def greedy(logits: Float[Array, "B R V"]) -> Int[Array, "B R"]:
@@ -29,9 +31,12 @@ def greedy(logits: Float[Array, "B R V"]) -> Int[Array, "B R"]:
     """
     most = jnp.max(logits, axis=-1)  # NaN if any logit is
     finite = jnp.isfinite(most) & jnp.isfinite(jnp.min(logits, axis=-1))
+    return jnp.where(finite, _first(logits, most), NOT_FINITE)
+
+
+def _first(logits: Float[Array, "*b V"], most: Float[Array, "*b"]) -> Int[Array, "*b"]:
     V = logits.shape[-1]
-    first = jnp.min(jnp.where(logits == most[..., None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
-    return jnp.where(finite, first, -1)
+    return jnp.min(jnp.where(logits == most[..., None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
 
 
 @jax.tree_util.register_dataclass
@@ -42,9 +47,9 @@ class SamplingRows:
     temperature: Float[Array, "B R"]  # 0: greedy
     top_p: Float[Array, "B R"]
     top_k: Int[Array, "B R"]  # 0: all
+    min_p: Float[Array, "B R"]
     seed: Int[Array, "B R"]  # uint32
     step: Int[Array, "B R"]  # tokens made so far
-    suppressed: Int[Array, "B R 16"]  # token ids that may not be chosen; −1: none
 
     @classmethod
     def greedy(cls, ranks: int, rows: int) -> SamplingRows:
@@ -54,9 +59,9 @@ class SamplingRows:
             np.zeros(shape, np.float32),
             np.ones(shape, np.float32),
             np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
             np.zeros(shape, np.uint32),
             np.zeros(shape, np.int32),
-            np.full((*shape, MAX_SUPPRESSED), -1, np.int32),
         )
 
     def set(self, rank: int, row: int, request: Request) -> None:
@@ -64,20 +69,24 @@ class SamplingRows:
         params, at = request.params, (rank, row)
         self.temperature[at] = 0.0 if params.greedy else params.temperature
         self.top_p[at], self.top_k[at] = params.top_p, max(params.top_k, 0)
+        self.min_p[at] = params.min_p
         self.seed[at], self.step[at] = request.seed, request.num_output_tokens
-        if request.suppresses_stop_ids:
-            ids = sorted(request.stop_ids)[:MAX_SUPPRESSED]
-            self.suppressed[rank, row, : len(ids)] = ids
 
 
 class Sampled(NamedTuple):
-    """Tokens (−1 where logits were not finite), and raw log-probabilities, 0 where nobody asked for any."""
+    """Tokens (or ``NOT_FINITE``, ``NONE_ALLOWED``) and their raw log-probabilities, 0 where nobody asked for any."""
 
     tokens: Int[Array, "B R"]
-    logprobs: Float[Array, "B R"]
-    ranks: Int[Array, "B R"]
-    top_tokens: Int[Array, "B R 20"]
-    top_logprobs: Float[Array, "B R 20"]
+    scores: Scores
+
+
+class Scores(NamedTuple):
+    """Log-probability and place of one token at each position, and the most probable tokens with theirs."""
+
+    logprobs: Float[Array, "*b"]
+    ranks: Int[Array, "*b"]
+    top_tokens: Int[Array, "*b 20"]
+    top_logprobs: Float[Array, "*b 20"]
 
 
 class Wanted(NamedTuple):
@@ -96,49 +105,54 @@ class Wanted(NamedTuple):
 
 def needs_sampler(request: Request) -> bool:
     """Whether the greedy token of the step is not enough."""
-    return not request.params.greedy or request.params.logprobs is not None or request.suppresses_stop_ids
+    params, rules = request.params, request.rules
+    return not params.greedy or params.logprobs is not None or (rules is not None and rules.active(request))
 
 
-def sample(logits: Float[Array, "B R V"], rows: SamplingRows, wanted: Wanted) -> Sampled:
+def sample(
+    logits: Float[Array, "B R V"], changed: Float[Array, "B R V"], rows: SamplingRows, wanted: Wanted
+) -> Sampled:
     """Draw each row's token.
 
-    Tokens outside top-k, then top-p, get probability 0; the draw inverts the cumulative distribution *in vocabulary
+    logits: the model's, which log-probabilities are of; changed: what bias, penalties and masks made of them.
+
+    Tokens outside min-p, then top-k, then top-p, get probability 0; the draw inverts the cumulative distribution *in vocabulary
     order* at one uniform number, so that rounding which swaps two nearly equal tokens in a sorted order changes nothing.
     Sorting the vocabulary and log-probabilities are skipped when no row wants them.
     """
-    finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    allowed = _suppress(logits, rows.suppressed)
-    scaled = allowed / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[..., None]
+    finite = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(jnp.min(logits, axis=-1))
+    most = jnp.max(changed, axis=-1)
+    scaled = changed / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[..., None]
+    least = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # log 0 = −∞ keeps all
+    scaled = jnp.where(scaled >= least[..., None], scaled, -jnp.inf)
     least = jax.lax.cond(
         wanted.truncation, _threshold, lambda scaled, rows: jnp.full(scaled.shape[:-1], -jnp.inf), scaled, rows
     )
     probs = jax.nn.softmax(jnp.where(scaled >= least[..., None], scaled, -jnp.inf), axis=-1)
-    drawn = _invert(probs, _uniform(rows))
-    tokens = jnp.where(rows.temperature > 0, drawn, jnp.argmax(allowed, axis=-1)).astype(jnp.int32)
-    tokens = jnp.where(finite, tokens, -1)
-    return Sampled(tokens, *jax.lax.cond(wanted.logprobs, _logprobs, _no_logprobs, logits, tokens))
+    tokens = jnp.where(rows.temperature > 0, _invert(probs, _uniform(rows)), _first(changed, most)).astype(jnp.int32)
+    tokens = jnp.where(most > -jnp.inf, tokens, NONE_ALLOWED)
+    tokens = jnp.where(finite, tokens, NOT_FINITE)
+    return Sampled(tokens, jax.lax.cond(wanted.logprobs, score, _no_scores, logits, tokens))
 
 
-def _logprobs(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]):
-    """Log-probability and rank of each token, and the 20 most probable tokens with theirs."""
+def score(logits: Float[Array, "*b V"], tokens: Int[Array, "*b"]) -> Scores:
+    """Log-probability and place of each token, and the 20 most probable tokens with theirs, all from one array.
+
+    So the most probable token's is the greatest one to the bit, and its place is 1.
+    """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=-1)
     top, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
-    return chosen[..., 0], jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32) + 1, top_tokens, top
+    return Scores(chosen[..., 0], jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32) + 1, top_tokens, top)
 
 
-def _no_logprobs(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]):
-    shapes = jax.eval_shape(_logprobs, logits, tokens)
+def _no_scores(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]) -> Scores:
+    shapes = jax.eval_shape(score, logits, tokens)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
-def _suppress(logits: Float[Array, "B R V"], suppressed: Int[Array, "B R N"]) -> Float[Array, "B R V"]:
-    banned = jnp.any(suppressed[..., None] == jnp.arange(logits.shape[-1]), axis=-2)
-    return jnp.where(banned, -jnp.inf, logits)
-
-
 def _threshold(scaled: Float[Array, "B R V"], rows: SamplingRows) -> Float[Array, "B R"]:
-    """The least logit that top-k and top-p keep; equals of it are kept too."""
+    """The least logit that top-k and top-p keep; equals of it are kept too. Those that min-p dropped are −∞."""
     descending = -jnp.sort(-scaled, axis=-1)
     V = scaled.shape[-1]
     k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, V), V)

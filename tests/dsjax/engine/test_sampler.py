@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dsjax.engine.request import Request
-from dsjax.engine.sampler import MAX_SUPPRESSED, SamplingRows, Wanted, _threshold, greedy, needs_sampler, sample
+from dsjax.engine.sampler import NONE_ALLOWED, SamplingRows, Wanted, _threshold, greedy, needs_sampler, sample
 from dsjax.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 V = 24
@@ -19,8 +19,8 @@ def request(made: int = 0, seed: int = 0, stop_ids=(), **params) -> Request:
     return Request("", [1] * (1 + made), 1, SamplingParams(max_tokens=50, **params), 50, seed, frozenset(stop_ids))
 
 
-def sampled(logits, rows_of_requests):
-    """Sample ``[B, R, V]`` logits for requests by rank; rows without one are greedy."""
+def sampled(logits, rows_of_requests, changed=None):
+    """Sample ``[B, R, V]`` logits, or what they were changed to, for requests by rank; rows without one are greedy."""
     logits = np.asarray(logits, np.float32)
     rows = SamplingRows.greedy(*logits.shape[:2])
     for rank, own in enumerate(rows_of_requests):
@@ -28,7 +28,7 @@ def sampled(logits, rows_of_requests):
             if one is not None:
                 rows.set(rank, row, one)
     wanted = Wanted.by(one for own in rows_of_requests for one in own if one is not None)
-    return jax.device_get(run(logits, rows, wanted))
+    return jax.device_get(run(logits, logits if changed is None else changed, rows, wanted))
 
 
 def draw(count=DRAWS, logits=LOGITS, **params):
@@ -38,10 +38,11 @@ def draw(count=DRAWS, logits=LOGITS, **params):
     ]
 
 
-def distribution(temperature=1.0, top_k=0, top_p=1.0):
-    """What the parameters mean, in float64: temperature, then top-k, then the smallest set that reaches top-p."""
+def distribution(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """What the parameters mean, in float64: temperature, min-p, then top-k, then the smallest set that reaches top-p."""
     scaled = LOGITS.astype(np.float64) / temperature
     probs = np.exp(scaled - scaled.max())
+    probs[probs < min_p] = 0
     order = np.argsort(-probs)
     if top_k > 0:
         probs[order[top_k:]] = 0
@@ -62,6 +63,10 @@ def distribution(temperature=1.0, top_k=0, top_p=1.0):
         {"temperature": 2.0, "top_k": 12, "top_p": 0.8},
         {"temperature": 1.0, "top_k": 3, "top_p": 0.01},
         {"temperature": 1.0, "top_k": 1000},
+        {"temperature": 1.0, "min_p": 0.3},
+        {"temperature": 2.0, "min_p": 0.5, "top_p": 0.9},
+        {"temperature": 0.7, "min_p": 0.05, "top_k": 4},
+        {"temperature": 1.0, "min_p": 1.0},
     ],
 )
 def test_tokens_are_drawn_from_the_distribution_that_the_parameters_mean(params):
@@ -134,27 +139,28 @@ def test_equals_of_the_last_token_kept_are_kept_too():
     assert set(draw(count=256, logits=logits, temperature=1.0, top_k=2).tolist()) == {3, 8, 11}
 
 
-def test_min_tokens_holds_stop_tokens_back_until_enough_are_made():
-    logits = np.zeros((1, 1, V), np.float32)
-    logits[..., [5, 6, 7]] = [9.0, 8.0, 7.0]
-    stops = {"stop_ids": (5, 6), "min_tokens": 2}
-
-    def token(made, **params):
-        return sampled(logits, [[request(made=made, **stops, **params)]]).tokens[0, 0]
-
-    assert [token(made, temperature=0) for made in (0, 1, 2)] == [7, 7, 5]
-    assert needs_sampler(request(made=1, temperature=0, **stops))
-    assert not needs_sampler(request(made=2, temperature=0, **stops))
-    held = [request(seed=s, temperature=3.0, **stops) for s in range(200)]
-    tokens = sampled(np.broadcast_to(logits, (1, 200, V)), [held]).tokens
-    assert not {5, 6} & set(tokens[0].tolist())
-    assert len(set(tokens[0].tolist())) > 1
+def test_the_changed_logits_decide_and_the_raw_ones_are_scored():
+    changed = np.full((1, 1, V), -np.inf, np.float32)
+    changed[..., [3, 20]] = 0.0
+    for seed in range(20):
+        found = sampled(LOGITS[None, None], [[request(seed=seed, temperature=1.0, logprobs=1)]], changed)
+        token = found.tokens[0, 0]
+        assert token in (3, 20)
+        assert found.scores.logprobs[0, 0] == np.asarray(jax.nn.log_softmax(LOGITS))[token]
+    assert sampled(LOGITS[None, None], [[request(temperature=0)]], changed).tokens.tolist() == [[3]]
 
 
-def test_as_many_stop_tokens_as_are_promised_are_held_back():
-    logits = np.arange(V, 0, -1, dtype=np.float32)[None, None]
-    held = request(temperature=0, min_tokens=1, stop_ids=range(MAX_SUPPRESSED))
-    assert sampled(logits, [[held]]).tokens.tolist() == [[MAX_SUPPRESSED]]
+def test_a_row_whose_every_token_is_forbidden_gets_none_and_its_neighbour_does():
+    changed = np.stack([np.full(V, -np.inf), LOGITS]).astype(np.float32)[None]
+    for params in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "min_p": 0.5}):
+        tokens = sampled(np.zeros((1, 2, V)), [[request(**params), request(temperature=0)]], changed).tokens
+        assert tokens.tolist() == [[NONE_ALLOWED, int(np.argmax(LOGITS))]]
+
+
+def test_nothing_runs_for_a_request_that_the_step_s_greedy_token_serves():
+    assert not needs_sampler(request(temperature=0))
+    assert needs_sampler(request(temperature=0.5))
+    assert needs_sampler(request(temperature=0, logprobs=0))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -168,7 +174,7 @@ def test_a_row_that_is_not_finite_gives_minus_one_and_its_neighbours_their_token
     np.testing.assert_array_equal(broken.tokens, expected)
     neighbours = np.ones((2, 3), bool)
     neighbours[1, 1] = False
-    assert np.all(np.isfinite(broken.logprobs[neighbours]))
+    assert np.all(np.isfinite(broken.scores.logprobs[neighbours]))
     best = np.full((2, 3), int(np.argmax(LOGITS)))
     best[1, 1] = -1
     np.testing.assert_array_equal(greedy(logits), best)
@@ -177,27 +183,41 @@ def test_a_row_that_is_not_finite_gives_minus_one_and_its_neighbours_their_token
 def test_logprobs_are_the_log_softmax_of_the_raw_logits_whatever_the_parameters():
     rng = np.random.default_rng(4)
     logits = (rng.normal(size=(2, 3, V)) * 4).astype(np.float32)
-    asked = [[request(seed=s, temperature=0.7, top_k=3, min_tokens=4, stop_ids=(1,), logprobs=5) for s in range(3)]] * 2
+    asked = [[request(seed=s, temperature=0.7, top_k=3, logprobs=5) for s in range(3)]] * 2
     found = sampled(logits, asked)
     exact = logits.astype(np.float64)
     exact -= np.log(np.exp(exact - exact.max(-1, keepdims=True)).sum(-1, keepdims=True)) + exact.max(-1, keepdims=True)
     chosen = np.take_along_axis(exact, found.tokens[..., None], axis=-1)
-    np.testing.assert_allclose(found.logprobs, chosen[..., 0], atol=2e-6)  # float32 of values up to 20
-    np.testing.assert_array_equal(found.ranks, 1 + np.sum(exact > chosen, axis=-1))
-    assert found.top_tokens.shape == found.top_logprobs.shape == (2, 3, MAX_LOGPROBS)
-    np.testing.assert_array_equal(found.top_tokens, np.argsort(-logits, axis=-1, kind="stable")[..., :MAX_LOGPROBS])
-    np.testing.assert_allclose(found.top_logprobs, np.take_along_axis(exact, found.top_tokens, axis=-1), atol=2e-6)
-    assert np.all(np.diff(found.top_logprobs, axis=-1) <= 0)
+    np.testing.assert_allclose(found.scores.logprobs, chosen[..., 0], atol=2e-6)  # float32 of values up to 20
+    np.testing.assert_array_equal(found.scores.ranks, 1 + np.sum(exact > chosen, axis=-1))
+    assert found.scores.top_tokens.shape == found.scores.top_logprobs.shape == (2, 3, MAX_LOGPROBS)
+    np.testing.assert_array_equal(
+        found.scores.top_tokens, np.argsort(-logits, axis=-1, kind="stable")[..., :MAX_LOGPROBS]
+    )
+    np.testing.assert_allclose(
+        found.scores.top_logprobs, np.take_along_axis(exact, found.scores.top_tokens, axis=-1), atol=2e-6
+    )
+    assert np.all(np.diff(found.scores.top_logprobs, axis=-1) <= 0)
     jaxs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), found.tokens[..., None], axis=-1)
-    np.testing.assert_array_equal(found.logprobs, jaxs[..., 0])
+    np.testing.assert_array_equal(found.scores.logprobs, jaxs[..., 0])
 
 
 def test_nobody_pays_for_logprobs_that_nobody_asked_for():
     found = sampled(LOGITS[None, None], [[request(temperature=1.0)]])
-    assert not found.logprobs.any()
-    assert not found.top_logprobs.any()
+    assert not found.scores.logprobs.any()
+    assert not found.scores.top_logprobs.any()
 
 
 def test_a_small_vocabulary_has_as_many_top_tokens_as_it_has():
     found = sampled(np.array([[[1.0, 3.0, 2.0]]]), [[request(temperature=0, logprobs=3)]])
-    assert found.top_tokens.tolist() == [[[1, 2, 0]]]
+    assert found.scores.top_tokens.tolist() == [[[1, 2, 0]]]
+
+
+def test_the_greedy_token_s_logprob_is_the_greatest_to_the_bit_and_ranks_first():
+    rng = np.random.default_rng(8)
+    logits = (rng.normal(size=(4, 64, 512)) * 20).astype(np.float32)
+    logits[0, :32] = np.round(logits[0, :32])  # ties
+    found = sampled(logits, [[request(temperature=0, logprobs=20)] * 64] * 4)
+    assert np.all(found.scores.logprobs == found.scores.top_logprobs[..., 0])
+    assert np.all(found.tokens == found.scores.top_tokens[..., 0])
+    assert np.all(found.scores.ranks == 1)
