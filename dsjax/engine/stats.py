@@ -41,9 +41,9 @@ class ExpertCounts:
     Attributes:
         tokens_per_expert: `[layers, physical experts]`, of the MoE layers.
         rows_sent: `[ranks]`, rows of tokens that each device sent to others.
-        rounds: of dispatch, the most of any layer.
+        rounds: of dispatch, of each layer the most of any rank; summed over layers and launches.
         dispatch_bytes: sent by all devices.
-        padding_share: of the rows of the exchange's buffers, those that held no token; 0 to 1.
+        padding_share: of those bytes, the share that carried no token's row; 0 to 1.
     """
 
     tokens_per_expert: np.ndarray
