@@ -1,0 +1,272 @@
+"""The page at `/` in a headless Chromium, against a server whose state the test sets."""
+
+import contextlib
+import re
+import shutil
+import time
+
+import httpx
+import pytest
+from watched_server import WatchedServer, experts, load, request, step, token
+
+from dsjax.engine.request import FinishReason
+from dsjax.serve.metrics import Metrics
+from dsjax.serve.page.routes import PAGE_PATHS
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+VIEWPORT = {"width": 1280, "height": 900}
+EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script> & "quoted"'
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        options = {
+            "args": ["--no-sandbox"],
+            "executable_path": shutil.which("chromium") or shutil.which("google-chrome"),
+        }
+        try:
+            launched = playwright.chromium.launch(**options)
+        except sync_api.Error as error:
+            pytest.skip(f"no Chromium to test with: {error.message.splitlines()[0]}")
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def live():
+    watched = WatchedServer()
+    yield watched
+    watched.close()
+
+
+@pytest.fixture
+def server(live):
+    live.answers, live.pause, live.asked, live.api_key, live.status = [("", "hello")], 0.0, [], None, 200
+    live.ranks = [load(rank) for rank in range(4)]
+    live.metrics = Metrics("tiny", 4, 4096, experts_per_device=2)
+    return live
+
+
+@contextlib.contextmanager
+def opened(browser, server, **options):
+    """The page; at its end the console must hold no error but of answers that the test made fail."""
+    context = browser.new_context(**{"viewport": VIEWPORT, **options})
+    page = context.new_page()
+    troubles: list[str] = []
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+    foreign: list[str] = []
+    page.on("request", lambda asked: None if asked.url.startswith(server.url) else foreign.append(asked.url))
+    page.goto(server.url + "/")
+    page.set_default_timeout(10_000)
+    yield page
+    assert [each for each in troubles if "Failed to load resource" not in each] == []
+    assert foreign == [], "nothing comes from elsewhere"
+    context.close()
+
+
+def send(page, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Control+Enter")
+
+
+def test_every_file_comes_with_a_policy_that_forbids_what_is_not_its_own():
+    watched = WatchedServer()
+    try:
+        for path in PAGE_PATHS:
+            answer = httpx.get(watched.url + path)
+            assert answer.status_code == 200, path
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'self';")
+            assert "unsafe" not in policy
+            assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), "no address of elsewhere"
+            assert "innerHTML" not in answer.text
+            assert httpx.head(watched.url + path).status_code == 200
+    finally:
+        watched.close()
+
+
+def test_a_chat_is_streamed_with_its_reasoning_folded_and_its_history_sent_again(browser, server):
+    server.answers = [("let me ", ""), ("think", ""), ("", "hel"), ("", "lo")]
+    with opened(browser, server) as page:
+        sync_api.expect(page.locator("#server")).to_have_text("tiny on dp=4: 4 × cpu")
+        page.evaluate("document.querySelector('.knobs').open = true")
+        page.fill("#temperature", "0")
+        page.fill("#max_tokens", "7")
+        send(page, "who?")
+        footer = page.locator(".turn.assistant footer")
+        sync_api.expect(footer).to_contain_text("4 tokens · first after ")
+        sync_api.expect(footer).to_contain_text("stop")
+        assert page.inner_text(".turn.assistant .text") == "hello"
+        details = page.locator(".turn.assistant details")
+        assert details.get_attribute("open") is None, "folded"
+        assert page.text_content(".reasoning") == "let me think"
+        assert server.asked[0] == {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "who?"}],
+            "temperature": 0,
+            "top_p": 1,
+            "top_k": 0,
+            "max_tokens": 7,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        send(page, "and?")
+        sync_api.expect(page.locator(".turn")).to_have_count(4)
+        sync_api.expect(footer.nth(1)).to_contain_text("stop")
+        assert [m["content"] for m in server.asked[1]["messages"]] == ["who?", "hello", "and?"]
+        page.click("#clear")
+        assert page.locator(".turn").count() == 0
+
+
+def test_what_a_model_and_a_user_write_is_text_and_never_markup(browser, server):
+    server.answers = [(EVIL, ""), ("", EVIL)]
+    with opened(browser, server) as page:
+        send(page, EVIL)
+        sync_api.expect(page.locator(".turn.assistant footer")).to_contain_text("stop")
+        assert page.text_content(".turn.assistant .text") == EVIL
+        assert page.text_content(".turn.user .text") == EVIL
+        assert page.text_content(".reasoning") == EVIL
+        assert page.locator("main img").count() == 0
+        assert page.evaluate("window.hacked") is None
+
+
+def test_an_error_in_the_stream_is_shown_and_stop_ends_an_answer(browser, server):
+    with opened(browser, server) as page:
+        page.check("input[value=completion]")
+        send(page, "def main(")
+        sync_api.expect(page.locator(".turn.failed footer")).to_have_text("the engine has failed")
+        assert server.asked[0]["prompt"] == "def main("
+        page.check("input[value=chat]")
+        server.answers, server.pause = [("", "more ")] * 100, 0.1
+        send(page, "on and on")
+        sync_api.expect(page.locator(".turn .text").nth(3)).to_contain_text("more more")
+        assert page.is_disabled("#send")
+        page.click("#stop")
+        sync_api.expect(page.locator(".turn footer").nth(3)).to_have_text("stopped")
+        assert page.is_enabled("#send")
+
+
+def test_the_charts_show_what_the_registry_holds(browser, server):
+    server.ranks = [load(0, running=3, waiting=1, used=40, cached=20), load(1), load(2), load(3, running=1, used=20)]
+    with opened(browser, server) as page:
+        tile = lambda name: page.locator(f"#tiles div:has(dt:text-is('{name}')) dd")  # noqa: E731
+        sync_api.expect(tile("running")).to_have_text("4")
+        sync_api.expect(tile("waiting")).to_have_text("1")
+        sync_api.expect(tile("cache held")).to_have_text("15 %")
+        assert page.locator("#requests rect").count() == 8
+        assert page.locator("#pages title").first.text_content() == "rank 0: 40 held, 20 cached of 100"
+        heights = page.eval_on_selector_all("#requests rect", "all => all.map(each => +each.getAttribute('height'))")
+        assert heights[0] == pytest.approx(3 * heights[1], rel=1e-6), "three running stand on one waiting"
+        assert page.is_visible("#unrecorded")
+        server.metrics.on_step(step(server.ranks, experts=experts([[1, 1, 1, 1, 2, 2, 0, 8]])))
+        made = request("chart", arrival=time.monotonic())
+        server.metrics.on_updates([token(made)])
+        for _ in range(40):
+            server.metrics.on_updates([token(made)])
+        server.metrics.on_updates([token(made, FinishReason.LENGTH)])
+        sync_api.expect(page.locator("#experts rect")).to_have_count(8)
+        assert page.text_content("#balance") == "hottest 4.00 × mean, balancedness of ranks 0.50"
+        assert not page.is_visible("#unrecorded")
+        sync_api.expect(page.locator("#tokens svg")).to_have_attribute("aria-label", re.compile("highest 2"))
+        sync_api.expect(tile("between tokens, P50")).to_contain_text("ms")
+
+
+def test_the_pages_parser_agrees_with_prometheus_clients(browser, server):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    server.metrics.on_updates([token(request("parsed"))])
+    text = server.metrics.render().decode() + 'odd_total{of="x\\"y\\\\z\\n{,}w"} +Inf\nbare 1.5e-07 1700000000\n'
+    read = """async (text) => {
+        const { parse } = await import("/page/exposition.js");
+        return [...parse(text)].map(([name, all]) => [name, all.map(({ labels, value }) => [labels, String(value)])]);
+    }"""
+    with opened(browser, server) as page:
+        found = {name: [(labels, float(value)) for labels, value in all_] for name, all_ in page.evaluate(read, text)}
+        quantile = page.evaluate("""async () => {
+            const { parse, quantile } = await import("/page/exposition.js");
+            const of = (a, b) => parse(`h_bucket{le="0.1"} 0\\nh_bucket{le="0.2"} ${a}\\nh_bucket{le="+Inf"} ${b}\\n`);
+            return [0.25, 0.5, 0.9].map((share) => quantile(of(2, 2), of(12, 22), "h", share));
+        }""")
+    expected: dict[str, list] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            expected.setdefault(sample.name, []).append((sample.labels, sample.value))
+    assert found == expected
+    assert quantile == [pytest.approx(0.15), pytest.approx(0.2), 0.2]
+
+
+def test_a_key_typed_into_the_page_opens_it_and_a_refusal_is_said(browser, server):
+    server.api_key = "secret"
+    with opened(browser, server) as page:
+        notice = page.locator("#notice")
+        sync_api.expect(notice).to_contain_text("wants an API key")
+        page.fill("#key", "secret")
+        page.press("#key", "Tab")
+        sync_api.expect(notice).to_be_hidden()
+        sync_api.expect(page.locator("#server")).to_contain_text("tiny on dp=4")
+        sync_api.expect(page.locator("#tiles dd").first).to_be_visible()
+        page.click("#record")
+        sync_api.expect(notice).to_contain_text("admin endpoints are closed")
+
+
+def test_a_server_that_is_not_ready_is_said_and_then_forgotten(browser, server):
+    server.status = 503
+    with opened(browser, server) as page:
+        sync_api.expect(page.locator("#notice")).to_contain_text("not ready")
+        server.status = 200
+        sync_api.expect(page.locator("#notice")).to_be_hidden()
+
+
+def test_everything_can_be_reached_by_keyboard(browser, server):
+    with opened(browser, server) as page:
+        page.evaluate("document.activeElement.blur()")
+        seen = []
+        for _ in range(12):
+            page.keyboard.press("Tab")
+            seen.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        for wanted in ("key", "prompt", "send", "SUMMARY", "record"):
+            assert wanted in seen, seen
+        unnamed = page.evaluate("""[...document.querySelectorAll("input, textarea")]
+            .filter((each) => each.labels.length === 0).map((each) => each.id)""")
+        assert unnamed == [], "every field has a label"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 768, 1280])
+def test_it_fits_narrow_screens_and_is_readable_in_light_and_dark(browser, server, scheme, width):
+    with opened(browser, server, viewport={"width": width, "height": 800}, color_scheme=scheme) as page:
+        send(page, "x" * 300)
+        sync_api.expect(page.locator(".turn.assistant footer")).to_contain_text("stop")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
+        # WCAG AA wants 4.5 between text and ground.
+        contrasts = page.evaluate(CONTRASTS)
+        assert len(contrasts) > 10
+        assert min(ratio for _, ratio in contrasts) >= 4.5, contrasts
+
+
+CONTRASTS = """() => {
+    const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+    const light = (color) => {
+        const [r, g, b] = channels(color).slice(0, 3).map((c) => {
+            const s = c / 255;
+            return s <= 0.04045 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4;
+        });
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const ground = (node) => {
+        for (let each = node; each; each = each.parentElement) {
+            const color = getComputedStyle(each).backgroundColor;
+            if (channels(color)[3] !== 0) return color;
+        }
+        return "rgb(255, 255, 255)";
+    };
+    const texts = [...document.querySelectorAll("body *")].filter((node) =>
+        node.checkVisibility() && !node.disabled && [...node.childNodes].some((c) => c.nodeType === 3 && c.textContent.trim()));
+    return texts.map((node) => {
+        const [a, b] = [light(getComputedStyle(node).color), light(ground(node))].sort((x, y) => y - x);
+        return [node.tagName + "." + node.className, (a + 0.05) / (b + 0.05)];
+    });
+}"""
