@@ -1,0 +1,43 @@
+"""The grammar of an answer that must be tool calls, in the Lark dialect of llguidance."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsjax.engine.tokenizer import Tokenizer
+from dsjax.serve.tool_format import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR, ToolFormat
+
+
+def tool_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool) -> str:
+    """One call, or with `several` one or more, of any of the tools, each with arguments that fit its schema.
+
+    Markers are tokens by number where the model has them: a grammar of their text alone would let them be spelled out.
+    """
+    between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
+    more = f" ({between}call)*" if several else ""
+    rules = [
+        "%llguidance {}",
+        f"start: {_marker(CALLS_BEGIN, tokenizer)} call{more} {_marker(CALLS_END, tokenizer)}",
+        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
+    ]
+    before, name_end = _texts(form.before_name, tokenizer), _texts(form.after_name, tokenizer)
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        parts = [_marker(CALL_BEGIN, tokenizer), *before, json.dumps(function["name"]), *name_end, f"arguments_{index}"]
+        parts += [*_texts(form.after_arguments, tokenizer), _marker(CALL_END, tokenizer)]
+        schema = function.get("parameters") or {"type": "object"}
+        rules += [f"call_{index}: {' '.join(parts)}", f"arguments_{index}: %json {json.dumps(schema)}"]
+    return "\n".join(rules) + "\n"
+
+
+def _marker(text: str, tokenizer: Tokenizer) -> str:
+    token_id = tokenizer.token_id(text)
+    return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
+
+
+def _texts(text: str, tokenizer: Tokenizer) -> list[str]:
+    """A text that may hold the separator, as terminals."""
+    before, marker, after = text.partition(SEPARATOR)
+    parts = [json.dumps(before)] if before else []
+    parts += [_marker(SEPARATOR, tokenizer)] if marker else []
+    return parts + ([json.dumps(after)] if after else [])

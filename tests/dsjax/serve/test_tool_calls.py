@@ -1,0 +1,135 @@
+"""DeepSeek's tool calls are read out of the text in the same way, however it is cut, and written as they are read."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_tokenizer import tiny_tokenizer
+
+from dsjax.engine.tokenizer import Tokenizer
+from dsjax.serve.message_parser import MessageParser
+from dsjax.serve.tool_calls import ToolCallParser
+from dsjax.serve.tool_format import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, FORMATS, SEPARATOR, ToolFormat
+
+V3, V31 = FORMATS["deepseek_v3"], FORMATS["deepseek_v31"]
+WEATHER, TIME = ("get_weather", '{"city": "Köln"}'), ("get_time", "{}")
+
+
+def parse(form: ToolFormat, text: str, cuts=(), most: int = 128) -> dict:
+    """The message that the pieces make, without ids, which are new each time."""
+    parser = MessageParser(None, ToolCallParser(form, most), True)
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    pieces = [parser.push(text[a:b]) for a, b in itertools.pairwise(places)]
+    whole = parser.push("", finished=True)
+    whole.content = "".join(piece.content for piece in pieces) + whole.content
+    whole.tool_calls = [delta for piece in pieces for delta in piece.tool_calls] + whole.tool_calls
+    message = whole.message()
+    for call in message.get("tool_calls", ()):
+        assert call.pop("id").startswith("call_")
+    return message
+
+
+def call(name: str, arguments: str) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize("form", [V3, V31])
+def test_what_the_format_writes_the_parser_reads(form):
+    text = "I look.\n" + form.calls([WEATHER, TIME])
+    expected = {"role": "assistant", "content": "I look.\n", "tool_calls": [call(*WEATHER), call(*TIME)]}
+    assert parse(form, text) == expected
+    assert parse(form, text, range(len(text))) == expected
+
+
+def test_v3_writes_a_fenced_block_and_v31_bare_arguments():
+    assert V3.calls([TIME]) == (
+        f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}get_time\n```json\n{{}}\n```{CALL_END}{CALLS_END}"
+    )
+    assert V31.calls([TIME]) == f"{CALLS_BEGIN}{CALL_BEGIN}get_time{SEPARATOR}{{}}{CALL_END}{CALLS_END}"
+
+
+@pytest.mark.parametrize("form", [V3, V31])
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda form: "no call", {"content": "no call"}),
+        (lambda form: form.call(*TIME), {"content": None, "tool_calls": [call(*TIME)]}),
+        (lambda form: form.calls([WEATHER]) + " done", {"content": " done", "tool_calls": [call(*WEATHER)]}),
+        (lambda form: CALLS_BEGIN + CALL_BEGIN + "broken" + CALL_END + CALLS_END, {"content": ""}),
+        (lambda form: CALLS_BEGIN, {"content": ""}),
+        (lambda form: form.calls([("f", "not JSON")]), {"content": None, "tool_calls": [call("f", "not JSON")]}),
+        (lambda form: form.calls([("f", "")]), {"content": None, "tool_calls": [call("f", "{}")]}),
+    ],
+)
+def test_models_do_not_always_write_what_they_should(form, make, expected):
+    text = make(form)
+    assert parse(form, text) == {"role": "assistant", **expected}
+    assert parse(form, text, range(len(text))) == {"role": "assistant", **expected}
+
+
+def test_a_call_that_is_cut_off_keeps_the_arguments_so_far():
+    text = V31.calls([("f", '{"a": 1, "b')])[: -len(CALL_END + CALLS_END)]
+    assert parse(V31, text)["tool_calls"] == [call("f", '{"a": 1, "b')]
+
+
+def test_calls_beyond_the_most_are_passed_over():
+    assert parse(V31, V31.calls([WEATHER, TIME]), most=1)["tool_calls"] == [call(*WEATHER)]
+
+
+@given(
+    st.sampled_from([V3, V31]),
+    st.lists(
+        st.sampled_from(
+            [
+                CALLS_BEGIN,
+                CALL_BEGIN,
+                CALL_END,
+                CALLS_END,
+                SEPARATOR,
+                "function",
+                "f",
+                "\n```json\n",
+                "\n```",
+                "{}",
+                " x",
+                "<｜tool",
+            ]
+        )
+    ).map("".join),
+    st.lists(st.integers(0, 400), max_size=6),
+)
+def test_cuts_change_nothing(form, text, cuts):
+    assert parse(form, text, cuts) == parse(form, text)
+
+
+def test_deltas_have_the_name_first_and_arguments_as_they_come():
+    parser = ToolCallParser(V31, 8)
+    text = V31.calls([WEATHER])
+    deltas = [delta for character in text for delta in parser.push(character).deltas]
+    assert deltas[0]["function"] == {"name": "get_weather", "arguments": ""}
+    assert len(deltas) > 5
+    assert all(set(delta) == {"index", "function"} for delta in deltas[1:])
+    assert "".join(delta["function"]["arguments"] for delta in deltas) == WEATHER[1]
+
+
+def choose(name: str, template: str) -> ToolFormat | None:
+    return ToolFormat.choose(name, Tokenizer(tiny_tokenizer()._backend, {"chat_template": template}))
+
+
+def test_auto_takes_the_format_that_the_template_writes():
+    assert choose("auto", f"{{{{ '{SEPARATOR}' }}}}") is V31
+    assert choose("auto", f"{{{{ '{SEPARATOR} ```json' }}}}") is V3
+    assert choose("auto", "{{ 1 }}") is None, "the tiny tokenizer has no token for it"
+    assert choose("deepseek_v3", "{{ 1 }}") is V3
+    assert choose("none", f"{{{{ '{SEPARATOR}' }}}}") is None
+
+
+def test_the_description_names_every_function_and_shows_the_form():
+    tools = [{"type": "function", "function": {"name": "f", "description": "does", "parameters": {"type": "object"}}}]
+    text = V3.describe(tools)
+    assert "### f" in text
+    assert "does" in text
+    assert json.dumps({"type": "object"}) in text
+    assert parse(V3, text)["tool_calls"][0]["function"]["name"] == "tool_name"
