@@ -1,9 +1,8 @@
-"""The FastAPI application: routes, and every exception as an error in OpenAI's shape."""
+"""The FastAPI application: routes, guards before them, and every exception as an error in OpenAI's shape."""
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
-from typing import Any
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -11,30 +10,28 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from dsjax.errors import UserError
-from dsjax.serve.chat import ChatAnswer, ChatRequest
-from dsjax.serve.completions import CompletionAnswer, CompletionRequest
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.event_stream import ClientGoneError, EventStream, JsonResponse, unless_client_leaves
-from dsjax.serve.responses import ChatResponse, CompletionResponse, ErrorBody, Health, ModelCard, ModelList
+from dsjax.serve.event_stream import ClientGoneError
+from dsjax.serve.json_bodies import BodyLimits, error_response
+from dsjax.serve.keys import Keys
+from dsjax.serve.metrics_routes import create_metrics_routes
+from dsjax.serve.page.routes import create_page_routes
+from dsjax.serve.request_ids import RequestIds
+from dsjax.serve.response_counts import ResponseCounts
+from dsjax.serve.routes.admin import admin_routes
+from dsjax.serve.routes.openai import openai_routes
+from dsjax.serve.routes.status import status_routes
+from dsjax.serve.routes.tokenizer import tokenizer_routes
 from dsjax.serve.serving import Serving
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "not JSON, or a value that cannot be"},
-    404: {"model": ErrorBody, "description": "no such model"},
-    422: {"model": ErrorBody, "description": "fields that are not those of the schema"},
-    500: {"model": ErrorBody, "description": "the engine failed"},
-    503: {"model": ErrorBody, "description": "shutting down"},
-}
-
 
 def create_app(serving: Serving) -> FastAPI:
-    """The application; its lifespan is the engine's thread's."""
+    """The application. The engine's thread begins with the server's readiness, and ends with the application."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        serving.engine.start()
         yield
         await serving.engine.shutdown()
 
@@ -42,56 +39,18 @@ def create_app(serving: Serving) -> FastAPI:
     app = FastAPI(title="dsjax", lifespan=lifespan, docs_url=None, redoc_url=None)
     for kind in (ApiError, UserError, RequestValidationError, HTTPException, ClientGoneError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    _add_routes(app, serving)
+    for make_routes in (openai_routes, tokenizer_routes, status_routes, admin_routes):
+        app.include_router(make_routes(serving))
+    create_page_routes(app, serving)
+    if serving.metrics is not None:
+        create_metrics_routes(app, serving)
+    # The last one added is the first to see a request: its id, its key, its body.
+    app.add_middleware(BodyLimits, options=serving.options)
+    app.add_middleware(Keys, options=serving.options)
+    app.add_middleware(RequestIds)
+    if serving.metrics is not None:
+        app.add_middleware(ResponseCounts, metrics=serving.metrics)
     return app
-
-
-def _add_routes(app: FastAPI, serving: Serving) -> None:
-    @app.get("/health", responses={503: {"model": ErrorBody, "description": "the engine failed"}})
-    async def health() -> Health:
-        """Whether the server is alive."""
-        if serving.engine.error is not None:
-            raise ApiError(503, "the engine has failed", type="server_error")
-        return {"status": "ok"}
-
-    @app.get("/v1/models")
-    async def models() -> ModelList:
-        """The served names."""
-        return {"object": "list", "data": [_card(serving, name) for name in serving.model_names]}
-
-    @app.get("/v1/models/{name:path}", responses={404: _ERRORS[404]})
-    async def model(name: str) -> ModelCard:
-        """One served name."""
-        return _card(serving, serving.check_model(name))
-
-    @app.post("/v1/completions", response_model=CompletionResponse, responses=_ERRORS)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue one or several prompts."""
-        return await _answer(CompletionAnswer(serving, body), body.stream, request)
-
-    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=_ERRORS)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Continue a conversation."""
-        return await _answer(ChatAnswer(serving, body), body.stream, request)
-
-
-async def _answer(answer: CompletionAnswer | ChatAnswer, stream: bool | None, request: Request) -> Response:
-    outputs = await answer.start()
-    if stream:
-        return EventStream(outputs, answer.chunks(outputs))
-    with closing(outputs):
-        return JsonResponse(await unless_client_leaves(request, answer.whole(outputs)))
-
-
-def _card(serving: Serving, name: str) -> ModelCard:
-    return {
-        "id": name,
-        "object": "model",
-        "created": serving.created,
-        "owned_by": "dsjax",
-        "root": serving.model_root,
-        "max_model_len": serving.max_model_len,
-    }
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -100,4 +59,4 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JsonResponse(answer.body(), status_code=answer.status)
+    return error_response(answer)

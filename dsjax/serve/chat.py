@@ -1,157 +1,165 @@
-"""`/v1/chat/completions`: the request's fields, and outputs as its answer or its chunks."""
+"""`/v1/chat/completions`: outputs as an answer or its chunks."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.outputs import CompletionOutput, Logprob, TokenLogprobs
+from dsjax.engine.request import FinishReason
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.serve import bounds
+from dsjax.serve.answers import UsageCounter, finite, gather, prompt_logprobs_body, refuse_failed, usage_of
+from dsjax.serve.chat_fields import ChatRequest
+from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
+from dsjax.serve.message_parser import MessageParser
+from dsjax.serve.reasoning import CLOSE, OPEN, ReasoningSplitter, Section
 from dsjax.serve.responses import ChatChoice, ChatLogprobs, ChatResponse
-from dsjax.serve.sampling_fields import SamplingFields, StrictModel
-from dsjax.serve.serving import Serving, UsageCounter, finite, gather, new_id, refuse_failed, usage_of
-
-_RESERVED_TEMPLATE_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
-
-
-class TextPart(StrictModel):
-    """A piece of a message's content; only text has a meaning for this model."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(StrictModel):
-    """One message. A developer's is taken as the system's, as OpenAI's reasoning models do."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = Field(None, description="accepted; DeepSeek's templates have no place for it")
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates read it."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class ResponseFormat(StrictModel):
-    """Only plain text is supported."""
-
-    type: str
-
-
-class ChatRequest(SamplingFields):
-    """Body of `/v1/chat/completions`."""
-
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, description="default: what the context leaves")
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's own template")
-    response_format: ResponseFormat | None = Field(None, description="not supported; only text")
-    tools: list[dict[str, Any]] | None = Field(None, description="not supported; only empty")
-    tool_choice: str | dict[str, Any] | None = Field(None, description="not supported; only none or auto")
-
-    def token_limit(self) -> int | None:
-        """`max_completion_tokens`, or its older name.
-
-        Raises:
-            ApiError: both are given and differ.
-        """
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens")
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    def num_logprobs(self) -> int | None:
-        """How many log-probabilities beside each token's own; None for none at all.
-
-        Raises:
-            ApiError: `top_logprobs` without `logprobs`.
-        """
-        if not self.logprobs:
-            if self.top_logprobs:
-                raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
-            return None
-        return self.top_logprobs or 0
+from dsjax.serve.serving import Serving
+from dsjax.serve.tool_calls import ToolCallParser
+from dsjax.serve.tool_format import MARKERS
+from dsjax.serve.tool_grammar import tool_grammar
 
 
 class ChatAnswer:
     """One request on its way: `start` checks and queues it, then either `whole` or `chunks`."""
 
-    def __init__(self, serving: Serving, body: ChatRequest):
+    def __init__(self, serving: Serving, body: ChatRequest, request_id: str):
+        self.id = f"chatcmpl-{request_id}"
         self._serving = serving
         self._body = body
         self._model = serving.check_model(body.model)
-        self._id = new_id("chatcmpl")
         self._created = int(time.time())
+        self._tokenizer = serving.engine.tokenizer
+        self._section: Section | None = None
 
-    async def start(self) -> OutputStream:
+    async def start(self, session: str | None) -> OutputStream:
         """Check everything, render the template and queue the prompt.
 
         Raises:
             ApiError, UserError: nothing was queued.
         """
         body = self._body
-        body.refuse_unsupported(
-            {"response_format": (ResponseFormat(type="text"),), "tools": ([],), "tool_choice": ("none", "auto")}
+        body.check()
+        logprobs, max_tokens, form = body.num_logprobs(), body.token_limit(), self._form()
+        texts = [message.text or "" for message in body.messages]
+        with self._serving.admitted(body, texts) as submit:
+            tools = body.offered_tools
+            # A long conversation takes long to render and tokenise.
+            prompt = await asyncio.to_thread(render_prompt, self._tokenizer, body, tools, self._serving.tool_format)
+            params = self._params(prompt, max_tokens, logprobs, form)
+            return await submit(self.id, [prompt.token_ids], params, session)
+
+    def _form(self) -> dict[str, Any] | None:
+        """The form that the answer must have: one asked for, or that of the tool calls that must come."""
+        body = self._body
+        form, forced = body.form_of_text(), body.forced_tools
+        if not forced:
+            return form
+        if form is not None:
+            raise ApiError(400, "tool_choice and a form of the text exclude each other; give one", param="tool_choice")
+        if self._tokenizer is None or self._serving.tool_format is None:
+            raise ApiError(400, "this server has no tool-call parser (--tool-call-parser)", param="tool_choice")
+        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+        return {"grammar": tool_grammar(self._serving.tool_format, forced, self._tokenizer, several=several)}
+
+    def _params(
+        self, prompt: ChatPrompt, max_tokens: int | None, logprobs: int | None, form: dict[str, Any] | None
+    ) -> SamplingParams:
+        reasoning = self._serving.reasoning
+        self._section = None if reasoning is None else reasoning.start_of(prompt.text, prompt.unfinished)
+        parsed = self._section is not None or self._parses_tools
+        special = parsed and any(
+            token_id is not None and self._tokenizer.is_special(token_id)
+            for token_id in map(self._tokenizer.token_id, (OPEN, CLOSE, *MARKERS))
         )
-        params = body.sampling_params(max_tokens=body.token_limit(), logprobs=body.num_logprobs())
-        token_ids = await asyncio.to_thread(self._prompt)  # a long conversation takes long to tokenise
-        return await self._serving.engine.submit(self._id, [token_ids], params)
+        return self._body.sampling_params(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=self._body.prompt_logprobs,
+            keep_special_tokens=special,
+            form=form,
+            form_after=reasoning.close_token_id if self._section is Section.REASONING else None,
+        )
+
+    @property
+    def _parses_tools(self) -> bool:
+        return bool(self._body.offered_tools) and self._serving.tool_format is not None
+
+    def _parser(self) -> MessageParser:
+        tools = None
+        if self._parses_tools:
+            most = 1 if self._body.parallel_tool_calls is False else bounds.MAX_TOOL_CALLS
+            tools = ToolCallParser(self._serving.tool_format, most)
+        splitter = None if self._section is None else ReasoningSplitter(self._section)
+        return MessageParser(splitter, tools, self._body.include_reasoning is not False)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:
         """The answer when all is done."""
         (output,) = outputs = await gather(stream)
-        choices: list[ChatChoice] = [
-            {
+        choices: list[ChatChoice] = []
+        for completion in output.outputs:
+            parser = self._parser()
+            choice: ChatChoice = {
                 "index": completion.index,
-                "message": {"role": "assistant", "content": completion.text},
+                "message": parser.push(completion.text, finished=True).message(),
                 "logprobs": self._logprobs(completion),
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
+                **_end(completion, parser),
             }
-            for completion in output.outputs
-        ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage_of(outputs)}
+            if self._body.return_token_ids:
+                choice["token_ids"] = completion.token_ids
+            choices.append(choice)
+        answer: ChatResponse = {**self._head("chat.completion"), "choices": choices, "usage": usage_of(outputs)}
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = output.prompt_token_ids
+        return answer
 
     async def chunks(self, stream: OutputStream) -> AsyncIterator[ChatResponse]:
         """The answer's pieces as they come; the first of each choice has the role."""
         head = self._head("chat.completion.chunk")
-        extra = {"usage": None} if self._body.include_usage else {}
         counter = UsageCounter()
+        parsers = [self._parser() for _ in range(self._body.n)]
         for index in range(self._body.n):
-            yield {**head, "choices": [_delta(index, {"role": "assistant", "content": ""})], **extra}
+            yield {**head, "choices": [_delta(index, {"role": "assistant", "content": ""})], **self._usage(counter)}
+        prompt_is_told = not self._body.return_token_ids
         async for index, output in stream:
             counter.count(index, output)
             for completion in output.outputs:
                 refuse_failed(completion)
-                if not (completion.text or completion.finished or completion.logprobs):
+                choice = self._chunk(completion, parsers[completion.index])
+                if choice is None:
                     continue
-                choice = _delta(completion.index, {"content": completion.text} if completion.text else {})
-                choice["logprobs"] = self._logprobs(completion)
-                if completion.finished:
-                    choice |= {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-                yield {**head, "choices": [choice], **extra}
+                prompt = {} if prompt_is_told else {"prompt_token_ids": output.prompt_token_ids}
+                prompt_is_told = True
+                yield {**head, "choices": [choice], **self._usage(counter), **prompt}
         if self._body.include_usage:
             yield {**head, "choices": [], "usage": counter.usage()}
 
-    def _prompt(self) -> list[int]:
-        tokenizer = self._serving.engine.tokenizer
-        if tokenizer is None or tokenizer.chat_template is None:
-            raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-        variables = self._body.chat_template_kwargs or {}
-        reserved = sorted(_RESERVED_TEMPLATE_VARIABLES & variables.keys())
-        if reserved:
-            raise ApiError(400, f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs")
-        messages = [message.for_template() for message in self._body.messages]
-        return tokenizer.encode(tokenizer.chat_template.render(messages, **variables), add_special_tokens=False)
+    def _chunk(self, completion: CompletionOutput, parser: MessageParser) -> ChatChoice | None:
+        """What a chunk says of a completion; None where there is nothing to say."""
+        delta = parser.push(completion.text, completion.finished).delta()
+        ids = self._body.return_token_ids and completion.token_ids
+        if not (delta or completion.finished or completion.logprobs or ids):
+            return None
+        choice = _delta(completion.index, delta)
+        choice["logprobs"] = self._logprobs(completion)
+        if completion.finished:
+            choice |= _end(completion, parser)
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _usage(self, counter: UsageCounter) -> dict[str, Any]:
+        if self._body.continuous_usage:
+            return {"usage": counter.usage()}
+        return {"usage": None} if self._body.include_usage else {}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if completion.logprobs is None:
@@ -167,9 +175,16 @@ class ChatAnswer:
         return {**self._one(*taken), "top_logprobs": [self._one(*pair) for pair in ranked]}
 
     def _one(self, token_id: int, one: Logprob) -> dict[str, Any]:
-        text = list(self._serving.engine.tokenizer.token_bytes(token_id))
+        text = list(self._tokenizer.token_bytes(token_id))
         return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": text}
 
 
-def _delta(index: int, delta: dict[str, str]) -> ChatChoice:
+def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _end(completion: CompletionOutput, parser: MessageParser) -> dict[str, Any]:
+    """How a completion ended. One that called tools says so, unless it was cut off."""
+    called = parser.has_calls and completion.finish_reason is FinishReason.STOP
+    reason = "tool_calls" if called else completion.finish_reason
+    return {"finish_reason": reason, "stop_reason": completion.stop_reason}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+from pathlib import Path
 from typing import Annotated, Protocol
 
 import typer
@@ -11,6 +12,7 @@ from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.facts import EngineFacts
 from dsjax.options import engine_options, prepare_devices
+from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
 
 
 class LoadedModel(Protocol):
@@ -33,11 +35,55 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get to finish after SIGINT or SIGTERM.", min=0)
     ] = 10.0,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Key that clients must send; several may be given.", envvar="DSJAX_API_KEY")
+    ] = None,
+    api_key_file: Annotated[list[Path] | None, typer.Option(help="File with such keys, one a line.")] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(help="Key for the admin endpoints; without one they are closed.", envvar="DSJAX_ADMIN_API_KEY"),
+    ] = None,
+    max_queued_requests: Annotated[
+        int | None,
+        typer.Option(help="Most completions that wait for a slot; more get a 429. Default: no limit.", min=1),
+    ] = None,
+    max_queued_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of waiting completions; more get a 429. Default: no limit.", min=1)
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest body of a request.", min=1024)] = 16 * 1024 * 1024,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds in which a request's head, then its body, must arrive.", min=0.1)
+    ] = 60.0,
+    step_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0),
+    ] = 300.0,
+    reasoning_parser: Annotated[
+        str, typer.Option(help=f"How reasoning is told from the answer ({', '.join(REASONING_PARSERS)}).")
+    ] = "auto",
+    tool_call_parser: Annotated[
+        str, typer.Option(help=f"How tool calls are written ({', '.join(TOOL_CALL_PARSERS)}).")
+    ] = "auto",
+    profile_dir: Annotated[
+        str | None, typer.Option(help="Where /start_profile writes traces; without it it is closed.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="Of the server's log.")] = "info",
 ) -> None:
     """Serve a model behind OpenAI's API."""
     from dsjax.serve.server import bind
 
+    options = ServeOptions(
+        api_keys=read_keys(api_key or (), api_key_file or ()),
+        admin_api_key=admin_api_key,
+        max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        max_body_bytes=max_body_bytes,
+        request_timeout=request_timeout,
+        step_timeout=step_timeout,
+        reasoning_parser=reasoning_parser,
+        tool_call_parser=tool_call_parser,
+        profile_dir=profile_dir,
+    )
     listener = bind(host, port)
     prepare_devices(args.mesh)
     from dsjax.engine.llm import LLM
@@ -45,7 +91,16 @@ def serve(
     console = Console()
     model = LLM(**dataclasses.asdict(args), show_progress=True)
     names = tuple(served_model_name or ()) or (args.model,)
-    code = serve_model(model, console, listener, names, shutdown_timeout, log_level)
+    code = serve_model(
+        model,
+        console,
+        listener,
+        names,
+        shutdown_timeout,
+        log_level,
+        options,
+        orders_by_priority=args.scheduling_policy == "priority",
+    )
     if code:
         raise typer.Exit(code)
 
@@ -57,22 +112,42 @@ def serve_model(
     names: tuple[str, ...],
     shutdown_timeout: float,
     log_level: str,
+    options: ServeOptions | None = None,
+    *,
+    orders_by_priority: bool = False,
 ) -> int:
-    """Warm up and serve a loaded model until the end; give the process's exit code."""
+    """Serve a loaded model until the end, listening while it warms up; give the process's exit code."""
     from dsjax.engine.async_engine import AsyncEngine
+    from dsjax.serve.metrics import Metrics
     from dsjax.serve.server import Server
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 
-    show_facts(console, model.facts)
-    with warm_up_bar(console) as progress:
-        model.engine.warm_up(progress)
-    serving = Serving(AsyncEngine(model.engine), names, model.facts.model, model.facts.max_model_len)
+    def warm_up() -> None:
+        with warm_up_bar(console) as progress:
+            model.engine.warm_up(progress)
+
+    facts = model.facts
+    show_facts(console, facts)
+    metrics = Metrics(
+        names[0], facts.dp_ranks, facts.max_model_len, experts_per_device=facts.physical_experts_per_device
+    )
+    serving = Serving(
+        AsyncEngine(model.engine),
+        names,
+        facts.model,
+        facts.max_model_len,
+        options or ServeOptions(),
+        facts=facts,
+        metrics=metrics,
+        orders_by_priority=orders_by_priority,
+    )
     host, port = listener.getsockname()[:2]
     server = Server(
         serving,
         shutdown_timeout=shutdown_timeout,
         log_level=log_level,
+        warm_up=warm_up,
         on_ready=lambda: show_url(console, host, port, names),
     )
     return server.serve_on(listener)

@@ -1,28 +1,53 @@
 """`/v1/completions`: the request's fields, and outputs as its answer or its chunks."""
 
+import dataclasses
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import CompletionOutput, TokenLogprobs
+from dsjax.engine.outputs import CompletionOutput, RequestOutput
+from dsjax.engine.request import FinishReason
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.serve import bounds
+from dsjax.serve.answers import UsageCounter, gather, prompt_logprobs_body, refuse_failed, usage_of
+from dsjax.serve.completion_logprobs import CompletionLogprobLists
 from dsjax.serve.errors import ApiError
 from dsjax.serve.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
-from dsjax.serve.sampling_fields import SamplingFields
-from dsjax.serve.serving import Serving, UsageCounter, finite, gather, new_id, refuse_failed, usage_of
+from dsjax.serve.sampling_fields import Count, SamplingFields
+from dsjax.serve.serving import Serving
 
 
 class CompletionRequest(SamplingFields):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(description="text or token ids, one or several")
-    max_tokens: int | None = 16
-    logprobs: int | None = Field(None, description="0 to 20 most probable tokens beside each token")
-    echo: bool | None = Field(None, description="not supported; only false")
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=bounds.MAX_PROMPTS)]
+        | list[int]
+        | Annotated[list[list[int]], Field(max_length=bounds.MAX_PROMPTS)]
+    ) = Field(description="text or token ids, one or several")
+    max_tokens: Count | None = Field(16, description="0 with echo: only the prompt, with its log-probabilities")
+    logprobs: Count | None = Field(None, description="0 to 20 most probable tokens beside each token")
+    echo: bool | None = Field(False, description="begin with the prompt; its tokens have log-probabilities too")
     suffix: str | None = Field(None, description="not supported; only empty")
-    best_of: int | None = Field(None, description="not supported; only n")
+    best_of: Count | None = Field(None, description="not supported; only n")
+
+    def check(self) -> None:
+        """Raise for fields that do not go together, or that nothing here can do."""
+        self.check_stream_fields()
+        if self.suffix:
+            reason = "suffix is not supported: chat models are not trained to fill in; leave it out"
+            raise ApiError(400, reason, param="suffix")
+        if self.best_of not in (None, self.n):
+            reason = "best_of is not supported: it computes completions to throw them away; use n and choose yourself"
+            raise ApiError(400, reason, param="best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0, which only echo=true gives a meaning", param="max_tokens")
+        if len(self.prompts()) * max(self.n, 1) > bounds.MAX_SEQUENCES:
+            raise ApiError(400, f"prompts times n is more than {bounds.MAX_SEQUENCES}", param="n")
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list, whichever way they were given.
@@ -38,79 +63,143 @@ class CompletionRequest(SamplingFields):
             return [self.prompt]
         return self.prompt
 
+    def params(self) -> SamplingParams:
+        """The engine's parameters. A prompt that is only scored still makes one token, which nobody sees.
+
+        Raises:
+            SamplingError: a value out of range.
+        """
+        scored = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            scored = max(self.logprobs, scored or 0)
+        return self.sampling_params(
+            max_tokens=1 if self.max_tokens == 0 else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=scored,
+            form=self.form_of_text(),
+        )
+
 
 class CompletionAnswer:
     """One request on its way: `start` checks and queues it, then either `whole` or `chunks`."""
 
-    def __init__(self, serving: Serving, body: CompletionRequest):
+    def __init__(self, serving: Serving, body: CompletionRequest, request_id: str):
+        self.id = f"cmpl-{request_id}"
         self._serving = serving
         self._body = body
         self._model = serving.check_model(body.model)
-        self._id = new_id("cmpl")
         self._created = int(time.time())
+        self._lists: dict[int, CompletionLogprobLists] = {}
 
-    async def start(self) -> OutputStream:
+    async def start(self, session: str | None) -> OutputStream:
         """Check everything and queue the prompts.
 
         Raises:
             ApiError, UserError: nothing was queued.
         """
-        self._body.refuse_unsupported({"echo": (False,), "suffix": ("",), "best_of": (self._body.n,)})
-        params = self._body.sampling_params(max_tokens=self._body.max_tokens, logprobs=self._body.logprobs)
-        return await self._serving.engine.submit(self._id, self._body.prompts(), params)
+        body = self._body
+        body.check()
+        params, prompts = body.params(), body.prompts()
+        with self._serving.admitted(body, prompts) as submit:
+            return await submit(self.id, prompts, params, session)
 
     async def whole(self, stream: OutputStream) -> CompletionResponse:
         """The answer when all is done."""
-        outputs = await gather(stream)
+        outputs = [self._scored_only(output) for output in await gather(stream)]
         choices = [
-            self._choice(index, completion, _Offset()) for index, o in enumerate(outputs) for completion in o.outputs
+            self._choice(index, output, completion, first=True)
+            for index, output in enumerate(outputs)
+            for completion in output.outputs
         ]
         return {**self._head(), "choices": choices, "usage": usage_of(outputs)}
 
     async def chunks(self, stream: OutputStream) -> AsyncIterator[CompletionResponse]:
         """The answer's pieces as they come."""
-        offsets: dict[int, _Offset] = {}
+        begun: set[int] = set()
         counter = UsageCounter()
-        extra = {"usage": None} if self._body.include_usage else {}
-        async for prompt_index, output in stream:
+        async for prompt_index, whole_output in stream:
+            output = self._scored_only(whole_output)
             counter.count(prompt_index, output)
             for completion in output.outputs:
                 refuse_failed(completion)
-                if not (completion.text or completion.finished or completion.logprobs):
-                    continue
                 index = prompt_index * self._body.n + completion.index
-                choice = self._choice(prompt_index, completion, offsets.setdefault(index, _Offset()))
-                yield {**self._head(), "choices": [choice], **extra}
+                first = index not in begun
+                if not (self._is_told(completion) or (first and self._body.echo)):
+                    continue
+                begun.add(index)
+                choice = self._choice(prompt_index, output, completion, first=first)
+                yield {**self._head(), "choices": [choice], **self._running_usage(counter)}
         if self._body.include_usage:
             yield {**self._head(), "choices": [], "usage": counter.usage()}
 
-    def _head(self) -> dict[str, Any]:
-        return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
+    def _is_told(self, completion: CompletionOutput) -> bool:
+        ids = self._body.return_token_ids and completion.token_ids
+        return bool(completion.text or completion.finished or completion.logprobs or ids)
 
-    def _choice(self, prompt_index: int, completion: CompletionOutput, offset: "_Offset") -> CompletionChoice:
-        return {
-            "index": prompt_index * self._body.n + completion.index,
-            "text": completion.text,
-            "logprobs": None if completion.logprobs is None else _logprobs(completion.logprobs, offset),
+    def _running_usage(self, counter: UsageCounter) -> dict[str, Any]:
+        if self._body.continuous_usage:
+            return {"usage": counter.usage()}
+        return {"usage": None} if self._body.include_usage else {}
+
+    def _scored_only(self, output: RequestOutput) -> RequestOutput:
+        """Without the one token that was made although none was asked for."""
+        if self._body.max_tokens != 0:
+            return output
+        emptied = [
+            each
+            if each.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            else dataclasses.replace(
+                each,
+                text="",
+                token_ids=[],
+                logprobs=None if each.logprobs is None else [],
+                finish_reason=FinishReason.LENGTH if each.finished else None,
+                stop_reason=None,
+            )
+            for each in output.outputs
+        ]
+        return dataclasses.replace(output, outputs=emptied)
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self._created, "model": self._model}
+
+    def _choice(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, *, first: bool
+    ) -> CompletionChoice:
+        """One choice, or what a chunk adds to it; the first piece has what belongs to the prompt."""
+        body = self._body
+        index = prompt_index * body.n + completion.index
+        echoed = self._prompt_text(output) if body.echo and first else ""
+        choice: CompletionChoice = {
+            "index": index,
+            "text": echoed + completion.text,
+            "logprobs": self._logprobs(index, output, completion, first),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
+        if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
+        if body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            if first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice
 
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        skip = self._body.skip_special_tokens is not False
+        return self._serving.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
-class _Offset:
-    """Where in a completion's text the next token begins."""
-
-    def __init__(self):
-        self.characters = 0
-
-
-def _logprobs(entries: list[TokenLogprobs], offset: _Offset) -> CompletionLogprobs:
-    body: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-    for entry in entries:
-        taken = next(iter(entry.values()))
-        body["text_offset"].append(offset.characters)
-        body["token_logprobs"].append(finite(taken.logprob))
-        body["tokens"].append(taken.decoded_token)
-        body["top_logprobs"].append({each.decoded_token: finite(each.logprob) for each in reversed(entry.values())})
-        offset.characters += len(taken.decoded_token)
-    return body
+    def _logprobs(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, first: bool
+    ) -> CompletionLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        token_ids, entries = completion.token_ids, completion.logprobs
+        if self._body.echo and first and output.prompt_logprobs is not None:
+            token_ids, entries = output.prompt_token_ids + token_ids, output.prompt_logprobs + entries
+        if index not in self._lists:
+            skip = self._body.skip_special_tokens is not False
+            self._lists[index] = CompletionLogprobLists(self._serving.engine.tokenizer, skip)
+        return self._lists[index].of(token_ids, entries)

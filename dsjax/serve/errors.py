@@ -12,10 +12,16 @@ from dsjax.engine.sampling_params import SamplingError
 from dsjax.errors import UserError
 
 _MOST_PROBLEMS = 3
+# A message may quote what the client sent, which may be long.
+_MOST_CHARACTERS = 1000
+_RETRY_SECONDS = 1
 
 
-class ApiError(Exception):
-    """An answer that is an error. The message is for the client: it holds nothing internal."""
+class ApiError(HTTPException):
+    """An answer that is an error. The message is for the client: it holds nothing internal.
+
+    `retry_after` are the seconds after which the same request may be answered; every 429 and 503 has some.
+    """
 
     def __init__(
         self,
@@ -25,9 +31,15 @@ class ApiError(Exception):
         type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        retry_after: int | None = None,
     ):
-        super().__init__(message)
+        message = message if len(message) <= _MOST_CHARACTERS else message[:_MOST_CHARACTERS] + "…"
+        super().__init__(status, message)
         self.status, self.message, self.type, self.param, self.code = status, message, type, param, code
+        if retry_after is None and status in (429, 503):
+            retry_after = _RETRY_SECONDS
+        if retry_after is not None:
+            self.headers = {"Retry-After": str(retry_after)}
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
@@ -50,8 +62,7 @@ def to_api_error(error: Exception) -> ApiError:
         case RequestValidationError():
             return _from_validation(error)
         case HTTPException():
-            kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-            return ApiError(error.status_code, str(error.detail), type=kind)
+            return _from_http(error)
         case EngineClosingError():
             return ApiError(503, str(error), type="server_error", code="shutting_down")
         case EngineDeadError():
@@ -59,18 +70,29 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error", type="server_error")
 
 
+def _from_http(error: HTTPException) -> ApiError:
+    """Starlette's own errors: unknown paths and methods."""
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    message = {404: "there is no such path", 405: "the path does not take this method"}
+    answer = ApiError(error.status_code, message.get(error.status_code, str(error.detail)), type=kind)
+    answer.headers = {**(error.headers or {}), **(answer.headers or {})}
+    return answer
+
+
 def _from_validation(error: RequestValidationError) -> ApiError:
-    """400 for a body that is not JSON, 422 for one whose fields are not those of the schema."""
+    """422 for a body whose fields are not those of the schema; the first problems are named."""
     problems = error.errors()
-    if problems[0]["type"] == "json_invalid":
-        detail = problems[0].get("ctx", {}).get("error", "")
-        return ApiError(400, f"the request body is not JSON: {detail}", code="invalid_json")
+    first = problems[0]
+    location = [part for part in first["loc"] if part != "body"]
+    if not location:
+        return ApiError(
+            422, "the request has no JSON object as its body; send one, with Content-Type: application/json"
+        )
     messages = []
     for problem in problems[:_MOST_PROBLEMS]:
         path = ".".join(str(part) for part in problem["loc"] if part != "body")
         text = "unknown field; leave it out" if problem["type"] == "extra_forbidden" else problem["msg"]
-        messages.append(f"{path}: {text}" if path else text)
+        messages.append(f"{path}: {text}")
     if len(problems) > _MOST_PROBLEMS:
         messages.append(f"and {len(problems) - _MOST_PROBLEMS} more")
-    location = [part for part in problems[0]["loc"] if part != "body"]
-    return ApiError(422, "; ".join(messages), param=str(location[0]) if location else None)
+    return ApiError(422, "; ".join(messages), param=str(location[0])[:_MOST_CHARACTERS])

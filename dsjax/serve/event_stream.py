@@ -1,16 +1,16 @@
 """Server-sent events, and clients that go away."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dsjax.engine.async_engine import OutputStream
 from dsjax.serve.errors import to_api_error
+from dsjax.serve.json_bodies import to_json
 
 Answer = TypeVar("Answer")
 
@@ -22,19 +22,17 @@ class ClientGoneError(Exception):
 class EventStream(StreamingResponse):
     """Chunks as server-sent events, then `[DONE]`; an error in between is an `error` event before it.
 
-    However the response ends, also when the client left before its first byte, the engine's stream is closed.
+    However the response ends, also when the client left before its first byte, `resources` are closed.
     """
 
-    def __init__(self, stream: OutputStream, chunks: AsyncIterator[Mapping[str, Any]]):
+    def __init__(self, chunks: AsyncIterator[Mapping[str, Any]], resources: AbstractContextManager[Any]):
         super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._stream = stream
+        self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events."""
-        try:
+        with self._resources:
             await super().__call__(scope, receive, send)
-        finally:
-            self._stream.close()
 
 
 async def _events(chunks: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
@@ -48,21 +46,6 @@ async def _events(chunks: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[byt
 
 def _event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(body) + b"\n\n"
-
-
-def to_json(body: Any) -> bytes:
-    """Compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-class JsonResponse(Response):
-    """A JSON answer."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """The body's bytes."""
-        return to_json(content)
 
 
 async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Answer:

@@ -5,12 +5,19 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict  # below Python 3.12 pydantic reads no other, and brings this one
 
 
+class PromptTokensDetails(TypedDict):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
 class Usage(TypedDict):
     """Tokens of a request, over all prompts and completions."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class ErrorDetail(TypedDict):
@@ -29,22 +36,28 @@ class ErrorBody(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """OpenAI's log-probabilities of `/v1/completions`; `text_offset` counts characters of the completion."""
+    """OpenAI's log-probabilities of `/v1/completions`; `text_offset` counts characters of the choice's text.
+
+    With `echo` the prompt's tokens come first; the very first has no value.
+    """
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(TypedDict):
-    """One completion, or a piece of it; `stop_reason` is vLLM's."""
+    """One completion, or a piece of it; `stop_reason` and what follows are vLLM's."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class CompletionResponse(TypedDict):
@@ -58,11 +71,30 @@ class CompletionResponse(TypedDict):
     usage: NotRequired[Usage | None]
 
 
+class CalledFunctionBody(TypedDict):
+    """A function's name, and its arguments as JSON text; in a chunk what it adds."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallBody(TypedDict):
+    """A call, or with `index` what a chunk adds to it."""
+
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: CalledFunctionBody
+
+
 class ChatMessageBody(TypedDict):
-    """The assistant's message, or the part of it that a chunk adds."""
+    """The assistant's message, or the part of it that a chunk adds. The reasoning has both names in use."""
 
     role: NotRequired[str]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallBody]]
 
 
 class ChatTokenLogprob(TypedDict):
@@ -89,6 +121,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
 
 
 class ChatResponse(TypedDict):
@@ -100,6 +133,8 @@ class ChatResponse(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: NotRequired[Usage | None]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ModelCard(TypedDict):
@@ -120,7 +155,84 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-class Health(TypedDict):
-    """Answer of `/health`."""
+class State(TypedDict):
+    """Answer of `/health`, `/ready` and of admin endpoints that have nothing to tell."""
 
     status: str
+
+
+class Version(TypedDict):
+    """Answer of `/version`."""
+
+    version: str
+
+
+class RankLoadBody(TypedDict):
+    """What a DP rank has to do: `RankLoad` of `dsjax/engine/stats.py`."""
+
+    rank: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    used_pages: int
+    cached_pages: int
+    usable_pages: int
+    cost: float
+
+
+class Load(TypedDict):
+    """Answer of `/get_load`."""
+
+    ranks: list[RankLoadBody]
+
+
+class ExpertLoad(TypedDict):
+    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/stats.py`."""
+
+    tokens_per_expert: list[list[int]]
+    rows_sent: list[int]
+    rounds: int
+    dispatch_bytes: int
+    padding_share: float
+
+
+class ServerInfo(TypedDict):
+    """Answer of `/server_info`, beside the fields of `EngineFacts`. `options` are the server's, without its keys."""
+
+    version: str
+    models: list[str]
+    phase: str
+    options: dict[str, Any]
+    ranks: list[RankLoadBody]
+    experts: ExpertLoad | None
+
+
+class Tokens(TypedDict):
+    """Answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(TypedDict):
+    """Answer of `/detokenize`."""
+
+    prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    """Answer of `/tokenizer_info`."""
+
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
+class Aborted(TypedDict):
+    """Answer of `/abort_request`."""
+
+    aborted: int

@@ -1,101 +1,141 @@
 """`SamplingFields`: what completions and chat requests have in common, and how it becomes `SamplingParams`."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams
+from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError
+from dsjax.serve.strict_model import StrictModel
+from dsjax.serve.structured_fields import GuidedFields
 
-MAX_COMPLETIONS = 128
-"""Largest `n`, as OpenAI's."""
-
-
-class StrictModel(BaseModel):
-    """JSON types are taken as they are, and an unknown field is an error."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+Name = Annotated[str, Field(max_length=bounds.MAX_NAME_CHARACTERS)]
+Count = Annotated[int, Field(le=bounds.MAX_INTEGER, ge=-bounds.MAX_INTEGER)]
+Stop = Annotated[str, Field(max_length=bounds.MAX_STOP_CHARACTERS)]
+BadWord = Annotated[str, Field(max_length=bounds.MAX_BAD_WORD_CHARACTERS)]
+Integers = list[int]
 
 
 class StreamOptions(StrictModel):
-    """OpenAI's `stream_options`."""
+    """OpenAI's `stream_options`, and vLLM's one more."""
 
-    include_usage: bool = Field(False, description="send a last chunk with the usage")
+    include_usage: bool | None = Field(False, description="send a last chunk with the usage")
+    continuous_usage_stats: bool | None = Field(False, description="send the usage so far with every chunk")
 
 
-class SamplingFields(StrictModel):
-    """Fields of OpenAI's API, and vLLM's extras, that say how to continue.
+class SamplingFields(GuidedFields):
+    """Fields of OpenAI's API, and vLLM's extras, that say how to continue. None is silently ignored."""
 
-    Fields of theirs that are not supported are accepted with the value that changes nothing, and refused with any other:
-    none is silently ignored.
-    """
-
-    model: str | None = Field(None, description="one of /v1/models; default: the one that is served")
-    n: int = 1
+    model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
+    n: Count = 1
     temperature: float | None = 1.0
     top_p: float | None = 1.0
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="accepted; nothing depends on it")
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=bounds.MAX_BIASES)] | None = Field(
+        None, description="token id to what is added to its logit"
+    )
+    user: Name | None = Field(None, description="accepted; nothing depends on it")
 
-    top_k: int = 0
-    min_tokens: int = 0
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    top_k: Count | None = 0
+    min_p: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    min_tokens: Count | None = 0
+    stop_token_ids: Annotated[Integers, Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
+    allowed_token_ids: Integers | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=bounds.MAX_BAD_WORDS)] | None = None
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    prompt_logprobs: Count | None = None
+    return_token_ids: bool | None = Field(False, description="give the ids of prompt and completion too")
+    priority: Count | None = Field(0, description="lower runs first, with --scheduling-policy priority")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=bounds.MAX_NAME_CHARACTERS)] | None = Field(
+        None, description="only requests with the same salt share cached prefixes"
+    )
+    request_id: Annotated[str, Field(pattern=rf"^[\x21-\x7e]{{1,{bounds.MAX_REQUEST_ID_CHARACTERS}}}$")] | None = Field(
+        None, description="becomes part of the answer's id; the header X-Request-ID wins"
+    )
 
-    presence_penalty: float | None = Field(None, description="not supported; only 0")
-    frequency_penalty: float | None = Field(None, description="not supported; only 0")
-    repetition_penalty: float | None = Field(None, description="not supported; only 1")
-    min_p: float | None = Field(None, description="not supported; only 0")
-    logit_bias: dict[str, float] | None = Field(None, description="not supported; only empty")
-
-    def refuse_unsupported(self, neutral: dict[str, tuple[Any, ...]] | None = None) -> None:
-        """Raise for the first field whose value would have to change something; `neutral` adds fields to look at."""
-        known = {
-            "presence_penalty": (0,),
-            "frequency_penalty": (0,),
-            "repetition_penalty": (1,),
-            "min_p": (0,),
-            "logit_bias": ({},),
-            **(neutral or {}),
-        }
-        for name, values in known.items():
-            value = getattr(self, name)
-            if value is not None and value not in values:
-                raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
+    def check_stream_fields(self) -> None:
+        """Raise for fields that go with streams alone, or never with them."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs is only for stream=false", param="prompt_logprobs")
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        keep_special_tokens: bool = False,
+        form: dict[str, Any] | None = None,
+        form_after: int | None = None,
+    ) -> SamplingParams:
         """The engine's parameters.
+
+        Args:
+            keep_special_tokens: the text is read by a parser, which looks for markers that are special tokens.
+            form: of the text, as a keyword argument of `StructuredOutputs`.
+            form_after: the token after which the form binds.
 
         Raises:
             SamplingError: a value out of range.
         """
-        if self.n > MAX_COMPLETIONS:
-            raise SamplingError("n", f"found {self.n}, expected 1 to {MAX_COMPLETIONS}")
+        if self.n > bounds.MAX_COMPLETIONS:
+            raise SamplingError("n", f"found {self.n}, expected 1 to {bounds.MAX_COMPLETIONS}")
         return SamplingParams(
             n=self.n,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k,
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=_or(self.top_k, 0),
+            min_p=_or(self.min_p, 0.0),
             seed=self.seed,
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            logit_bias=self._logit_bias(),
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
+            min_tokens=_or(self.min_tokens, 0),
             logprobs=logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            include_stop_str_in_output=self.include_stop_str_in_output,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=_or(self.skip_special_tokens, True) and not keep_special_tokens,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            structured_outputs=None if form is None else StructuredOutputs(**form, structured_after=form_after),
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
         )
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        biases = {}
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+                raise SamplingError("logit_bias", f"found the key {token!r}, expected a token id")
+            biases[int(token)] = bias
+        return biases or None
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+def _or(value: Any, default: Any) -> Any:
+    """A field's value; null stands for its default, as with OpenAI."""
+    return default if value is None else value

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -11,17 +12,25 @@ import uvicorn
 
 from dsjax.errors import UserError
 from dsjax.serve.app import create_app
-from dsjax.serve.serving import Serving
+from dsjax.serve.connections import bounded_connections
+from dsjax.serve.serving import Phase, Serving
+from dsjax.serve.watchdog import Watchdog
 
 # After the engine has ended every request, clients get this long to read the rest.
 _FLUSH_SECONDS = 5
+_LOOK_SECONDS = 0.05
 
 
 class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM, or until the engine dies.
 
-    On the first signal it admits no more, lets what runs finish for `shutdown_timeout` seconds, and then ends the rest
-    with an error; on the second it ends at once. `exit_code` is 1 when the engine died, else 0.
+    It listens at once, warms up if it is given how, and is then ready. On the first signal it admits no more but still
+    listens, so that `/ready` can be seen to be 503, and lets what runs finish for `shutdown_timeout` seconds; then it ends
+    the rest with an error. On the second it ends at once. `exit_code` is 1 when the engine died, else 0.
+
+    Args:
+        warm_up: compiles every shape, in a thread; what it raises, `serve_on` raises.
+        on_ready: called once requests are admitted.
     """
 
     def __init__(
@@ -30,16 +39,24 @@ class Server(uvicorn.Server):
         *,
         shutdown_timeout: float,
         log_level: str = "info",
+        warm_up: Callable[[], None] | None = None,
         on_ready: Callable[[], None] = lambda: None,
     ):
+        self._serving = serving
         self._engine = serving.engine
         self._shutdown_timeout = shutdown_timeout
+        self._warm_up = warm_up
+        self._warm_up_error: BaseException | None = None
+        self._warming = False
         self._on_ready = on_ready
+        self._watchdog: Watchdog | None = None
+        serving.phase = Phase.WARMING_UP
         serving.engine.on_death = self._stop
         config = uvicorn.Config(
             create_app(serving),
             log_level=log_level,
-            timeout_graceful_shutdown=int(shutdown_timeout) + _FLUSH_SECONDS,
+            http=bounded_connections(serving.options.request_timeout),
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
         super().__init__(config)
 
@@ -49,10 +66,38 @@ class Server(uvicorn.Server):
         return 0 if self._engine.error is None else 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; call `on_ready` once clients are answered."""
+        """Listen; then warm up, and call `on_ready` once requests are admitted."""
         await super().startup(sockets)
         if not self.should_exit:
-            self._on_ready()
+            self._starting = asyncio.create_task(self._become_ready())
+
+    async def _become_ready(self) -> None:
+        if self._warm_up is not None:
+            self._warming = True
+            try:
+                await asyncio.to_thread(self._warm_up)
+            except BaseException as error:
+                self._warm_up_error = error
+                self.should_exit = True
+                return
+            finally:
+                self._warming = False
+        if self.should_exit:
+            return
+        self._engine.start()
+        self._watch_steps(asyncio.get_running_loop())
+        self._serving.phase = Phase.READY
+        self._on_ready()
+
+    def _watch_steps(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._serving.options.step_timeout:
+            self._watchdog = Watchdog(
+                self._serving.options.step_timeout,
+                step_started=lambda: self._engine.step_started,
+                running=self._engine.running_requests,
+                tell_clients=lambda: loop.call_soon_threadsafe(self._engine.abort_all),
+            )
+            self._watchdog.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: finish in peace. Second, whichever it is: at once."""
@@ -60,29 +105,29 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the door, wait for what runs, end what is left."""
-        limit = asyncio.create_task(self._end_requests_in_time())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            limit.cancel()
+        """Admit no more, wait for what runs, end what is left, close the door."""
+        self._serving.phase = Phase.CLOSING
+        deadline = time.monotonic() + self._shutdown_timeout
+        while self._engine.num_unfinished and not self.force_exit and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._engine.abort_all()
+        await super().shutdown(sockets)
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
     def _stop(self) -> None:
         self.should_exit = True
 
-    async def _end_requests_in_time(self) -> None:
-        await asyncio.sleep(self._shutdown_timeout)
-        self._engine.abort_all()
-
     def serve_on(self, listener: socket.socket) -> int:
         """Serve until the end; give the exit code. A signal is an end like any other, not an error."""
         self.run(sockets=[listener])
-        if (
-            self._engine.running
-        ):  # a second signal, or a step that hangs: Python would wait for its thread or crash on it
+        if self._engine.running or self._warming:
+            # A second signal, or a step or compilation under way: Python would wait for its thread or crash on it.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self.exit_code)
+        if self._warm_up_error is not None:
+            raise self._warm_up_error
         return self.exit_code
 
 

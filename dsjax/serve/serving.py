@@ -1,30 +1,71 @@
-"""`Serving`: what every endpoint needs, and the parts of an answer that completions and chat share."""
+"""`Serving`: the engine, its names and options, whether it admits, and which requests are under way."""
 
-import math
+import asyncio
+import enum
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from dsjax.engine.async_engine import AsyncEngine, OutputStream
-from dsjax.engine.outputs import CompletionOutput, RequestOutput
-from dsjax.engine.request import FinishReason
+from dsjax.engine.core import EngineCore
+from dsjax.engine.facts import EngineFacts
+from dsjax.engine.input_processor import Prompt
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.stats import ExpertCounts
+from dsjax.serve.admission import QueueGate
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import Usage
+from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions
+from dsjax.serve.reasoning import ReasoningParser
+from dsjax.serve.sampling_fields import SamplingFields
+from dsjax.serve.tool_format import ToolFormat
 
-# JSON has no -inf. OpenAI's clients know this number, which vLLM also sends.
-_LEAST_LOGPROB = -9999.0
+Answer = TypeVar("Answer")
+Submit = Callable[[str, Sequence[Prompt], SamplingParams, str | None], Awaitable[OutputStream]]
+"""Called with the answer's id, prompts, parameters and session."""
+
+
+class Phase(enum.Enum):
+    """Where in its life the server is."""
+
+    WARMING_UP = "warming up"
+    READY = "ready"
+    CLOSING = "shutting down"
 
 
 @dataclass
 class Serving:
-    """The engine and the names it is served under. The first name is used where a request gives none."""
+    """What every endpoint needs. The first of `model_names` is used where a request gives none.
+
+    Attributes:
+        facts: of the loaded model; None where a test serves without one.
+        metrics: told of every step and output, and of requests that were turned away.
+        orders_by_priority: whether the scheduler heeds `priority`.
+    """
 
     engine: AsyncEngine
     model_names: Sequence[str]
     model_root: str
     max_model_len: int
+    options: ServeOptions = field(default_factory=ServeOptions)
+    facts: EngineFacts | None = None
+    metrics: Metrics | None = None
+    orders_by_priority: bool = False
+    phase: Phase = Phase.READY
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self):
+        if self.metrics is not None:
+            self.engine.observers.append(self.metrics)
+        tokenizer = self.engine.tokenizer
+        self.gate = QueueGate(self.engine, self.options, self.reject)
+        self.reasoning = ReasoningParser.choose(self.options.reasoning_parser, tokenizer)
+        self.tool_format = ToolFormat.choose(self.options.tool_call_parser, tokenizer)
+        self.expert_counts: ExpertCounts | None = None  # the last ones that were recorded
+        self._under_way: dict[str, list[OutputStream]] = {}
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with.
@@ -45,59 +86,95 @@ class Serving:
             )
         return name
 
+    def check_admitting(self) -> None:
+        """Raise a 503 unless the server is warmed up and takes requests."""
+        if self.engine.error is not None:
+            raise self.reject("dead", ApiError(503, "the engine has failed", type="server_error"))
+        if self.phase is not Phase.READY:
+            code = self.phase.value.replace(" ", "_")
+            error = ApiError(503, f"the server is {self.phase.value}", type="server_error", code=code, retry_after=5)
+            raise self.reject(code, error)
 
-def new_id(prefix: str) -> str:
-    """A request id that nobody can guess or repeat."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    @contextmanager
+    def admitted(self, body: SamplingFields, texts: Sequence[str | Sequence[int]]) -> Iterator[Submit]:
+        """Let a request through to the engine, whose prompts are made from `texts`; gives the function that submits them.
+
+        Raises:
+            ApiError: not ready, too much waits, or a priority that nothing heeds.
+        """
+        self.check_admitting()
+        if body.priority and not self.orders_by_priority:
+            reason = "this server does not order by priority; it was started without --scheduling-policy priority"
+            raise ApiError(400, reason, param="priority")
+
+        async def submit(
+            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, session: str | None
+        ) -> OutputStream:
+            return await self.engine.submit(
+                f"{answer_id}~{uuid.uuid4().hex[:8]}",  # clients may give an id twice
+                prompts,
+                params,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                session=session,
+            )
+
+        with self.gate.through(texts, body.n):
+            yield submit
+
+    async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
+        """What `function` gives, called in the engine's thread between two steps.
+
+        Raises:
+            ApiError: 503, there is no engine to ask, or a step takes too long.
+        """
+        if self.engine.error is not None or not self.engine.running:
+            raise ApiError(503, "the engine is not running", type="server_error", code="not_ready")
+        try:
+            return await asyncio.wait_for(self.engine.call(function), self.options.request_timeout)
+        except TimeoutError as error:
+            raise ApiError(503, "the engine is busy with one step", type="server_error", code="busy") from error
+
+    def reject(self, reason: str, error: ApiError) -> ApiError:
+        """Count a request that is turned away; give the error back."""
+        if self.metrics is not None:
+            self.metrics.on_rejected(reason)
+        return error
+
+    def follow(self, answer_id: str, stream: OutputStream) -> None:
+        """Remember a request under the id that its client knows, until `stream` is closed."""
+        self._under_way.setdefault(answer_id, []).append(stream)
+
+    def forget(self, answer_id: str, stream: OutputStream) -> None:
+        """The stream is closed."""
+        streams = self._under_way.get(answer_id, [])
+        if stream in streams:
+            streams.remove(stream)
+        if not streams:
+            self._under_way.pop(answer_id, None)
+
+    def abort(self, request_id: str | None) -> int:
+        """End the requests of this id, or all of them; each client gets an error. Give how many there were.
+
+        An id is the answer's (`cmpl-…`, `chatcmpl-…`) or what the client itself gave.
+        """
+        found = [
+            stream
+            for answer_id, streams in self._under_way.items()
+            for stream in streams
+            if request_id is None or request_id in (answer_id, answer_id.partition("-")[2])
+        ]
+        for stream in found:
+            stream.fail(ApiError(503, "the request was aborted", type="server_error", code="aborted"))
+        return len(found)
 
 
-async def gather(stream: OutputStream) -> list[RequestOutput]:
-    """The final output of every prompt of a stream, in the prompts' order."""
-    outputs = {index: output async for index, output in stream}
-    for output in outputs.values():
-        for completion in output.outputs:
-            refuse_failed(completion)
-    return [outputs[index] for index in sorted(outputs)]
-
-
-def refuse_failed(completion: CompletionOutput) -> None:
-    """Raise for a completion that did not end by itself: OpenAI's API has no finish reason for that."""
-    if completion.finish_reason is FinishReason.ERROR:
-        raise ApiError(500, str(completion.stop_reason), type="server_error", code="non_finite_values")
-    if completion.finish_reason is FinishReason.ABORT:
-        raise ApiError(503, "the request was aborted", type="server_error", code="aborted")
-
-
-class UsageCounter:
-    """Counts the tokens of a request while its outputs go by: each output's tokens are counted once."""
-
-    def __init__(self):
-        self._prompts: dict[int, int] = {}
-        self._completion_tokens = 0
-
-    def count(self, index: int, output: RequestOutput) -> None:
-        """Enter an output of prompt `index`, whose completions hold tokens not yet counted."""
-        self._prompts[index] = len(output.prompt_token_ids)
-        self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-
-    def usage(self) -> Usage:
-        """The sums."""
-        prompt = sum(self._prompts.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt + self._completion_tokens,
-        }
-
-
-def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
-    """The usage of final outputs."""
-    counter = UsageCounter()
-    for index, output in enumerate(outputs):
-        counter.count(index, output)
-    return counter.usage()
-
-
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
-    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
+@contextmanager
+def followed(serving: Serving, answer_id: str, stream: OutputStream) -> Iterator[OutputStream]:
+    """While an answer is under way: it can be aborted by its id, and ends in any case."""
+    serving.follow(answer_id, stream)
+    try:
+        yield stream
+    finally:
+        stream.close()
+        serving.forget(answer_id, stream)

@@ -59,10 +59,12 @@ def test_fields_that_are_not_the_schema_s_are_422_and_named(server, body, param)
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": "a", "stop_token_ids": [300]}, "stop_token_ids"),
         ({"prompt": "a", "seed": 2**64}, "seed"),
-        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "priority": 3}, "priority"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
-        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
-        ({"prompt": "a", "logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+        ({"prompt": "a", "logit_bias": {"five": 1.0}}, "logit_bias"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )
@@ -77,7 +79,7 @@ def test_values_that_cannot_be_are_400_and_named_before_any_stream_begins(server
     ("path", "body", "status"),
     [
         (COMPLETIONS, {"prompt": "\ud800"}, 400),
-        (COMPLETIONS, {"prompt": "a", "model": "\ud800"}, 404),
+        (COMPLETIONS, {"prompt": "a", "model": "\ud800"}, 400),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400),
     ],
 )
@@ -93,15 +95,26 @@ def test_half_a_surrogate_pair_is_refused(server, path, body, status):
     ("body", "status", "param"),
     [
         ({"messages": []}, 422, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 422, "messages"),
-        ({"messages": [{"role": "user"}]}, 422, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 422, "messages"),
+        ({"messages": [{"role": "user"}]}, 400, "messages"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}
+                ]
+            },
+            400,
+            "messages",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "messages"),
         ({"messages": MESSAGES, "top_logprobs": 3}, 400, "top_logprobs"),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 50}, 400, "logprobs"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_completion_tokens"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs"),
-        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools"),
-        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, 422, "tools"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice"),
+        ({"messages": MESSAGES, "response_format": {"type": "xml"}}, 422, "response_format"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "response_format"),
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, 422, "chat_template"),
         ({"messages": MESSAGES, "model": "nope"}, 404, "model"),
     ],
@@ -110,7 +123,7 @@ def test_chat_requests_that_cannot_be_are_named(server, body, status, param):
     assert check_error(server.post(CHAT, body), status)["param"] == param
 
 
-def test_neutral_values_of_unsupported_fields_are_accepted(server):
+def test_neutral_values_of_fields_are_accepted(server):
     body = {"prompt": "a", "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "echo": False, "user": "me"}
     assert server.post(COMPLETIONS, body).status_code == 200
     body = {"messages": MESSAGES, "tools": [], "response_format": {"type": "text"}, "max_tokens": 2}

@@ -123,16 +123,21 @@ def test_when_the_engine_dies_every_client_hears_of_it_and_the_exit_code_is_1(st
         assert "fake device" not in response.text, "messages hold no internals"
 
 
-def test_non_finite_values_fail_one_request_with_a_message(start_server, monkeypatch):
+class IdsBeginningWith(set):
+    """Engine ids are the client's with a mark behind."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(request_id.startswith(each) for each in self)
+
+
+def test_non_finite_values_fail_one_request_with_a_message(start_server):
     server = start_server()
     good = server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()
-    monkeypatch.setattr("dsjax.serve.completions.new_id", lambda prefix: "bad")
-    server.runner.non_finite.add("bad")
-    answer = server.post("/v1/completions", LONG)
+    server.runner.non_finite = IdsBeginningWith({"cmpl-bad"})
+    answer = server.post("/v1/completions", {**LONG, "request_id": "bad"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "non_finite_values")
-    streamed = server.post("/v1/completions", {**LONG, "stream": True})
+    streamed = server.post("/v1/completions", {**LONG, "stream": True, "request_id": "bad"})
     assert events(streamed.text)[-2]["error"]["code"] == "non_finite_values"
-    monkeypatch.undo()
     assert server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()["choices"] == good["choices"]
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
 

@@ -1,0 +1,189 @@
+"""The body of `/v1/chat/completions`: messages, tools and the rest, checked one by one and against each other."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from dsjax.serve import bounds
+from dsjax.serve.errors import ApiError
+from dsjax.serve.sampling_fields import Count, Name, SamplingFields
+from dsjax.serve.strict_model import StrictModel
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class TextPart(StrictModel):
+    """A piece of a message's content; only text has a meaning for this model."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(max_length=bounds.MAX_PARTS)]
+
+
+class CalledFunction(StrictModel):
+    """What an earlier answer called. `arguments` are JSON text."""
+
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    """A call of an earlier answer, as it was given."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Count | None = Field(None, description="accepted: chunks have it")
+
+
+class ChatMessage(StrictModel):
+    """One message. A developer's is taken as the system's, as OpenAI's reasoning models do."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Name | None = Field(None, description="accepted; DeepSeek's templates have no place for it")
+    reasoning_content: str | None = Field(None, description="an assistant's; given to the template")
+    reasoning: str | None = Field(None, description="another name of reasoning_content")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=bounds.MAX_TOOL_CALLS)] | None = None
+    tool_call_id: Name | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str | None:
+        """The content as one string."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+    def check(self, index: int) -> None:
+        """Raise for fields that do not go with the role."""
+        where = f"messages[{index}]"
+        if self.role != "assistant":
+            for name in ("tool_calls", "reasoning_content", "reasoning"):
+                if getattr(self, name):
+                    raise ApiError(400, f"{where}: {name} is only for the role assistant", param="messages")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ApiError(400, f"{where}: tool_call_id is only for the role tool", param="messages")
+        if self.content is None and not self.tool_calls:
+            raise ApiError(400, f"{where}: found no content, expected text", param="messages")
+
+
+class Function(StrictModel):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema")
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    """OpenAI's tool: only functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(StrictModel):
+    """The function that must be called."""
+
+    name: FunctionName
+
+
+class ToolChoice(StrictModel):
+    """OpenAI's way to name a function that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class PromptFields(StrictModel):
+    """What the prompt is made from. `/tokenize` takes it too."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=bounds.MAX_MESSAGES)
+    tools: Annotated[list[Tool], Field(max_length=bounds.MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
+    continue_final_message: bool | None = Field(False, description="go on inside the last message")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's own template")
+
+    def check_prompt_fields(self) -> None:
+        """Raise for messages and tools that cannot be."""
+        for index, message in enumerate(self.messages):
+            message.check(index)
+        if self.continue_final_message and self.add_generation_prompt:
+            reason = "continue_final_message and add_generation_prompt exclude each other; give one"
+            raise ApiError(400, reason, param="continue_final_message")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ApiError(400, "two tools have the same name", param="tools")
+        if self.tools and len(json.dumps(self.tool_dicts())) > bounds.MAX_GRAMMAR_BYTES:
+            raise ApiError(400, f"the tools take more than {bounds.MAX_GRAMMAR_BYTES:,} bytes", param="tools")
+
+    def tool_dicts(self) -> list[dict[str, Any]]:
+        """The tools as templates and grammars read them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+
+class ChatRequest(SamplingFields, PromptFields):
+    """Body of `/v1/chat/completions`."""
+
+    max_tokens: Count | None = Field(None, description="default: what the context leaves")
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = False
+    top_logprobs: Count | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = True
+    include_reasoning: bool | None = Field(True, description="false leaves the reasoning out of the answer")
+
+    def check(self) -> None:
+        """Raise for fields that do not go together."""
+        self.check_stream_fields()
+        self.check_prompt_fields()
+        choice = self.tool_choice
+        if choice not in (None, "none", "auto") and not self.tools:
+            raise ApiError(400, "tool_choice wants tools, and there are none", param="tool_choice")
+        if isinstance(choice, ToolChoice) and choice.function.name not in [t.function.name for t in self.tools]:
+            reason = f"tool_choice names {choice.function.name!r}, which is none of the tools"
+            raise ApiError(400, reason, param="tool_choice")
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that this answer may call."""
+        return [] if self.tool_choice == "none" else self.tool_dicts()
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools one of which this answer must call; none: it may also be text."""
+        if self.tool_choice == "required":
+            return self.tool_dicts()
+        if isinstance(self.tool_choice, ToolChoice):
+            return [tool for tool in self.tool_dicts() if tool["function"]["name"] == self.tool_choice.function.name]
+        return []
+
+    def token_limit(self) -> int | None:
+        """`max_completion_tokens`, or its older name.
+
+        Raises:
+            ApiError: both are given and differ.
+        """
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens")
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        """How many log-probabilities beside each token's own; None for none at all.
+
+        Raises:
+            ApiError: `top_logprobs` without `logprobs`.
+        """
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0

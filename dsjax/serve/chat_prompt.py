@@ -1,0 +1,111 @@
+"""`ChatPrompt`: messages and tools to a prompt's text and tokens, through the model's own template."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.engine.tokenizer import Tokenizer
+from dsjax.serve.chat_fields import ChatMessage, PromptFields
+from dsjax.serve.errors import ApiError
+from dsjax.serve.tool_format import ToolFormat, tool_outputs
+
+_RESERVED_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered prompt.
+
+    Attributes:
+        unfinished: the assistant's text that the prompt ends with, when it is to be continued; else None.
+    """
+
+    text: str
+    token_ids: list[int]
+    unfinished: str | None
+
+
+def render_prompt(
+    tokenizer: Tokenizer | None, fields: PromptFields, tools: Sequence[Mapping[str, Any]], form: ToolFormat | None
+) -> ChatPrompt:
+    """Make the prompt. Runs long for long conversations: call it in a thread.
+
+    Args:
+        tools: those to offer.
+        form: in which tool calls are written.
+
+    Raises:
+        ApiError, ChatTemplateError: there is no template, or it refuses these messages.
+    """
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
+    variables = fields.chat_template_kwargs or {}
+    reserved = sorted(_RESERVED_VARIABLES & variables.keys())
+    if reserved:
+        raise ApiError(400, f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs")
+    source = tokenizer.chat_template.source
+    messages = _messages(fields.messages, _names(source, "tool_calls"), form)
+    if tools and not _names(source, "tools"):
+        messages = _with_description(messages, tools, form)
+    text = tokenizer.chat_template.render(
+        messages,
+        add_generation_prompt=not fields.continue_final_message and fields.add_generation_prompt is not False,
+        **({"tools": list(tools)} if tools else {}),
+        **variables,
+    )
+    unfinished = None
+    if fields.continue_final_message:
+        unfinished = messages[-1]["content"] or ""
+        text = _cut_after(text, unfinished)
+    return ChatPrompt(text, tokenizer.encode(text, add_special_tokens=False), unfinished)
+
+
+def _messages(messages: Sequence[ChatMessage], has_tool_calls: bool, form: ToolFormat | None) -> list[dict[str, Any]]:
+    """Messages as templates read them. Without a place for tool calls and answers these become text."""
+    rendered: list[dict[str, Any]] = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        entry: dict[str, Any] = {"role": role, "content": message.text}
+        if reasoning := message.reasoning_content or message.reasoning:
+            entry |= {"reasoning_content": reasoning}
+        if message.tool_calls and has_tool_calls:
+            entry["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+        elif message.tool_calls:
+            calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+            entry["content"] = (message.text or "") + _needed(form).calls(calls)
+        if role == "tool" and has_tool_calls and message.tool_call_id is not None:
+            entry["tool_call_id"] = message.tool_call_id
+        elif role == "tool" and not has_tool_calls:
+            entry = {"role": "user", "content": tool_outputs([message.text or ""])}
+        rendered.append(entry)
+    return rendered
+
+
+def _with_description(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolFormat | None
+) -> list[dict[str, Any]]:
+    description = _needed(form).describe(tools)
+    if messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{description}"}, *messages[1:]]
+    return [{"role": "system", "content": description}, *messages]
+
+
+def _needed(form: ToolFormat | None) -> ToolFormat:
+    if form is None:
+        reason = "this model has no format for tool calls; start the server with --tool-call-parser to give it one"
+        raise ApiError(400, reason, param="tools")
+    return form
+
+
+def _names(source: str, variable: str) -> bool:
+    return re.search(rf"\b{variable}\b", source) is not None
+
+
+def _cut_after(text: str, final: str) -> str:
+    """The prompt up to the end of the last message's own text."""
+    at = text.rfind(final.strip())
+    if at < 0 or not final.strip():
+        reason = "the model's template does not keep the last message's text as it is, so it cannot be continued"
+        raise ApiError(400, reason, param="continue_final_message")
+    return text[: at + len(final.strip())]

@@ -1,0 +1,80 @@
+"""What only an administrator may do. Who that is, is checked before, by `Keys`."""
+
+from typing import Annotated
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
+from dsjax.serve.errors import ApiError
+from dsjax.serve.json_bodies import StrictRoute
+from dsjax.serve.profiling import Profiler
+from dsjax.serve.responses import Aborted, ExpertLoad, State
+from dsjax.serve.routes.documented import errors
+from dsjax.serve.routes.status import expert_load
+from dsjax.serve.serving import Serving
+from dsjax.serve.strict_model import StrictModel
+
+RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS + 16)]
+
+
+class AbortRequest(StrictModel):
+    """Which requests to end: one id, the answer's or the client's own, or all."""
+
+    request_id: RequestId | None = None
+    abort_all: bool = False
+
+
+def admin_routes(serving: Serving) -> APIRouter:
+    """`/flush_cache`, `/abort_request`, profiling, and the record of the experts' load."""
+    router = APIRouter(route_class=StrictRoute)
+    profiler = Profiler(serving.options.profile_dir)
+    documented = errors(403, 503)
+
+    @router.post("/flush_cache", responses=documented)
+    async def flush_cache() -> State:
+        """Forget all cached prefixes. Running requests keep the pages that they read."""
+        await serving.ask(lambda core: core.flush_prefix_cache())
+        return {"status": "flushed"}
+
+    @router.post("/abort_request", responses=errors(403, 422))
+    async def abort_request(body: AbortRequest) -> Aborted:
+        """End requests; their clients get an error."""
+        if (body.request_id is None) != body.abort_all:
+            raise ApiError(400, "found both or none, expected request_id or abort_all: true", param="request_id")
+        return {"aborted": serving.abort(body.request_id)}
+
+    @router.post("/start_profile", responses=documented)
+    async def start_profile() -> State:
+        """Begin a trace, between two steps."""
+        return {"status": await serving.ask(lambda core: profiler.start())}
+
+    @router.post("/stop_profile", responses=documented)
+    async def stop_profile() -> State:
+        """End the trace and write it."""
+        return {"status": await serving.ask(lambda core: profiler.stop())}
+
+    @router.post("/start_expert_distribution_record", responses=documented)
+    async def start_record() -> State:
+        """Count from zero how tokens reach their experts."""
+        await serving.ask(lambda core: core.runner.set_recording(True))
+        return {"status": "recording"}
+
+    @router.post("/stop_expert_distribution_record", responses=documented)
+    async def stop_record() -> State:
+        """Count no more; what was counted can still be dumped."""
+        serving.expert_counts = await serving.ask(lambda core: core.runner.expert_counts()) or serving.expert_counts
+        await serving.ask(lambda core: core.runner.set_recording(False))
+        return {"status": "stopped"}
+
+    @router.post("/dump_expert_distribution_record", responses=documented)
+    async def dump_record() -> ExpertLoad:
+        """What was counted since the record began."""
+        serving.expert_counts = await serving.ask(lambda core: core.runner.expert_counts()) or serving.expert_counts
+        if serving.expert_counts is None:
+            raise ApiError(
+                400, "nothing was recorded; post to /start_expert_distribution_record first", code="no_record"
+            )
+        return expert_load(serving.expert_counts)
+
+    return router

@@ -1,0 +1,79 @@
+"""OpenAI's endpoints."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request
+from starlette.responses import Response
+
+from dsjax.serve.bounds import MAX_NAME_CHARACTERS
+from dsjax.serve.chat import ChatAnswer
+from dsjax.serve.chat_fields import ChatRequest
+from dsjax.serve.completions import CompletionAnswer, CompletionRequest
+from dsjax.serve.event_stream import EventStream, unless_client_leaves
+from dsjax.serve.json_bodies import JsonResponse, StrictRoute
+from dsjax.serve.request_ids import request_id_of
+from dsjax.serve.responses import ChatResponse, CompletionResponse, ModelCard, ModelList
+from dsjax.serve.routes.documented import errors
+from dsjax.serve.serving import Serving, followed
+
+Session = Annotated[
+    str | None,
+    Header(
+        alias="X-Session-Affinity",
+        min_length=1,
+        max_length=MAX_NAME_CHARACTERS,
+        description="requests of one session go to one DP rank",
+    ),
+]
+
+
+def openai_routes(serving: Serving) -> APIRouter:
+    """`/v1/…`."""
+    router = APIRouter(prefix="/v1", route_class=StrictRoute)
+    generating = errors(422, 429, 500, 503)
+
+    @router.get("/models", responses=errors())
+    async def models() -> ModelList:
+        """The served names."""
+        return {"object": "list", "data": [_card(serving, name) for name in serving.model_names]}
+
+    @router.get("/models/{name:path}", responses=errors())
+    async def model(name: str) -> ModelCard:
+        """One served name."""
+        return _card(serving, serving.check_model(name))
+
+    @router.post("/completions", response_model=CompletionResponse, responses=generating)
+    async def completions(body: CompletionRequest, request: Request, session: Session = None) -> Response:
+        """Continue one or several prompts."""
+        answer = CompletionAnswer(serving, body, request_id_of(request, body.request_id))
+        return await _answer(serving, answer, body.stream, request, session)
+
+    @router.post("/chat/completions", response_model=ChatResponse, responses=generating)
+    async def chat_completions(body: ChatRequest, request: Request, session: Session = None) -> Response:
+        """Continue a conversation."""
+        answer = ChatAnswer(serving, body, request_id_of(request, body.request_id))
+        return await _answer(serving, answer, body.stream, request, session)
+
+    return router
+
+
+async def _answer(
+    serving: Serving, answer: CompletionAnswer | ChatAnswer, stream: bool | None, request: Request, session: str | None
+) -> Response:
+    outputs = await answer.start(session)
+    resources = followed(serving, answer.id, outputs)
+    if stream:
+        return EventStream(answer.chunks(outputs), resources)
+    with resources:
+        return JsonResponse(await unless_client_leaves(request, answer.whole(outputs)))
+
+
+def _card(serving: Serving, name: str) -> ModelCard:
+    return {
+        "id": name,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "dsjax",
+        "root": serving.model_root,
+        "max_model_len": serving.max_model_len,
+    }

@@ -1,0 +1,94 @@
+"""What the tokenizer does, without the model: vLLM's endpoints."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body
+
+from dsjax.engine.tokenizer import Tokenizer
+from dsjax.serve.chat_fields import PromptFields
+from dsjax.serve.chat_prompt import render_prompt
+from dsjax.serve.errors import ApiError
+from dsjax.serve.json_bodies import StrictRoute
+from dsjax.serve.responses import Text, TokenizerInfo, Tokens
+from dsjax.serve.routes.documented import errors
+from dsjax.serve.sampling_fields import Name
+from dsjax.serve.serving import Serving
+from dsjax.serve.strict_model import StrictModel
+from dsjax.serve.token_text import token_name
+
+
+class TokenizeText(StrictModel):
+    """A text to tokenise."""
+
+    model: Name | None = None
+    prompt: str
+    add_special_tokens: bool | None = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeMessages(PromptFields):
+    """A conversation to tokenise, as `/v1/chat/completions` would."""
+
+    model: Name | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(StrictModel):
+    """Token ids to turn into text, special tokens too."""
+
+    model: Name | None = None
+    tokens: list[int]
+
+
+def tokenizer_routes(serving: Serving) -> APIRouter:
+    """`/tokenize`, `/detokenize`, `/tokenizer_info`."""
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.post("/tokenize", responses=errors(422))
+    async def tokenize(body: Annotated[TokenizeText | TokenizeMessages, Body()]) -> Tokens:
+        """Text or messages to token ids."""
+        serving.check_model(body.model)
+        tokenizer = _needed(serving)
+        ids = await asyncio.to_thread(_ids, serving, tokenizer, body)
+        names = [token_name(tokenizer, token_id) for token_id in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": serving.max_model_len, "tokens": ids, "token_strs": names}
+
+    @router.post("/detokenize", responses=errors(422))
+    async def detokenize(body: DetokenizeRequest) -> Text:
+        """Token ids to text."""
+        serving.check_model(body.model)
+        tokenizer = _needed(serving)
+        for token_id in body.tokens:
+            if not 0 <= token_id < tokenizer.vocab_size:
+                reason = f"tokens: found {token_id}, expected 0 to {tokenizer.vocab_size - 1}"
+                raise ApiError(400, reason, param="tokens")
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return {"prompt": text}
+
+    @router.get("/tokenizer_info", responses=errors())
+    async def tokenizer_info() -> TokenizerInfo:
+        """What the tokenizer is."""
+        tokenizer = _needed(serving)
+        return {
+            "vocab_size": tokenizer.vocab_size,
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+            "special_tokens": tokenizer.special_tokens,
+            "chat_template": tokenizer.chat_template.source if tokenizer.chat_template else None,
+        }
+
+    return router
+
+
+def _needed(serving: Serving) -> Tokenizer:
+    if serving.engine.tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer")
+    return serving.engine.tokenizer
+
+
+def _ids(serving: Serving, tokenizer: Tokenizer, body: Any) -> list[int]:
+    if isinstance(body, TokenizeText):
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    body.check_prompt_fields()
+    return render_prompt(tokenizer, body, body.tool_dicts(), serving.tool_format).token_ids

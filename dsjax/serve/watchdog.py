@@ -1,0 +1,98 @@
+"""`Watchdog`: a step that hangs becomes a diagnosed exit."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from dsjax.engine.request import Request, Status
+
+HANG_EXIT_CODE = 70
+"""What the process ends with; sysexits' EX_SOFTWARE. A failed engine gives 1, a user's mistake 2."""
+
+_MOST_REQUESTS = 20
+# After streams were told, clients get this long to read it.
+_FLUSH_SECONDS = 1.0
+
+
+class Watchdog:
+    """Looks every so often at when the engine's step began, from a thread that needs neither the engine's nor the event loop's.
+
+    Args:
+        step_started: when the step under way began, in seconds of `time.monotonic`; None between steps.
+        running: the running requests of every rank, to tell of.
+        tell_clients: called before the end; ends their streams with an error.
+    """
+
+    def __init__(
+        self,
+        step_timeout: float,
+        *,
+        step_started: Callable[[], float | None],
+        running: Callable[[], list[list[Request]]],
+        tell_clients: Callable[[], None],
+        exit: Callable[[int], None] = os._exit,
+        out: TextIO | None = None,
+    ):
+        self._step_timeout = step_timeout
+        self._step_started = step_started
+        self._running = running
+        self._tell_clients = tell_clients
+        self._exit = exit
+        self._out = out or sys.stderr
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dsjax-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(1.0, self._step_timeout / 4)):
+            started = self._step_started()
+            if started is not None and (seconds := time.monotonic() - started) > self._step_timeout:
+                self._end(seconds)
+                return
+
+    def _end(self, seconds: float) -> None:
+        try:
+            self._diagnose(seconds)
+            self._tell_clients()
+            time.sleep(_FLUSH_SECONDS)
+        finally:
+            self._exit(HANG_EXIT_CODE)
+
+    def _diagnose(self, seconds: float) -> None:
+        out = self._out
+        print(
+            f"dsjax: a step has been running for {seconds:.1f} s, more than --step-timeout {self._step_timeout:g}; "
+            f"it is taken for a hang, and this process ends with {HANG_EXIT_CODE}. Most often a device waits in a collective "
+            "that another never enters, or is lost.",
+            file=out,
+        )
+        for rank, requests in enumerate(self._running()):
+            rows = [request for request in requests if request.status is Status.RUNNING]
+            if rows:
+                print(f"rank {rank}: {len(rows)} rows", file=out)
+            for request in rows[:_MOST_REQUESTS]:
+                print(f"  {_row(request)}", file=out)
+            if len(rows) > _MOST_REQUESTS:
+                print(f"  and {len(rows) - _MOST_REQUESTS} more", file=out)
+        out.flush()
+        faulthandler.dump_traceback(file=out, all_threads=True)
+        out.flush()
+
+
+def _row(request: Request) -> str:
+    return (
+        f"{request.request_id}: slot {request.slot}, {request.num_computed_tokens} of {len(request.token_ids)} tokens "
+        f"computed (prompt {request.num_prompt_tokens}), {len(request.pages)} pages, "
+        f"{request.num_preemptions} preemptions"
+    )
