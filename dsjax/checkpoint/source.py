@@ -53,6 +53,12 @@ class Checkpoint:
             return "fp8"
         return self.natural_weights
 
+    @property
+    def bf16_experts(self) -> bool:
+        """Whether every routed expert is in bf16, so that keeping them so loses nothing."""
+        dtypes = {spec.dtype.name for name, spec in self.specs.items() if ".mlp.experts." in name}
+        return dtypes == {"bfloat16"}
+
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Open a directory with ``config.json`` and safetensors, or one that ``dsjax convert`` made.

@@ -18,15 +18,20 @@ from sharding.dispatch import DispatchConfig
 from sharding.placement import Placement
 
 
-def make_step(args: EngineArgs, config: ModelConfig, spec: MeshSpec, mesh: Mesh) -> Step:
+def make_step(
+    args: EngineArgs, config: ModelConfig, spec: MeshSpec, mesh: Mesh, *, bf16_experts: bool | None = None
+) -> Step:
     """The step that ``args`` describe, for this model on this mesh.
+
+    bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
+    configuration says.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
     """
     platform = mesh.devices.flat[0].platform
     dtype = compute_dtype(args, config, platform)
-    weights = weights_format(args, dtype)
+    weights = weights_format(args, config, dtype, bf16_experts)
     common_layout(args.mla_prefill, args.mla_decode)
     check_layout(config, spec, args.redundant_experts, weights)
     placement = expert_placement(config, spec, args.redundant_experts)
@@ -65,11 +70,18 @@ def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dt
     return jnp.dtype("float32" if platform == "cpu" or config.torch_dtype == "float32" else "bfloat16")
 
 
-def weights_format(args: EngineArgs, dtype: np.dtype) -> Weights:
-    """How matrices are kept: FP8 if asked for, else in the compute dtype."""
+def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_experts: bool | None = None) -> Weights:
+    """How matrices are kept: FP8 if asked for, else in the compute dtype, but routed experts in bf16 if they come so.
+
+    bf16_experts: as for ``make_step``. FP8 values times their scales do not fit bf16, so they become float32 for float32.
+    """
     if args.weights == "fp8":
         return "fp8"
-    return "f32" if dtype == jnp.float32 else "bf16"
+    if dtype != jnp.float32:
+        return "bf16"
+    if bf16_experts is None:
+        bf16_experts = config.is_moe and config.torch_dtype == "bfloat16" and config.quantization is None
+    return "mixed" if bf16_experts else "f32"
 
 
 def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: Weights) -> None:

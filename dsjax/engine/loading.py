@@ -62,9 +62,9 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    step = make_step(args, config, spec, mesh)
+    step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts)
     max_model_len = _max_model_len(args, config)
-    weights = weights_format(args, step.dtype)
+    weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     params = load(
         config,
         checkpoint,

@@ -20,6 +20,7 @@ class RoutedExperts(nnx.Module):
 
     def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
         D, F = config.hidden_size, config.moe_intermediate_size
+        declare = declare.for_experts
         self.gate_up = Matrix(declare, (num_physical, D, 2, F), ("experts", "embed", "stack", "expert_width"))
         self.down = Matrix(declare, (num_physical, F, D), ("experts", "expert_width", "embed"))
 

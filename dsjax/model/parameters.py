@@ -19,7 +19,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-Weights = Literal["bf16", "f32", "fp8"]
+Weights = Literal["bf16", "f32", "mixed", "fp8"]
+"""How matrices are kept. ``mixed``: routed experts in bf16, all others in float32. It is for computing in float32 from a bf16
+checkpoint: widening is exact, experts are most of the bytes, and only those that have tokens are read.
+"""
 WEIGHT_DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -106,7 +109,12 @@ class Declaration:
     @property
     def plain_dtype(self) -> np.dtype:
         """Dtype of parameters that are never quantised: norms, router, embedding, head."""
-        return WEIGHT_DTYPES["f32" if self.weights == "f32" else "bf16"]
+        return WEIGHT_DTYPES["f32" if self.weights in ("f32", "mixed") else "bf16"]
+
+    @property
+    def for_experts(self) -> Declaration:
+        """The same, for the matrices of routed experts."""
+        return Declaration("bf16", self.platform, self._stack) if self.weights == "mixed" else self
 
     def parameter(
         self,

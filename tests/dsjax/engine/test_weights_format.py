@@ -1,0 +1,56 @@
+"""Experts that come in bf16 stay so for float32 computation, and nothing is lost by it."""
+
+import json
+
+import numpy as np
+import pytest
+from layouts import write_checkpoint
+
+from dsjax import LLM
+from dsjax.engine import assembly, loading
+
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "dtype": "float32"}
+TOKENS = list(range(2, 20))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("f32"))
+
+
+@pytest.fixture(scope="module")
+def rounded(checkpoint, tmp_path_factory):
+    """The same checkpoint with every matrix in bf16."""
+    from dsjax.checkpoint.convert import convert_checkpoint
+
+    directory = tmp_path_factory.mktemp("bf16") / "checkpoint"
+    convert_checkpoint(checkpoint, directory, to="hf", weights="bf16")
+    return directory
+
+
+def expert_storage(llm: LLM) -> set[str]:
+    return {str(array.dtype) for path, array in llm.runner.params.items() if ".experts." in path}
+
+
+def test_experts_stay_in_bf16_and_give_the_very_same_logits(rounded, monkeypatch):
+    mixed = LLM(str(rounded), **SIZES)
+    assert mixed.facts.weights == "mixed"
+    assert expert_storage(mixed) == {"uint16"}, "bits of bf16 on the CPU platform"
+    found = mixed.logits([TOKENS])[0]
+    mixed.shutdown()
+    for module in (assembly, loading):
+        monkeypatch.setattr(module, "weights_format", lambda *args: "f32")
+    wide = LLM(str(rounded), **SIZES)
+    assert expert_storage(wide) == {"float32"}
+    np.testing.assert_array_equal(found, wide.logits([TOKENS])[0])
+    wide.shutdown()
+
+
+def test_experts_in_float32_stay_so_whatever_the_configuration_says(checkpoint, tmp_path):
+    copy = write_checkpoint(tmp_path)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    llm = LLM(str(copy), **SIZES)
+    assert llm.facts.weights == "f32"
+    assert expert_storage(llm) == {"float32"}
+    llm.shutdown()
