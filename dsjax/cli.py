@@ -22,6 +22,7 @@ _COMMANDS = {
     "convert": ("dsjax.checkpoint.command", "convert"),
     "dryrun": ("dsjax.dryrun.command", "dryrun"),
     "info": ("dsjax.info", "info"),
+    "plan": ("dsjax.plan.command", "plan"),
     "bench": ("dsjax.bench.command", "bench"),
     "top": ("dsjax.top.command", "top"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.plan.figure import Figure, exact, smallest
+from dsjax.plan.figure import Figure, exact, largest, smallest
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
 from dsjax.plan.workload import Objective
@@ -154,20 +154,26 @@ def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
 def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
     """Prefill and decode on instances of their own; the latent cache travels between them.
 
-    The rate is the smaller of what the two sides sustain, prefill at 85 % at most.
+    The rate is the smaller of what the two sides sustain, prefill at 85 % at most. With a given concurrency, requests that
+    do not decode wait for prefill: by Little's law the TTFT is concurrency ÷ rate less the time in decode, if that is more.
     """
     output, work = instance.workload.output.mean, instance.workload
     tpot = instance.tpot(batch).named("TPOT", "s")
     users = exact(batch * instance.replicas * count, "requests at once")
-    can_decode = (users / (tpot * max(output - 1, 1.0))).named("requests a second, decode", "1/s")
+    decoding = tpot * max(output - 1, 1.0)
+    size = instance.memory.cache_per_token * work.input.mean
+    transfer = cache_transfer(instance.cluster, size / instance.layout.mesh.tp_size).named("cache transfer", "s")
+    first = pool.seconds + transfer + (instance.decode_step(batch) * 0.5).named("step in progress", "s")
+    closed = work.concurrency is not None
+    can_decode = (users / (decoding + first if closed else decoding)).named("requests a second, decode", "1/s")
     can_prefill = (pool.rate * (prefill_count * _BUSY)).named("requests a second, prefill", "1/s")
     rate = smallest(can_decode, can_prefill)
     ends = [min(_BUSY, r / c) for r, c in zip(_ends(rate * _BUSY), _ends(can_prefill), strict=True)]
-    busy = Figure(ends[0], min(ends), max(ends), rate.kinds)
-    size = instance.memory.cache_per_token * work.input.mean
-    transfer = cache_transfer(instance.cluster, size / instance.layout.mesh.tp_size).named("cache transfer", "s")
-    ttft = pool.seconds + _queue(pool.seconds, busy) + transfer
-    ttft = (ttft + (instance.decode_step(batch) * 0.5).named("step in progress", "s")).named("TTFT", "s")
+    ttft = first + _queue(pool.seconds, Figure(ends[0], min(ends), max(ends), rate.kinds))
+    if closed and can_prefill.value < can_decode.value:
+        waiting = (users / can_prefill - decoding).named("waiting for prefill, by Little's law", "s")
+        ttft = largest(ttft, waiting)
+    ttft = ttft.named("TTFT", "s")
     throughput = (rate * output).named("throughput", "tokens/s")
     return Candidate(
         "separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, ttft, tpot, throughput

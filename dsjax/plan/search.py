@@ -14,7 +14,7 @@ from dsjax.plan.layout import Layout, layouts
 from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.workload import Objective, Options, Workload
 
-_POOLS, _DECODERS = 10, 16
+_POOLS, _DECODERS = 10, 400
 """Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
 
 
@@ -163,7 +163,7 @@ def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     )
     points = [(i, b) for i in fitting for b in _decode_batches(question, i)]
     rate = {(id(i), b): b * i.replicas / i.tpot(b).value / i.layout.devices for i, b in points}
-    decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, p[1]), 400)
+    decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
     found = []
     for pool in chosen:
         for instance, batch in decoders:
@@ -178,6 +178,11 @@ def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     return found
 
 
+def _rung(batch: float) -> int:
+    """Batches that are compared with each other: within a factor of the square root of two."""
+    return round(2 * math.log2(batch))
+
+
 def _pool_sizes(question: Question, instance: Instance) -> list[float]:
     bound = question.objective.ttft
     sizes = instance.prefill_sizes()
@@ -186,8 +191,11 @@ def _pool_sizes(question: Question, instance: Instance) -> list[float]:
 
 def _decode_batches(question: Question, instance: Instance) -> list[float]:
     bound = question.objective.tpot
-    if question.workload.concurrency is not None:
-        return [1.0]
+    wanted = question.workload.concurrency
+    if wanted is not None:
+        most = max(1, 3 * question.devices // (4 * instance.layout.devices))
+        batch = wanted / (instance.replicas * most)
+        return [batch] if batch <= instance.max_batch else []
     held = [float(b) for b in instance.batches() if bound is None or instance.tpot(b).value <= bound]
     return held or [1.0]
 
@@ -208,7 +216,7 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
         return []
     work = question.workload
     if work.concurrency is not None:
-        lefts = {1, max(1, devices // own // 4), max(1, devices // own // 2)}
+        lefts = {max(1, devices * share // (own * 8)) for share in (1, 2, 4, 6)}
     else:
         served = batch * instance.replicas / (instance.tpot(batch).value * max(work.output.mean - 1, 1.0))
         needed = served / (0.85 * pool.rate.value)  # prefill instances for each decode instance

@@ -1,0 +1,116 @@
+"""`dsjax plan`: a cluster, a workload and objectives in, a layout out, with figures that can be checked."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dsjax.errors import UserError
+
+_MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="Bundled name, or a directory with config.json.")] = "deepseek-v3",
+    cluster: Annotated[str, typer.Option(help="Bundled name (configs/clusters), or a TOML file.")] = "h100-32",
+    hosts: Annotated[int | None, typer.Option(help="Another number of hosts than the cluster's.", min=1)] = None,
+    input_tokens: Annotated[str, typer.Option("--input", help="Prompt tokens: mean, or mean:variation.")] = "2000",
+    output_tokens: Annotated[str, typer.Option("--output", help="Output tokens: mean, or mean:variation.")] = "500",
+    concurrency: Annotated[float | None, typer.Option(help="Requests in flight; default: as many as pays.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests a second that must be kept up with.")] = None,
+    prefix_hit: Annotated[float, typer.Option(help="Share of prompt tokens found in the cache.")] = 0.0,
+    ttft_ms: Annotated[float | None, typer.Option(help="Objective: mean time to first token.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Objective: mean time per output token.")] = None,
+    throughput: Annotated[float | None, typer.Option(help="Objective: output tokens a second, all together.")] = None,
+    precision: Annotated[str, typer.Option(help="fp8, bf16 or nvfp4.")] = "fp8",
+    kv_dtype: Annotated[str, typer.Option(help="Latent cache: auto, bf16 or fp8.")] = "auto",
+    mtp: Annotated[int, typer.Option(help="Tokens drafted by the MTP module a step.")] = 0,
+    mtp_acceptance: Annotated[float, typer.Option(help="Chance that a draft is accepted.")] = 0.85,
+    redundant_experts: Annotated[int | None, typer.Option(help="Physical minus logical; default: tried.")] = None,
+    expert_skew: Annotated[
+        str, typer.Option(help="default, uniform, zipf:S, or a JSON file of tokens per expert.")
+    ] = "default",
+    two_batch_overlap: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
+    mode: Annotated[str, typer.Option(help="aggregated, separated or both.")] = "both",
+    prefill_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a DP rank in a step.")] = 16384,
+    max_devices: Annotated[int | None, typer.Option(help="Use no more devices than this.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(help="Derivation of the best: tpot, ttft, throughput or memory.")
+    ] = None,
+    sweep: Annotated[list[str] | None, typer.Option(help="latency, bandwidth or loss-of-hosts; repeatable.")] = None,
+    rows: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 8,
+    pareto: Annotated[Path | None, typer.Option(help="Write the Pareto front: .html, or a picture.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for the sweeps' pictures.")] = None,
+    recipe_file: Annotated[Path | None, typer.Option("--recipe", help="Write the winner's recipe as JSON.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
+    ] = None,
+) -> None:
+    """Find the layout for a cluster, a workload and objectives; every figure with its kind and interval."""
+    from dsjax.config import load_config
+    from dsjax.plan.cluster import load_cluster
+    from dsjax.plan.explain import explain as derive
+    from dsjax.plan.pareto import draw_front, draw_sweep, write_html
+    from dsjax.plan.precision import precision as find_precision
+    from dsjax.plan.recipe import recipe
+    from dsjax.plan.report import show, show_sweep, to_json
+    from dsjax.plan.search import Question, search
+    from dsjax.plan.skew import read_skew
+    from dsjax.plan.sweep import sweep as run_sweep
+    from dsjax.plan.workload import Lengths, Objective, Options, Workload
+
+    if mode not in _MODES:
+        raise UserError(f"--mode is {mode!r}, expected one of {', '.join(_MODES)}")
+    found = load_cluster(cluster)
+    question = Question(
+        load_config(model),
+        found.resized(hosts) if hosts else found,
+        Workload(
+            Lengths.parse(input_tokens, "--input"),
+            Lengths.parse(output_tokens, "--output"),
+            concurrency,
+            rate,
+            prefix_hit,
+        ),
+        Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput),
+        Options(
+            find_precision(precision, kv_dtype),
+            mtp,
+            mtp_acceptance,
+            redundant_experts,
+            read_skew(expert_skew),
+            two_batch_overlap,
+            _MODES[mode],
+            prefill_tokens,
+            max_devices,
+        ),
+    )
+    answer = search(question)
+    best = answer.winner or (answer.missed[0] if answer.missed else None)
+    sweeps = [run_sweep(question, best, quantity) for quantity in sweep or ()] if best else []
+    if pareto:
+        (write_html if pareto.suffix == ".html" else draw_front)(answer, pareto)
+    if plots:
+        plots.mkdir(parents=True, exist_ok=True)
+        for swept in sweeps:
+            draw_sweep(swept, plots / f"{swept.quantity}.png")
+    if recipe_file and answer.winner:
+        recipe_file.write_text(json.dumps(recipe(model, question, answer.winner), indent=2) + "\n", encoding="utf-8")
+    if json_file is not None:
+        text = json.dumps(to_json(answer, model, rows, sweeps), indent=2) + "\n"
+        sys.stdout.write(text) if json_file == "-" else Path(json_file).write_text(text, encoding="utf-8")
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    show(console, answer, model, rows)
+    if explain:
+        console.print(
+            Text(derive(best, explain)) if best else "nothing fits: there is nothing to explain", soft_wrap=True
+        )
+    for swept in sweeps:
+        show_sweep(console, swept)

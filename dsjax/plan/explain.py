@@ -1,0 +1,55 @@
+"""Derivations as text: each figure with its value, interval, kind and source, what it was made of below it."""
+
+from __future__ import annotations
+
+from dsjax.errors import UserError
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.figure import Figure, Kind
+
+EXPLAINED = ("tpot", "ttft", "throughput", "memory")
+
+
+def explain(candidate: Candidate, what: str) -> str:
+    """The derivation of one of `EXPLAINED` for a candidate.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if what not in EXPLAINED:
+        raise UserError(f"--explain {what!r}: expected one of {', '.join(EXPLAINED)}")
+    lines = [f"{what} of {candidate.name()}, batch {candidate.batch:g} a DP rank"]
+    if what == "memory":
+        memory = candidate.decode.memory
+        lines += [f"  {size / 1e9:10.3f} GB  {name}  (exact)" for name, size in memory.weights.items()]
+        lines += [f"  {memory.weights_total / 1e9:10.3f} GB  weights  (exact)"]
+        lines += [f"  {memory.cache_per_token:,} B  a cached token  (exact)"]
+        return "\n".join([*lines, *derivation(memory.cache_tokens, 1)])
+    return "\n".join([*lines, *derivation(getattr(candidate, what))])
+
+
+def derivation(figure: Figure, depth: int = 0) -> list[str]:
+    """Lines; a figure that the same parent uses several times is shown once."""
+    words = Kind(figure.kinds).words()
+    certain = figure.low == figure.high
+    interval = "" if certain else f"  [{amount(figure.low, figure.unit)} … {amount(figure.high, figure.unit)}]"
+    source = "; ".join(text for text in (words, figure.source, figure.note) if text)
+    lines = [f"{'  ' * depth}{amount(figure.value, figure.unit):>12}{interval}  {figure.name}  ({source})"]
+    seen: set[tuple[str, float]] = set()
+    for part in figure.parts:
+        if (part.name, part.value) not in seen:
+            seen.add((part.name, part.value))
+            lines += derivation(part, depth + 1)
+    return lines
+
+
+def amount(value: float, unit: str) -> str:
+    """A value in a unit that reads well."""
+    if unit == "s":
+        for factor, name in ((1.0, "s"), (1e-3, "ms")):
+            if abs(value) >= factor:
+                return f"{value / factor:.3g} {name}"
+        return f"{value * 1e6:.3g} µs"
+    if unit == "B":
+        return f"{value / 1e9:.3g} GB" if value >= 1e8 else f"{value / 1e6:.3g} MB"
+    shown = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{shown} {unit}".rstrip()

@@ -1,0 +1,159 @@
+"""What holds a candidate back, and what hardware would meet an objective that this hardware cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dsjax.plan.candidate import Candidate, aggregated, prefill_pool, separated
+from dsjax.plan.cluster import RESOURCES, Cluster
+from dsjax.plan.instance import Instance
+from dsjax.plan.search import Plan, Question, search
+from dsjax.plan.workload import Objective
+
+_FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
+_MORE_HOSTS = (2, 3, 4, 6, 8)
+_NEAREST = 12
+
+
+def on(candidate: Candidate, cluster: Cluster, batch: float | None = None) -> Candidate:
+    """The same deployment on another cluster; optionally with another batch."""
+    batch = candidate.batch if batch is None else batch
+    decode = _moved(candidate.decode, cluster)
+    if candidate.mode == "aggregated":
+        return aggregated(decode, candidate.count, batch, candidate.prefill_tokens)
+    pool = prefill_pool(_moved(candidate.prefill, cluster), candidate.prefill_tokens)
+    return separated(pool, candidate.prefill_count, decode, candidate.count, batch)
+
+
+def _moved(instance: Instance, cluster: Cluster) -> Instance:
+    return Instance(instance.config, cluster, instance.layout, instance.options, instance.workload)
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """A resource, and throughput with twice as much of it ÷ throughput now."""
+
+    resource: str
+    gain: float
+
+    def __str__(self) -> str:
+        return f"{self.resource} {self.gain - 1:+.0%}"
+
+
+def bottlenecks(candidate: Candidate) -> list[Bottleneck]:
+    """Every resource by what doubling it would give, most first.
+
+    Memory is a bottleneck where the batch fills it: twice the memory holds at least twice the batch.
+    """
+    now, cluster = candidate.throughput.value, candidate.decode.cluster
+    found = [Bottleneck(r, on(candidate, cluster.scaled(r, 2)).throughput.value / now) for r in RESOURCES]
+    if candidate.batch >= candidate.decode.max_batch:
+        found.append(Bottleneck("memory", on(candidate, cluster, candidate.batch * 2).throughput.value / now))
+    return sorted(found, key=lambda b: -b.gain)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """`factor` times as much of a resource with which all objectives hold."""
+
+    resource: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class Forbidden:
+    """Why no candidate meets the objectives.
+
+    bound: `memory`, `ttft`, `tpot`, `throughput`, or `together` where each can be met alone. wanted, best: seconds, tokens
+    a second or bytes; by: the deployment that comes nearest. remedies: single resources that would do, smallest factor first.
+    """
+
+    bound: str
+    wanted: float
+    best: float
+    by: str
+    remedies: list[Remedy]
+
+
+def forbidden(plan: Plan) -> list[Forbidden]:
+    """The bounds that forbid a plan without a winner; empty where there is one."""
+    if plan.winner:
+        return []
+    if not plan.missed:
+        return [_no_room(plan)]
+    objective, found = plan.question.objective, []
+    for name, metric in _METRICS.items():
+        wanted = getattr(objective, name)
+        if wanted is None:
+            continue
+        alone = dataclasses.replace(Objective(), **{name: wanted})
+        nearest = min(plan.missed, key=lambda c, m=metric: m(c) if name != "throughput" else -m(c))
+        if not nearest.meets(alone):
+            found.append(Forbidden(name, wanted, metric(nearest), nearest.name(), _remedies(plan, alone)))
+    if found:
+        return found
+    nearest = plan.missed[0]
+    worst = max(nearest.misses(objective), key=nearest.misses(objective).get)
+    return [
+        Forbidden(
+            "together", getattr(objective, worst), _METRICS[worst](nearest), nearest.name(), _remedies(plan, objective)
+        )
+    ]
+
+
+_METRICS: dict[str, Callable[[Candidate], float]] = {
+    "ttft": lambda c: c.ttft.value,
+    "tpot": lambda c: c.tpot.value,
+    "throughput": lambda c: c.throughput.value,
+}
+
+
+def _remedies(plan: Plan, objective: Objective) -> list[Remedy]:
+    question, found = plan.question, []
+    near = sorted(plan.missed, key=lambda c: max(c.misses(objective).values(), default=0))[:_NEAREST]
+    for resource in RESOURCES:
+        for factor in _FACTORS:
+            cluster = question.cluster.scaled(resource, factor)
+            if any(on(candidate, cluster).meets(objective) for candidate in near):
+                found.append(Remedy(resource, factor))
+                break
+    for factor in _FACTORS:
+        cluster = question.cluster
+        for resource in RESOURCES:
+            cluster = cluster.scaled(resource, factor)
+        if any(on(candidate, cluster).meets(objective) for candidate in near):
+            found.append(Remedy("all of these together", factor))
+            break
+    if question.cluster.num_devices <= 64:
+        found += _more_hosts(question, objective)
+    return sorted(found, key=lambda r: r.factor)
+
+
+def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:
+    for factor in _MORE_HOSTS:
+        cluster = question.cluster.resized(question.cluster.hosts * factor)
+        options = dataclasses.replace(question.options, max_devices=None, modes=("aggregated",))
+        wider = dataclasses.replace(question, cluster=cluster, objective=objective, options=options)
+        if search(wider).winner:
+            return [Remedy("hosts", float(factor))]
+    return []
+
+
+def _no_room(plan: Plan) -> Forbidden:
+    """Weights and one request's cache fit in no layout."""
+    least = min(plan.too_large, key=lambda i: i.memory.weights_total) if plan.too_large else None
+    chip = plan.question.cluster.hardware
+    if least is None:
+        return Forbidden("memory", 0, chip.memory_bytes, "no layout", [])
+    needed = least.memory.weights_total + plan.question.workload.held * least.memory.cache_per_token
+    needed += least.memory.reserve.value
+    remedies = [Remedy("memory of a device", needed / chip.memory_bytes)]
+    for factor in _MORE_HOSTS:
+        cluster = plan.question.cluster.resized(plan.question.cluster.hosts * factor)
+        options = dataclasses.replace(plan.question.options, max_devices=None, modes=("aggregated",))
+        if search(dataclasses.replace(plan.question, cluster=cluster, objective=Objective(), options=options)).winner:
+            remedies.append(Remedy("hosts", float(factor)))
+            break
+    return Forbidden("memory", needed, chip.memory_bytes, str(least.layout), sorted(remedies, key=lambda r: r.factor))

@@ -1,0 +1,204 @@
+"""The Pareto front and the sweeps as pictures (matplotlib), and the front as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import math
+from pathlib import Path
+
+from dsjax.errors import UserError
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.search import Plan
+from dsjax.plan.sweep import Sweep
+
+_BLUE, _RED, _GREY = "#1f5fa8", "#c0392b", "#9aa5b1"
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 960, 540, 80, 30, 30, 60
+
+
+def _pyplot():
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("pictures need matplotlib; install it with pip install 'dsjax[notebooks]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw_front(plan: Plan, path: Path) -> None:
+    """The front with its intervals, and the candidates that meet the objectives, as a picture.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    from matplotlib import ticker
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), dpi=130)
+    others = plan.ranked + plan.missed
+    axes.scatter(
+        [c.per_user.value for c in others],
+        [c.per_device.value for c in others],
+        s=9,
+        color=_GREY,
+        label="best of a layout",
+    )
+    for mode, marker, colour in (("aggregated", "o", _BLUE), ("separated", "s", _RED)):
+        points = [c for c in plan.frontier if c.mode == mode]
+        if points:
+            x, y = [c.per_user.value for c in points], [c.per_device.value for c in points]
+            up = [
+                [c.per_device.value - c.per_device.low for c in points],
+                [c.per_device.high - c.per_device.value for c in points],
+            ]
+            axes.errorbar(
+                x,
+                y,
+                yerr=up,
+                fmt=marker,
+                color=colour,
+                ecolor=colour,
+                elinewidth=0.7,
+                alpha=0.85,
+                label=f"front, {mode}",
+            )
+    last = -math.inf
+    for candidate in plan.frontier:
+        if math.log(candidate.per_user.value) - last > 0.22:
+            last = math.log(candidate.per_user.value)
+            place = (candidate.per_user.value, candidate.per_device.value)
+            axes.annotate(candidate.name(), place, fontsize=6, rotation=35, xytext=(3, 5), textcoords="offset points")
+    tpot = plan.question.objective.tpot
+    if tpot:
+        axes.axvline(1 / tpot, color="black", linewidth=0.8, linestyle="--", label=f"TPOT {tpot * 1e3:g} ms")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    axes.set_xlabel("tokens a second a user")
+    axes.set_ylabel("output tokens a second a device")
+    axes.set_title(
+        f"{plan.question.cluster.name}: Pareto front; bars: every assumption at one end of its range", fontsize=10
+    )
+    axes.grid(which="both", alpha=0.25)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def draw_sweep(found: Sweep, path: Path) -> None:
+    """Throughput and TPOT of the winner's deployment and of the best one, over the swept quantity.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 4.5), dpi=130)
+    for axes, name, scale, label in (
+        (both[0], "throughput", 1, "output tokens a second"),
+        (both[1], "tpot", 1e3, "TPOT, ms"),
+    ):
+        for field, colour, text in (("same", _BLUE, "the winner, unchanged"), ("best", _RED, "the best layout there")):
+            points = [(p.value, getattr(getattr(p, field), name)) for p in found.points if getattr(p, field)]
+            x = [value for value, _ in points]
+            axes.plot(x, [f.value * scale for _, f in points], marker="o", markersize=4, color=colour, label=text)
+            axes.fill_between(
+                x, [f.low * scale for _, f in points], [f.high * scale for _, f in points], color=colour, alpha=0.12
+            )
+        axes.axvline(found.now, color="black", linewidth=0.8, linestyle="--", label="the cluster as it is")
+        if found.quantity != "loss-of-hosts":
+            axes.set_xscale("log")
+        axes.set_xticks([p.value for p in found.points], [f"{p.value:g}" for p in found.points], fontsize=8)
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"{found.quantity}: {found.unit}")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25)
+    both[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def write_html(plan: Plan, path: Path) -> None:
+    """The front as a page: a drawing whose points tell their figures, and the table of them."""
+    title = html.escape(f"{plan.question.cluster.name}: tokens a second a device against tokens a second a user")
+    rows = "".join(_row(candidate) for candidate in plan.frontier)
+    path.write_text(
+        f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>body{{font:14px system-ui,sans-serif;max-width:1000px;margin:2em auto;color:#222}}table{{border-collapse:collapse}}
+td,th{{padding:3px 10px;text-align:right;border-bottom:1px solid #ddd}}td:first-child,th:first-child{{text-align:left}}
+circle:hover{{stroke:#000;stroke-width:2}}</style>
+<h1 style="font-size:18px">{title}</h1>
+<p>Estimates; bars and brackets: every assumption at one end of its range. Point at a dot for its figures.</p>
+{_drawing(plan)}
+<table><tr><th>deployment</th><th>batch</th><th>tokens/s a user</th><th>tokens/s a device</th><th>TTFT</th><th>TPOT</th></tr>
+{rows}</table></html>
+""",
+        encoding="utf-8",
+    )
+
+
+def _row(candidate: Candidate) -> str:
+    cells = (
+        html.escape(f"{candidate.mode}: {candidate.name()}"),
+        f"{candidate.batch:g}",
+        f"{candidate.per_user.value:.1f} [{candidate.per_user.low:.1f} … {candidate.per_user.high:.1f}]",
+        f"{candidate.per_device.value:,.0f} [{candidate.per_device.low:,.0f} … {candidate.per_device.high:,.0f}]",
+        f"{candidate.ttft.value:.2f} s",
+        f"{candidate.tpot.value * 1e3:.1f} ms",
+    )
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
+
+
+def _drawing(plan: Plan) -> str:
+    """An SVG with logarithmic axes."""
+    front = plan.frontier
+    if not front:
+        return "<p>No layout has room for one request.</p>"
+    across = _axis([c.per_user.value for c in front], _LEFT, _WIDTH - _RIGHT)
+    upward = _axis([end for c in front for end in (c.per_device.low, c.per_device.high)], _HEIGHT - _BOTTOM, _TOP)
+    lines = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" aria-label="Pareto front">']
+    for value in across.ticks:
+        x = across(value)
+        lines.append(f'<path d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#eee"/>')
+        lines.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
+    for value in upward.ticks:
+        y = upward(value)
+        lines.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#eee"/>')
+        lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+    path = " ".join(f"{across(c.per_user.value):.1f},{upward(c.per_device.value):.1f}" for c in front)
+    lines.append(f'<polyline points="{path}" fill="none" stroke="{_GREY}"/>')
+    for candidate in front:
+        x, y = across(candidate.per_user.value), upward(candidate.per_device.value)
+        low, high = upward(candidate.per_device.low), upward(candidate.per_device.high)
+        colour = _BLUE if candidate.mode == "aggregated" else _RED
+        told = html.escape(
+            f"{candidate.mode}: {candidate.name()}, batch {candidate.batch:g}: {candidate.per_device.value:,.0f} tokens/s a "
+            f"device, {candidate.per_user.value:.1f} a user, TTFT {candidate.ttft.value:.2f} s"
+        )
+        lines.append(f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="{colour}" stroke-opacity="0.35"/>')
+        lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{told}</title></circle>')
+    lines.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 12}" text-anchor="middle">tokens a second a user</text>')
+    lines.append(
+        f'<text transform="translate(16 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">output tokens a second a device</text>'
+    )
+    return "\n".join([*lines, "</svg>"])
+
+
+class _axis:
+    """Logarithmic map from values to pixels, with ticks at 1, 2 and 5."""
+
+    def __init__(self, values: list[float], start: float, end: float):
+        self.low, self.high = math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05
+        self.start, self.end = start, end
+        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+        ticks = [m * 10.0**d for d in decades for m in (1, 2, 5)]
+        self.ticks = [t for t in ticks if self.low <= math.log10(t) <= self.high]
+
+    def __call__(self, value: float) -> float:
+        return self.start + (math.log10(value) - self.low) / (self.high - self.low) * (self.end - self.start)

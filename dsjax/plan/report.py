@@ -1,0 +1,174 @@
+"""A plan on the terminal, and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
+from dsjax.plan.recipe import recipe
+from dsjax.plan.search import Plan
+from dsjax.plan.sweep import Sweep
+
+
+def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep]) -> dict[str, Any]:
+    """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "forbidden", "frontier", "winner", "sweeps"}`."""
+    question = plan.question
+    return {
+        "model": model,
+        "cluster": question.cluster.name,
+        "devices": question.devices,
+        "layouts_considered": len(plan.considered),
+        "layouts_too_large": len(plan.too_large),
+        "ranked": [_with_bottleneck(c) for c in plan.ranked[:rows]],
+        "missed": [
+            {**_with_bottleneck(c), "misses": c.misses(question.objective)}
+            for c in plan.missed[: 0 if plan.winner else rows]
+        ],
+        "frontier": [c.to_json() for c in plan.frontier],
+        "forbidden": [
+            {
+                "bound": f.bound,
+                "wanted": f.wanted,
+                "best": f.best,
+                "by": f.by,
+                "remedies": [{"resource": r.resource, "factor": r.factor} for r in f.remedies],
+            }
+            for f in forbidden(plan)
+        ],
+        "winner": recipe(model, question, plan.winner) if plan.winner else None,
+        "sweeps": [s.to_json() for s in sweeps],
+    }
+
+
+def _with_bottleneck(candidate: Candidate) -> dict[str, Any]:
+    first = bottlenecks(candidate)[0]
+    return {**candidate.to_json(), "bottleneck": {"resource": first.resource, "gain_if_doubled": first.gain}}
+
+
+def show(console: Console, plan: Plan, model: str, rows: int) -> None:
+    """The ranked table, the first bottlenecks, and the winner's commands; or what forbids a winner."""
+    question = plan.question
+    console.print(
+        f"[bold]{model}[/bold] on [bold]{question.cluster.name}[/bold] ({question.cluster.description}; {question.devices} devices), "
+        f"{question.options.precision.name}: {len(plan.considered)} layouts, {len(plan.too_large)} of them too large for "
+        "memory and one request",
+        highlight=False,
+    )
+    if plan.winner:
+        _table(console, "meet the objectives, best first", plan, plan.ranked[:rows])
+        _show_winner(console, plan, model)
+        return
+    for reason in forbidden(plan):
+        console.print(Text(sentence(reason)), highlight=False)
+    if plan.missed:
+        _table(console, "none meets the objectives; nearest first", plan, plan.missed[:rows])
+
+
+def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("deployment")
+    device = "GPU" if plan.question.cluster.hardware.platform == "cuda" else "chip"
+    for name in (f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("first bottleneck")
+    objective = plan.question.objective
+    for number, candidate in enumerate(candidates, 1):
+        sure = "✓" if candidate.meets(objective, sure=True) else "~" if candidate.meets(objective) else "✗"
+        table.add_row(
+            f"{number} {sure}",
+            f"{candidate.name()}\n{candidate.decode.layout.kind}"
+            + (", two batches" if candidate.decode.overlapped(candidate.batch) else ""),
+            str(candidate.devices),
+            f"{candidate.batch:g}",
+            _ranged(candidate.ttft, 1, 2),
+            _ranged(candidate.tpot, 1e3, 1),
+            _ranged(candidate.throughput, 1, 0),
+            _ranged(candidate.per_device, 1, 0),
+            f"{candidate.per_user.value:.1f}",
+            str(bottlenecks(candidate)[0]),
+        )
+    console.print(table)
+    console.print(
+        "✓ holds with every assumption at its unfavourable end, ~ at the middle estimate, ✗ does not; second lines: interval, "
+        "kind. Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.",
+        style="dim",
+    )
+
+
+def _ranged(figure: Figure, factor: float, digits: int) -> str:
+    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure.value, figure.high))
+    return f"{value}\n{low}–{high}"
+
+
+def _show_winner(console: Console, plan: Plan, model: str) -> None:
+    winner = plan.winner
+    console.print(f"[bold]winner[/bold]: {winner.name()}, {winner.mode}", highlight=False)
+    memory = winner.decode.memory
+    console.print(
+        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), room for {memory.cache_tokens.value:,.0f} cached tokens "
+        f"[{memory.cache_tokens.low:,.0f} … {memory.cache_tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests",
+        highlight=False,
+    )
+    moves = [str(b) for b in bottlenecks(winner) if b.gain > 1.01][:3]
+    console.print(
+        "twice as much of one thing would give: " + ("; ".join(moves) or "nothing alone, by more than 1 %"),
+        highlight=False,
+    )
+    console.print(
+        f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows the derivation", highlight=False
+    )
+    made = recipe(model, plan.question, winner)
+    for service in made["services"]:
+        console.print(f"{service['instances']} × {service['role']}:", highlight=False)
+        console.print(Text("  " + service["command"], "green"), soft_wrap=True)
+    for note in made["notes"]:
+        console.print(Text("note: " + note, "yellow"))
+
+
+def sentence(reason: Forbidden) -> str:
+    """Why, and at what hardware it would hold."""
+    remedies = ", or ".join(f"{r.factor:.3g} × {r.resource}" for r in reason.remedies[:4])
+    would = (
+        f"It would hold with {remedies}."
+        if remedies
+        else "No multiple up to 64 of one resource, nor 8 × the hosts, is enough."
+    )
+    if reason.bound == "memory":
+        return (
+            f"memory forbids it: the smallest layout ({reason.by}) needs {reason.wanted / 1e9:.1f} GB a device for weights, one "
+            f"request and what is set aside; a device has {reason.best / 1e9:.1f} GB. {would}"
+        )
+    if reason.bound == "throughput":
+        return f"throughput forbids it: {reason.wanted:,.0f} tokens/s wanted, {reason.best:,.0f} at best, by {reason.by}. {would}"
+    if reason.bound == "together":
+        return f"each objective can be met, but not together; nearest is {reason.by}. {would}"
+    return (
+        f"{reason.bound.upper()} forbids it: {reason.wanted * 1e3:,.1f} ms wanted, {reason.best * 1e3:,.1f} ms at best, by {reason.by}. "
+        f"{would}"
+    )
+
+
+def show_sweep(console: Console, found: Sweep) -> None:
+    """A sweep as a table."""
+    table = Table(title=f"{found.quantity}, {found.unit} (now {found.now:g})", title_justify="left")
+    for name in ("", "winner unchanged: tokens/s", "TPOT ms", "best there", "tokens/s", "TPOT ms", "objectives"):
+        table.add_column(name, justify="left" if name == "best there" else "right")
+    for point in found.points:
+        same, best = point.same, point.best
+        table.add_row(
+            f"{point.value:g}",
+            _ranged(same.throughput, 1, 0) if same else "cannot run",
+            _ranged(same.tpot, 1e3, 1) if same else "",
+            best.name() if best else "nothing fits",
+            _ranged(best.throughput, 1, 0) if best else "",
+            _ranged(best.tpot, 1e3, 1) if best else "",
+            "met" if point.met else "not met",
+        )
+    console.print(table)
