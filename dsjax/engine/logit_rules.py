@@ -36,16 +36,19 @@ class TokenTable:
 
     def add_bias(self, token_id: int, bias: float) -> None:
         """Add to the token's logit from now on."""
-        self._bias[self.place(token_id)] += bias
+        place = self.place(token_id)  # before the array is read: it may grow
+        self._bias[place] += bias
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         """Note that these tokens are in the prompt."""
         for token_id in np.unique(np.asarray(token_ids, np.int32)).tolist():
-            self._code[self.place(token_id)] |= 1
+            place = self.place(token_id)
+            self._code[place] |= 1
 
     def add_output(self, token_id: int) -> None:
         """Count a token of the output."""
-        self._code[self.place(token_id)] += 2
+        place = self.place(token_id)
+        self._code[place] += 2
 
     def edits(self, banned: Iterable[int]) -> np.ndarray:
         """``[tokens, 3]`` int32: token, bits of its float32 bias (−∞ for ``banned``), 2 × its count + 1 if in the prompt."""
