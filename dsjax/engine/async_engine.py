@@ -13,7 +13,7 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PreparedRequest, Prompt
 from dsjax.engine.output_stream import EngineClosingError, EngineDeadError, OutputStream
-from dsjax.engine.request import Request
+from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
@@ -160,11 +160,13 @@ class AsyncEngine:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that nobody waits for any more."""
-        completions = [id_ for request_id in request_ids for id_ in self._outputs.completion_ids(request_id)]
+        ended = [request for request_id in request_ids for request in self._outputs.unfinished(request_id)]
         for request_id in request_ids:
             self._streams.pop(request_id, None)
             self._outputs.forget(request_id)
-        self._abort_completions(completions)
+        self._abort_completions([request.request_id for request in ended])
+        for observer in self.observers if ended else ():
+            observer.on_ended(ended, FinishReason.ABORT)
 
     def abort_all(self) -> None:
         """End every request; each stream gets an `EngineClosingError`."""
@@ -228,6 +230,7 @@ class AsyncEngine:
             self._commands.put(lambda completion_id=completion_id: self._core.abort(completion_id))
 
     def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+        followed = [update for update in updates if self._outputs.follows(update.request)] if self.observers else []
         outputs, to_abort = self._outputs.process(updates)
         self._abort_completions(to_abort)
         for output in outputs:
@@ -236,7 +239,12 @@ class AsyncEngine:
                 stream.put(output)
                 if output.finished:
                     del self._streams[output.request_id]
+        stopped = [update.request for update in followed if update.request.request_id in to_abort] if to_abort else []
         for observer in self.observers:
+            if followed:
+                observer.on_updates(followed)
+            if stopped:
+                observer.on_ended(stopped, FinishReason.STOP)
             if stats is not None:
                 observer.on_step(stats)
             if outputs:

@@ -6,6 +6,7 @@ from dsjax.engine.completion import Completion
 from dsjax.engine.input_processor import PreparedRequest
 from dsjax.engine.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from dsjax.engine.plan import NO_TOKEN
+from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import OutputKind
 from dsjax.engine.scheduler import Update
 from dsjax.engine.tokenizer import Tokenizer
@@ -84,12 +85,19 @@ class OutputProcessor:
         """Requests that have not ended."""
         return len(self._groups)
 
+    def unfinished(self, request_id: str) -> list[Request]:
+        """A request's completions that have not ended; none where it is unknown or has ended."""
+        group = self._groups.get(request_id)
+        return [c.request for c in group.completions if c.finish_reason is None] if group else []
+
     def completion_ids(self, request_id: str) -> list[str]:
         """The core's ids of a request's unfinished completions; none where it is unknown or has ended."""
-        group = self._groups.get(request_id)
-        if group is None:
-            return []
-        return [c.request.request_id for c in group.completions if c.finish_reason is None]
+        return [request.request_id for request in self.unfinished(request_id)]
+
+    def follows(self, request: Request) -> bool:
+        """Whether this completion has not ended for its caller: the core may be a step behind."""
+        found = self._by_completion.get(request.request_id)
+        return found is not None and found[1].request is request
 
     def forget(self, request_id: str) -> None:
         """Follow a request no longer; nobody wants its output."""
@@ -102,11 +110,10 @@ class OutputProcessor:
         changed: dict[_Group, list[Completion]] = {}
         to_abort: list[str] = []
         for update in updates:
-            completion_id = update.request.request_id
-            found = self._by_completion.get(completion_id)
-            if found is None or found[1].request is not update.request:
+            if not self.follows(update.request):
                 continue
-            group, completion = found
+            completion_id = update.request.request_id
+            group, completion = self._by_completion[completion_id]
             completion.append(update)
             if completion.finish_reason is not None:
                 if update.finish_reason is None:

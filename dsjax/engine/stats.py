@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from dsjax.engine.outputs import RequestOutput
 
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
+    from collections.abc import Sequence
+
     import numpy as np
+
+    from dsjax.engine.request import FinishReason, Request
+    from dsjax.engine.scheduler import Update
 
 
 class RankLoad(NamedTuple):
@@ -103,6 +108,12 @@ class EngineObserver(Protocol):
 
     def on_step(self, stats: StepStats) -> None:
         """A step has ended."""
+
+    def on_updates(self, updates: Sequence[Update]) -> None:
+        """A step did this to completions that somebody waits for, whether or not their outputs are delivered yet."""
+
+    def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
+        """These completions ended outside a step: a stop string was found in their text, or nobody waits for them any more."""
 
     def on_outputs(self, outputs: list[RequestOutput]) -> None:
         """These outputs were delivered: first tokens, further ones, ends."""

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.request import FinishReason
+from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import RankLoad, StepStats
 from dsjax.serve.metrics_experts import ExpertMetrics
@@ -109,9 +109,9 @@ class Metrics:
         """Enter a step's tokens."""
         self._requests.enter(updates)
 
-    def on_ended(self, completion_ids: Sequence[str], reason: FinishReason) -> None:
+    def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
         """Enter completions that ended outside a step: by a stop string, or because nobody waits for them."""
-        self._requests.end(completion_ids, reason)
+        self._requests.end(requests, reason)
 
     def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         """Nothing: outputs of answers that are not streamed come once, at the end, and so tell no latencies."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
+from dsjax.engine.plan import NO_TOKEN
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
 from dsjax.serve.metrics_families import Counter, Histogram, Labels, one_two_five
@@ -42,7 +43,9 @@ class RequestMetrics:
     - time to first token: t_1 − arrival; inter-token latency: each t_i − t_{i−1}; time per output token: (t_n − t_1) / (n − 1),
       for n > 1 alone (vLLM enters 0 for n = 1);
     - queue: first scheduled − arrival; prefill: t_1 − first scheduled; decode: t_n − t_1; inference: prefill + decode; end to end:
-      end − arrival. So queue + prefill + decode = end to end where the last token ended it.
+      end − arrival. So queue + prefill + decode = end to end, but for a stop string found later.
+
+    What ended by an abort or an error is counted under its reason, and enters none of the histograms of whole requests.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class RequestMetrics:
         gaps: dict[tuple[int, float], int] = {}
         made: dict[int, int] = {}
         for request, result, reason in updates:
-            if result is not None and result.finite:
+            if result is not None and result.finite and result.token_id != NO_TOKEN:
                 track = tracks.get(request.request_id)
                 rank = request.rank
                 if track is None:
@@ -134,15 +137,11 @@ class RequestMetrics:
         for rank, count in made.items():
             self._generation_tokens.add(self._ranks[rank], count)
 
-    def end(self, completion_ids: Sequence[str], reason: FinishReason) -> None:
-        """Enter completions that ended without an update. One that never made a token is known by its id alone: rank 0."""
+    def end(self, requests: Sequence[Request], reason: FinishReason) -> None:
+        """Enter completions that ended without an update."""
         now = self._clock()
-        for completion_id in completion_ids:
-            track = self._tracks.pop(completion_id, None)
-            if track is not None:
-                self._end(track.request, track, reason, now)
-            else:
-                self._success.add((*self._ranks[0], reason.value))
+        for request in requests:
+            self._end(request, self._tracks.pop(request.request_id, None), reason, now)
 
     def _start(self, request: Request, now: float) -> _Track:
         track = self._tracks[request.request_id] = _Track(request, now)
@@ -160,14 +159,13 @@ class RequestMetrics:
         if reason is FinishReason.ERROR:
             self._corrupted.add(rank)
         scheduled = request.first_scheduled_time
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH) or track is None or scheduled is None:
+            return
         self._end_to_end.observe(rank, now - request.arrival_time)
-        if scheduled is not None:
-            self._queue.observe(rank, scheduled - request.arrival_time)
+        self._queue.observe(rank, scheduled - request.arrival_time)
         self._prompt_length.observe(rank, request.num_prompt_tokens)
         self._max_tokens.observe(rank, request.max_tokens)
-        self._output_length.observe(rank, track.tokens if track else 0)
-        if track is None or scheduled is None:
-            return
+        self._output_length.observe(rank, track.tokens)
         self._computed_length.observe(rank, request.num_prompt_tokens - (request.num_cached_tokens or 0))
         self._prefill.observe(rank, track.first - scheduled)
         self._decode.observe(rank, track.last - track.first)

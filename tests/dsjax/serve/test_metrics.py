@@ -8,7 +8,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
+from dsjax.engine.plan import NO_TOKEN, RowResult
 from dsjax.engine.request import FinishReason
+from dsjax.engine.scheduler import Update
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.metrics_families import one_two_five
 
@@ -108,9 +110,9 @@ def test_ends_of_every_kind_are_counted_once(metrics, clock):
     stopped, left, failed, never = (request(name) for name in ("stopped", "left", "failed", "never"))
     metrics.on_updates([token(stopped), token(left), token(failed)])
     clock.now += 1
-    metrics.on_ended(["stopped"], FinishReason.STOP)  # a stop string, found after the step
+    metrics.on_ended([stopped], FinishReason.STOP)  # a stop string, found after the step
     metrics.on_updates([token(failed, FinishReason.ERROR, finite=False)])
-    metrics.on_ended(["left", "never"], FinishReason.ABORT)  # clients that went away, one before its first token
+    metrics.on_ended([left, never], FinishReason.ABORT)  # clients that went away, one before its first token
     counts = {
         reason.value: value(metrics, "vllm:request_success_total", engine="0", finished_reason=reason.value)
         for reason in FinishReason
@@ -118,9 +120,18 @@ def test_ends_of_every_kind_are_counted_once(metrics, clock):
     assert counts == {"stop": 1, "length": 0, "abort": 2, "error": 1}
     assert value(metrics, "vllm:corrupted_requests_total", engine="0") == 1
     assert value(metrics, "vllm:generation_tokens_total", engine="0") == 3, "a token that is not finite is none"
-    # The core also tells of its own end of `stopped`, some step later: it is not entered again.
-    assert not metrics._requests._tracks
-    del never
+    assert histogram(metrics, "e2e_request_latency_seconds")[0] == 1, "aborts and failures are not latencies"
+
+
+def test_parts_of_a_prompts_logprobs_are_not_tokens(metrics, clock):
+    one = request("a", arrival=100.0)
+    clock.now = 101.0
+    metrics.on_updates([Update(one, RowResult(NO_TOKEN, prompt_logprobs=[(1, -1.0, 1, [])]), None)])
+    assert value(metrics, "vllm:time_to_first_token_seconds_count", engine="0") is None
+    clock.now = 103.0
+    metrics.on_updates([token(one)])
+    assert histogram(metrics, "time_to_first_token_seconds") == (1, 3.0)
+    assert value(metrics, "vllm:generation_tokens_total", engine="0") == 1
 
 
 def test_steps_fill_gauges_and_sums(metrics):
