@@ -1,5 +1,6 @@
 """Log-probabilities in the shape of `/v1/completions`: lists over tokens, the prompt's too with `echo`."""
 
+import codecs
 from collections.abc import Sequence
 
 from dsjax.engine.outputs import TokenLogprobs
@@ -20,6 +21,7 @@ class CompletionLogprobLists:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
         """One entry a token; None, for the first token of a prompt, stays None."""
@@ -30,7 +32,7 @@ class CompletionLogprobLists:
             body["token_logprobs"].append(None if entry is None else finite(entry[token_id].logprob))
             body["top_logprobs"].append(None if entry is None else self._top(entry))
             if not (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
-                self._characters += len(self._tokenizer.token_text(token_id))
+                self._characters += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return body
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:

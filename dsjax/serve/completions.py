@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import CompletionOutput, RequestOutput
+from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.request import FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.serve import bounds
@@ -90,6 +90,9 @@ class CompletionAnswer:
         self._model = serving.check_model(body.model)
         self._created = int(time.time())
         self._lists: dict[int, CompletionLogprobLists] = {}
+        self._scores: dict[
+            int, list[TokenLogprobs | None]
+        ] = {}  # by prompt: a stream tells them once, for all its choices
 
     async def start(self, session: str | None) -> OutputStream:
         """Check everything and queue the prompts.
@@ -169,16 +172,19 @@ class CompletionAnswer:
         """One choice, or what a chunk adds to it; the first piece has what belongs to the prompt."""
         body = self._body
         index = prompt_index * body.n + completion.index
+        if output.prompt_logprobs is not None:
+            self._scores[prompt_index] = output.prompt_logprobs
+        scores = self._scores.get(prompt_index) if first else None
         echoed = self._prompt_text(output) if body.echo and first else ""
         choice: CompletionChoice = {
             "index": index,
             "text": echoed + completion.text,
-            "logprobs": self._logprobs(index, output, completion, first),
+            "logprobs": self._logprobs(index, output.prompt_token_ids, scores, completion),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
+        if body.prompt_logprobs is not None and scores is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_body(scores)
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             if first:
@@ -192,13 +198,18 @@ class CompletionAnswer:
         return self._serving.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
     def _logprobs(
-        self, index: int, output: RequestOutput, completion: CompletionOutput, first: bool
+        self,
+        index: int,
+        prompt_token_ids: list[int],
+        scores: list[TokenLogprobs | None] | None,
+        completion: CompletionOutput,
     ) -> CompletionLogprobs | None:
+        """Those of the completion's tokens, behind the prompt's where they are to be echoed."""
         if completion.logprobs is None:
             return None
         token_ids, entries = completion.token_ids, completion.logprobs
-        if self._body.echo and first and output.prompt_logprobs is not None:
-            token_ids, entries = output.prompt_token_ids + token_ids, output.prompt_logprobs + entries
+        if self._body.echo and scores is not None:
+            token_ids, entries = prompt_token_ids + token_ids, scores + entries
         if index not in self._lists:
             skip = self._body.skip_special_tokens is not False
             self._lists[index] = CompletionLogprobLists(self._serving.engine.tokenizer, skip)

@@ -1,0 +1,419 @@
+"""The fields of OpenAI's API and vLLM's extras: what each does to the answer, streamed and whole."""
+
+import json
+import math
+
+import openai
+import pytest
+from scripted_runner import ScriptedRunner, tool_tokenizer
+
+from dsjax.serve.options import ServeOptions
+from dsjax.serve.tool_format import FORMATS
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "looks it up",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+CALL = FORMATS["deepseek_v31"].calls([("get_weather", '{"city": "Köln"}'), ("get_time", '{"city": "Ulm"}')])
+
+
+@pytest.fixture
+def start(start_server):
+    def start(script: str = "", special: bool = False, options=None, **others):
+        tokenizer = tool_tokenizer(special=special)
+        runner = ScriptedRunner(tokenizer, script, max_chunk=16, num_ranks=2, **others)
+        return start_server(tokenizer=tokenizer, runner=runner, eos=(tokenizer.eos_id,), options=options)
+
+    return start
+
+
+def events(text: str) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def together(chunks: list[dict]) -> dict:
+    """The message that a stream's deltas make."""
+    message: dict = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for key in ("content", "reasoning", "reasoning_content"):
+                if key in delta:
+                    message[key] = message.get(key, "") + delta[key]
+            for call in delta.get("tool_calls", ()):
+                calls = message.setdefault("tool_calls", [])
+                if call["index"] == len(calls):
+                    calls.append(call["function"] | {"id": call["id"]})
+                else:
+                    calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    return message
+
+
+# Prompts that are scored: what lm-eval's local-completions reads.
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_scores_the_prompt(start, max_tokens, stream):
+    server = start()
+    prompt = [5, 6, 7, *range(40, 70)]  # more than one chunk
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
+    answer = server.post(COMPLETIONS, body)
+    choices = [c for e in events(answer.text) for c in e["choices"]] if stream else answer.json()["choices"]
+    lists = choices[0]["logprobs"]
+    assert lists["token_logprobs"][: len(prompt)] == [None, *(-float(at) for at in range(1, len(prompt)))]
+    assert lists["top_logprobs"][0] is None
+    # As lm-eval does: greedy where the token's own value is the greatest of the top ones.
+    greedy = [
+        own == max(top.values()) for own, top in zip(lists["token_logprobs"], lists["top_logprobs"], strict=True) if top
+    ]
+    assert greedy[: len(prompt) - 1] == [at % 2 == 0 for at in range(1, len(prompt))]
+    assert len(lists["tokens"]) == len(lists["text_offset"]) == len(lists["token_logprobs"])
+    if not stream:
+        assert len(lists["tokens"]) == len(prompt) + max_tokens
+    tokenizer = server.engine.tokenizer
+    assert choices[0]["text"].startswith(tokenizer.decode(prompt))
+    if not stream:
+        assert answer.json()["usage"]["completion_tokens"] == max_tokens
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_every_choice_of_a_stream_has_the_prompt_and_its_scores(start):
+    server = start()
+    body = {"prompt": ["ab", "cd"], "echo": True, "logprobs": 0, "n": 2, "max_tokens": 3, "stream": True, "seed": 1}
+    first: dict[int, dict] = {}
+    for event in events(server.post(COMPLETIONS, body).text):
+        for choice in event["choices"]:
+            first.setdefault(choice["index"], choice)
+    assert sorted(first) == [0, 1, 2, 3]
+    for index, choice in first.items():
+        assert choice["text"].startswith("ab" if index < 2 else "cd")
+        assert choice["logprobs"]["token_logprobs"][:2] == [None, -1.0]
+
+
+def test_text_offsets_are_where_tokens_begin_in_the_text(start):
+    server = start()
+    body = {"prompt": "héllo", "echo": True, "logprobs": 0, "max_tokens": 5, "temperature": 0}
+    (choice,) = server.post(COMPLETIONS, body).json()["choices"]
+    lists = choice["logprobs"]
+    for token, offset in zip(lists["tokens"], lists["text_offset"], strict=True):
+        if not token.startswith(("bytes:", "<｜")):
+            assert choice["text"].startswith(token, offset)
+
+
+def test_prompt_logprobs_have_vllm_s_shape(start):
+    body = {"prompt": [5, 6, 7], "prompt_logprobs": 2, "max_tokens": 1}
+    (choice,) = start().post(COMPLETIONS, body).json()["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert others[0]["6"]["logprob"] == -1.0
+    assert others[0]["6"]["rank"] == 2
+    assert len(others[0]) == 2
+    assert choice["logprobs"] is None
+    chat = start().post(CHAT, {"messages": MESSAGES, "prompt_logprobs": 0, "max_tokens": 1}).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+# Ids, usage, sessions.
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_token_ids_are_given_when_asked_for(start, path):
+    server = start()
+    body = {"max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    body |= {"prompt": [5, 6]} if path == COMPLETIONS else {"messages": MESSAGES}
+    whole = server.post(path, body).json()
+    ids = whole["choices"][0]["token_ids"]
+    prompt = whole["prompt_token_ids"] if path == CHAT else whole["choices"][0]["prompt_token_ids"]
+    assert len(ids) == 4
+    assert len(prompt) == whole["usage"]["prompt_tokens"]
+    chunks = events(server.post(path, {**body, "stream": True}).text)
+    assert [t for chunk in chunks for choice in chunk["choices"] for t in choice.get("token_ids", ())] == ids
+    found = [
+        part["prompt_token_ids"]
+        for chunk in chunks
+        for part in (chunk, *chunk["choices"])
+        if "prompt_token_ids" in part
+    ]
+    assert found == [prompt]
+
+
+def test_usage_comes_with_every_chunk_when_asked_for(start):
+    server = start()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "ab", "max_tokens": 5, "temperature": 0, "stream": True, "stream_options": options}
+    counts = [event["usage"]["completion_tokens"] for event in events(server.post(COMPLETIONS, body).text)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+    chat = {"messages": MESSAGES, "max_tokens": 5, "stream": True, "stream_options": options}
+    assert all("usage" in event for event in events(server.post(CHAT, chat).text))
+
+
+def test_cached_tokens_are_told_and_a_salt_keeps_them_apart(start):
+    server = start()
+    body = {"prompt": list(range(20, 60)), "max_tokens": 1, "temperature": 0}
+
+    def cached(**extra):
+        usage = server.post(COMPLETIONS, {**body, **extra}, headers={"X-Session-Affinity": "s"}).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached() == 0
+    assert cached() > 30
+    assert cached(cache_salt="mine") == 0
+    assert cached(cache_salt="mine") > 30
+
+
+def test_a_session_stays_on_its_rank(start):
+    server = start(step_seconds=0.001)
+    server.runner.keep_plans = True
+    for _ in range(6):
+        server.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 2}, headers={"X-Session-Affinity": "mine"})
+    ranks = {rank for plan in server.runner.plans for rank, each in enumerate(plan.ranks) if each.num_tokens}
+    assert len(ranks) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_ids_are_taken_from_the_header_or_the_field_and_echoed(start, stream):
+    server = start()
+    body = {"prompt": "ab", "max_tokens": 1, "stream": stream}
+
+    def ids(**options):
+        answer = server.post(COMPLETIONS, {**body, **options.pop("fields", {})}, **options)
+        found = events(answer.text)[0]["id"] if stream else answer.json()["id"]
+        return found, answer.headers["x-request-id"]
+
+    assert ids(headers={"X-Request-ID": "mine-1"}) == ("cmpl-mine-1", "mine-1")
+    assert ids(fields={"request_id": "field"}) == ("cmpl-field", "field")
+    assert ids(fields={"request_id": "field"}, headers={"X-Request-ID": "head"}) == ("cmpl-head", "head")
+    made, echoed = ids()
+    assert made == f"cmpl-{echoed}"
+    assert server.get("/nothing").headers["x-request-id"]
+
+
+# Reasoning.
+
+
+def test_reasoning_comes_apart_streamed_and_whole(start):
+    server = start("\nwhy so\n</think>\n\nbecause")
+    body = {"messages": MESSAGES, "temperature": 0}
+    message = server.post(CHAT, body).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "because", "reasoning": "why so", "reasoning_content": "why so"}
+    streamed = together(events(server.post(CHAT, {**body, "stream": True}).text))
+    assert streamed == {"content": "because", "reasoning": "why so", "reasoning_content": "why so"}
+    without = server.post(CHAT, {**body, "include_reasoning": False}).json()["choices"][0]["message"]
+    assert without == {"role": "assistant", "content": "because"}
+
+
+def test_without_thinking_the_answer_is_all_content(start):
+    server = start("because")
+    body = {"messages": MESSAGES, "temperature": 0, "chat_template_kwargs": {"thinking": False}}
+    assert server.post(CHAT, body).json()["choices"][0]["message"] == {"role": "assistant", "content": "because"}
+
+
+def test_the_parser_can_be_turned_off(start):
+    server = start("why</think>because", options=ServeOptions(reasoning_parser="none"))
+    content = server.post(CHAT, {"messages": MESSAGES, "temperature": 0}).json()["choices"][0]["message"]["content"]
+    assert content == "why</think>because"
+
+
+def test_both_names_of_reasoning_are_taken_on_input(start):
+    server = start()
+    for name in ("reasoning", "reasoning_content"):
+        history = [*MESSAGES, {"role": "assistant", "content": "a", name: "why"}, *MESSAGES]
+        assert server.post(CHAT, {"messages": history, "max_tokens": 1}).status_code == 200
+
+
+def test_a_form_binds_only_after_the_reasoning(start, monkeypatch):
+    server = start("why</think>{}")
+    seen = []
+    submit = server.engine.submit
+
+    async def watched(request_id, prompts, params, **options):
+        seen.append(params.structured_outputs)
+        return await submit(request_id, prompts, params, **options)
+
+    monkeypatch.setattr(server.engine, "submit", watched)
+    close = server.engine.tokenizer.token_id("</think>")
+    body = {"messages": MESSAGES, "temperature": 0, "response_format": {"type": "json_object"}}
+    assert server.post(CHAT, body).status_code == 200
+    assert server.post(CHAT, {**body, "chat_template_kwargs": {"thinking": False}}).status_code == 200
+    assert [each.structured_after for each in seen] == [close, None]
+    assert all(each.form == "json_object" for each in seen)
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+            "json",
+        ),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, "regex"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice"),
+        ({"guided_json": {"type": "object"}}, "json"),
+        ({"guided_grammar": 'start: "a"'}, "grammar"),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+)
+def test_every_way_to_ask_for_a_form_reaches_the_engine(start, monkeypatch, fields, form):
+    server = start()
+    seen = []
+    submit = server.engine.submit
+
+    async def watched(request_id, prompts, params, **options):
+        seen.append(params.structured_outputs)
+        return await submit(request_id, prompts, params, **options)
+
+    monkeypatch.setattr(server.engine, "submit", watched)
+    answer = server.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 2, **fields})
+    assert answer.status_code == 200, answer.text
+    assert (seen[0].form if form else seen[0]) == form
+
+
+# Tools.
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tool_calls_come_apart_for_the_openai_client_streamed_and_whole(start, special):
+    server = start(f"let me see</think>I look.{CALL}", special=special)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
+    options = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "temperature": 0}
+    whole = client.chat.completions.create(**options).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content == "I look."
+    assert whole.message.reasoning_content == "let me see"
+    calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert calls == [("get_weather", '{"city": "Köln"}'), ("get_time", '{"city": "Ulm"}')]
+    chunks = [chunk.model_dump(exclude_unset=True) for chunk in client.chat.completions.create(stream=True, **options)]
+    streamed = together(chunks)
+    assert [(call["name"], call["arguments"]) for call in streamed["tool_calls"]] == calls
+    assert streamed["content"] == "I look."
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    one = client.chat.completions.create(parallel_tool_calls=False, **options).choices[0].message.tool_calls
+    assert len(one) == 1
+
+
+def test_no_tool_is_called_when_none_may_be(start):
+    server = start(f"</think>{CALL}")
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "temperature": 0}
+    message = server.post(CHAT, body).json()["choices"][0]["message"]
+    assert "tool_calls" not in message
+    assert "get_weather" in message["content"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", ["get_weather", "get_time"]), ({"type": "function", "function": {"name": "get_time"}}, ["get_time"])],
+)
+def test_forced_calls_are_a_grammar(start, monkeypatch, choice, names):
+    server = start(f"</think>{CALL}")
+    seen = []
+    submit = server.engine.submit
+
+    async def watched(request_id, prompts, params, **options):
+        seen.append(params.structured_outputs)
+        return await submit(request_id, prompts, params, **options)
+
+    monkeypatch.setattr(server.engine, "submit", watched)
+    answer = server.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    assert [name for name in ("get_weather", "get_time") if f'"{name}"' in seen[0].grammar] == names
+    assert seen[0].structured_after == server.engine.tokenizer.token_id("</think>")
+
+
+def test_calls_and_answers_of_tools_are_taken_on_input(start):
+    server = start("</think>ok")
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": '{"city": "Ulm"}'}}
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    answer = server.post("/tokenize", {"messages": history, "tools": TOOLS}).json()
+    text = server.post("/detokenize", {"tokens": answer["tokens"]}).json()["prompt"]
+    for expected in ("TOOLS get_weather get_time", 'get_time<｜tool▁sep｜>{"city": "Ulm"}', "noon"):
+        assert expected in text
+    chat = server.post(CHAT, {"messages": history, "tools": TOOLS, "temperature": 0}).json()
+    assert chat["usage"]["prompt_tokens"] == answer["count"]
+
+
+def test_a_template_without_a_place_for_tools_gets_them_as_text(start_server):
+    tokenizer = tool_tokenizer("{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}<｜Assistant｜>")
+    server = start_server(tokenizer=tokenizer, runner=ScriptedRunner(tokenizer, CALL), eos=(tokenizer.eos_id,))
+    call = {"type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
+    ids = server.post("/tokenize", {"messages": history, "tools": TOOLS[:1]}).json()["tokens"]
+    text = server.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    for expected in ("[system: ## Tools", "### get_weather", "get_time<｜tool▁sep｜>{}", "<｜tool▁output▁begin｜>noon"):
+        assert expected in text
+    message = server.post(CHAT, {"messages": MESSAGES, "temperature": 0, "tools": TOOLS[:1], "max_tokens": 60}).json()
+    assert message["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+# Prompts.
+
+
+def test_the_final_message_can_be_continued(start):
+    server = start()
+    history = [*MESSAGES, {"role": "assistant", "content": "I think that"}]
+    options = {"messages": history, "continue_final_message": True}
+    ids = server.post("/tokenize", options).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}).json()["prompt"].endswith("I think that")
+    answer = server.post(CHAT, {**options, "max_tokens": 2}).json()
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    both = server.post(CHAT, {**options, "add_generation_prompt": True})
+    assert both.status_code == 400
+
+
+def test_tokenize_and_detokenize_are_each_other_s_inverse(start):
+    server = start()
+    answer = server.post("/tokenize", {"prompt": "héllo 🙂", "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 512
+    text = server.post("/detokenize", {"tokens": answer["tokens"]}).json()["prompt"]
+    assert text == "<｜begin▁of▁sentence｜>héllo 🙂"
+    bare = server.post("/tokenize", {"prompt": "héllo 🙂", "add_special_tokens": False}).json()["tokens"]
+    assert bare == answer["tokens"][1:]
+    info = server.get("/tokenizer_info").json()
+    assert info["vocab_size"] == server.engine.tokenizer.vocab_size
+    assert "<think>" in info["chat_template"]
+
+
+def test_sampling_fields_reach_the_engine(start, monkeypatch):
+    server = start()
+    seen = []
+    submit = server.engine.submit
+
+    async def watched(request_id, prompts, params, **options):
+        seen.append(params)
+        return await submit(request_id, prompts, params, **options)
+
+    monkeypatch.setattr(server.engine, "submit", watched)
+    fields = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.25,
+        "min_p": 0.125,
+        "logit_bias": {"7": -100.0, "8": 2.5},
+        "allowed_token_ids": [7, 8, 9],
+        "bad_words": ["no"],
+        "top_k": 5,
+        "stop_token_ids": [9],
+    }
+    assert server.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 1, **fields}).status_code == 200
+    (params,) = seen
+    assert params.logit_bias == {7: -100.0, 8: 2.5}
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "top_k"):
+        assert math.isclose(getattr(params, name), fields[name])
+    assert (params.allowed_token_ids, params.bad_words, params.stop_token_ids) == ((7, 8, 9), ("no",), (9,))
