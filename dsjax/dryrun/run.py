@@ -90,7 +90,7 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
     if hardware is None:
         yield "temporaries, bytes moved and synchrony are the CPU backend's, not an accelerator's"
         yield f"hosts are taken to be {CPU_HOST_DEVICES} neighbouring devices"
-        if compiled.partitioned is None:
+        if compiled.partitioned is None and compiled.step.spec.num_devices > 1:
             yield "XLA wrote no partitioned program: bf16 collectives count as float32, in which the CPU backend sends them"
     elif hardware.platform == "cuda":
         yield "hosts are scale-up domains: devices that NVLink joins"

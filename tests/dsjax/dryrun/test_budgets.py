@@ -1,0 +1,67 @@
+"""The budgets: how many collectives of which kind along which axes the step may run, and how many bytes they send.
+
+A collective more than is written down fails, whoever brought it in: the model, the dispatch, or XLA's partitioner. Where the change is
+meant, write the new figures down: ``python tests/dsjax/dryrun/test_budgets.py``, and say why in the commit.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+BUDGETS = Path(__file__).with_name("collective_budgets.json")
+LAYOUTS = ("dp=32", "dp=4,tp=8", "tp=8", "tp=8,ep=1", "dp=32,ep=8", "dp=8,tp=4,ep=2")
+STEPS = ("decode", "prefill")
+
+
+def budget(layout: str, step: str, directory: Path) -> dict[str, list[float]]:
+    """``kind over axes, dtype`` → times in a step, bytes sent by a device, of a small model of V3's structure in bf16."""
+    from layouts import TINY
+
+    from dsjax.dryrun.arguments import DryRunArgs
+    from dsjax.dryrun.run import dry_run
+    from dsjax.engine.args import EngineArgs
+
+    (directory / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
+    engine = EngineArgs(model=str(directory), mesh=layout, dispatch="padded", prefill_chunk=16, page_size=4)
+    report = dry_run(DryRunArgs(engine=engine, step=step, batch=8, context=64))
+    found: dict[str, list[float]] = {}
+    for one in report.collectives:
+        axes = "no axes" if one.axes is None else "×".join(one.axes)
+        entry = found.setdefault(f"{one.kind} over {axes}, {one.operand[0].dtype}", [0, 0])
+        entry[0] += one.times
+        entry[1] += one.times * one.bytes_sent
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_runs_no_collective_beyond_its_budget(layout, step, tmp_path):
+    assert budget(layout, step, tmp_path) == json.loads(BUDGETS.read_text())[layout][step]
+
+
+def test_without_tensor_parallelism_only_dispatch_communicates():
+    budgets = json.loads(BUDGETS.read_text())
+    for layout in ("dp=32", "dp=32,ep=8"):
+        for step in STEPS:
+            # Two MoE layers, one exchange there and one back.
+            found = budgets[layout][step]
+            assert {name.split(" over ")[0] for name in found} == {"all-to-all"}
+            assert sum(times for times, _ in found.values()) == 4
+
+
+def write(folder: Path) -> None:
+    """Measure all budgets anew and write them down."""
+    found = {layout: {step: budget(layout, step, folder) for step in STEPS} for layout in LAYOUTS}
+    BUDGETS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    import sys
+    import tempfile
+
+    sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
+    import conftest  # noqa: F401  32 emulated devices, before JAX starts
+
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))

@@ -1,0 +1,138 @@
+"""The dry run at full size: its bytes are the real checkpoint's, and nothing of them is allocated."""
+
+import dataclasses
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.run import dry_run
+from dsjax.engine.args import EngineArgs
+from dsjax.errors import UserError
+
+TENSORS = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.tensors.json.gz"
+ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+V3 = EngineArgs(model="deepseek-v3", mesh="dp=32", weights="fp8")
+
+
+@pytest.fixture(scope="module")
+def full_size():
+    return dry_run(DryRunArgs(engine=V3, batch=8, context=1024))
+
+
+def device_bytes_of_the_checkpoint(experts_on_a_device, *, fp8):
+    """Bytes of the real tensors that one device of a dp mesh holds: its experts, and everything else."""
+    total, tensors = 0, json.loads(gzip.decompress(TENSORS.read_bytes()))
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.61."):
+            continue  # the MTP module, which the step does not run
+        if ".mlp.experts." in name and int(name.split(".mlp.experts.")[1].split(".")[0]) >= experts_on_a_device:
+            continue
+        if fp8:
+            total += math.prod(tensor["shape"]) * ITEM_BYTES[tensor["dtype"]]
+        elif not name.endswith("_scale_inv"):
+            total += math.prod(tensor["shape"]) * (4 if "e_score_correction_bias" in name else 2)
+    return total
+
+
+def test_parameters_are_those_of_deepseek_v3(full_size):
+    assert sum(full_size.parameters.values()) == 671_026_419_200
+    assert full_size.parameters["routed experts"] == 58 * 256 * 44_040_192
+    assert full_size.parameters["attention"] == 61 * 187_107_328
+    assert full_size.parameters["embedding"] == full_size.parameters["head"] == 926_679_040
+
+
+@pytest.mark.skipif(not TENSORS.is_file(), reason="the list of the real checkpoint's tensors is not here")
+def test_weights_on_a_device_are_the_real_tensors_to_the_byte(full_size):
+    assert full_size.memory.weight_bytes == device_bytes_of_the_checkpoint(8, fp8=True)
+    bf16 = dry_run(DryRunArgs(engine=dataclasses.replace(V3, weights="auto", mesh="dp=16"), batch=1, context=16))
+    assert bf16.memory.weight_bytes == device_bytes_of_the_checkpoint(16, fp8=False)
+
+
+def test_the_programs_arguments_are_weights_cache_and_inputs(full_size):
+    memory = full_size.memory
+    assert memory.arguments == memory.weight_bytes + memory.cache + memory.inputs
+    # 61 layers of 512 + 64 bf16 values for each slot of 8 rows of 64 pages, and page 0.
+    assert memory.cache == 61 * 576 * 2 * (8 * 64 + 1) * 16
+    assert full_size.cache_tokens == 8 * 1024
+    assert memory.inputs == 4 * 8 * (1 + 2 + 64)
+    assert memory.aliased == memory.cache  # updated in place
+    assert memory.outputs - memory.aliased >= 8 * (4 + 4 * 129_280)  # tokens and float32 logits
+
+
+def test_two_collectives_a_moe_layer_and_no_others(full_size):
+    found = [(c.kind, c.axes, c.ranks, c.times, c.operand[0].dtype) for c in full_size.collectives]
+    assert found == [("all-gather", ("ep",), 32, 58, "u16"), ("reduce-scatter", ("ep",), 32, 58, "bf16")]
+    there, back = full_size.collectives
+    assert there.operand_bytes == 8 * (7168 * 2 + 8 * 4 + 8 * 2 + 4)
+    assert back.operand_bytes == 32 * 8 * 7168 * 2
+    assert (there.bytes_inside, there.bytes_between) == (7 * there.operand_bytes, 24 * there.operand_bytes)
+
+
+def test_products_of_a_decode_are_the_models_arithmetic():
+    """Everything but the expert loop, whose length is data: 2 operations a weight and token, and absorbed attention."""
+    rows, context = 4, 1024
+    report = dry_run(DryRunArgs(engine=V3, batch=rows, context=context))
+    costs = report.costs
+    outside = 61 * (187_107_328 - 2048) + 3 * 396_361_728 + 58 * 44_040_192 + 58 * 256 * 7168 + 926_679_040
+    attention = 61 * 2 * 128 * (576 + 512) * context
+    expert_tile = costs.flops - rows * (2 * outside + attention)
+    assert expert_tile > 0
+    tile_rows = expert_tile / (58 * 2 * 44_040_192)
+    assert tile_rows == int(tile_rows) <= 64
+
+
+def test_redundant_experts_and_72_ranks_name_what_fits():
+    with pytest.raises(ValueError, match="least number of redundant experts that fits is 8"):
+        dry_run(DryRunArgs(engine=dataclasses.replace(V3, mesh="dp=24")))
+
+
+def test_impossible_requests_say_what_to_do():
+    with pytest.raises(UserError, match="--step is 'train'"):
+        DryRunArgs(engine=V3, step="train")
+    with pytest.raises(UserError, match="--prefill-chunk is 256, more than the --context of 64"):
+        DryRunArgs(engine=V3, step="prefill", context=64)
+    with pytest.raises(UserError, match=r"no hardware 'h300'"):
+        dry_run(DryRunArgs(engine=V3, target="h300"))
+
+
+def test_the_command_answers_in_json_for_72_ranks_and_allocates_nothing():
+    """In a process of its own, which emulates 72 devices: the JSON's fields, and the peak of its memory."""
+    command = (
+        "dryrun --model deepseek-v3 --mesh dp=72 --redundant-experts 32 --step prefill --batch 2 --context 512 --json -"
+    )
+    watch = (
+        "import resource, sys; sys.argv[0] = 'dsjax'; from dsjax.cli import main\n"
+        "try: main()\n"
+        "finally: sys.stderr.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    done = subprocess.run(
+        [sys.executable, "-c", watch, *command.split()],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[3],
+        timeout=300,
+        check=True,
+    )
+    report = json.loads(done.stdout)
+    assert report["devices"] == 72
+    assert report["physical_experts"] == 288
+    assert report["parameters"]["total"] == 671_026_419_200
+    assert report["device_bytes"]["weights"]["routed experts"] == 58 * 4 * 44_040_192 * 2
+    assert report["device_bytes"]["weights_total"] == sum(report["device_bytes"]["weights"].values())
+    assert report["device_bytes"]["memory"] is None
+    # 512 tokens of a rank: too many for every rank to see all, so they go out and come back.
+    assert [c["kind"] for c in report["collectives"]] == ["all-to-all", "all-to-all"]
+    assert all(c["axes"] == ["ep"] and c["ranks"] == 72 and c["times"] == 58 for c in report["collectives"])
+    assert report["seconds"].keys() == {"lower", "compile", "read"}
+    assert any("not an accelerator's" in note for note in report["notes"])
+    peak = int(done.stderr.split()[-1]) * 1024
+    assert peak < 2e9 < report["device_bytes"]["weights_total"]
