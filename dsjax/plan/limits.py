@@ -75,6 +75,7 @@ class Forbidden:
     best: float
     by: str
     remedies: list[Remedy]
+    floor: float | None = None
 
 
 def forbidden(plan: Plan) -> list[Forbidden]:
@@ -91,7 +92,9 @@ def forbidden(plan: Plan) -> list[Forbidden]:
         alone = dataclasses.replace(Objective(), **{name: wanted})
         nearest = min(plan.missed, key=lambda c, m=metric: m(c) if name != "throughput" else -m(c))
         if not nearest.meets(alone):
-            found.append(Forbidden(name, wanted, metric(nearest), nearest.name(), _remedies(plan, alone)))
+            endless = metric(on(nearest, _of_everything(plan.question.cluster, _FACTORS[-1])))
+            remedies = _remedies(plan, alone)
+            found.append(Forbidden(name, wanted, metric(nearest), nearest.name(), remedies, endless))
     if found:
         return found
     nearest = plan.missed[0]
@@ -120,15 +123,19 @@ def _remedies(plan: Plan, objective: Objective) -> list[Remedy]:
                 found.append(Remedy(resource, factor))
                 break
     for factor in _FACTORS:
-        cluster = question.cluster
-        for resource in RESOURCES:
-            cluster = cluster.scaled(resource, factor)
+        cluster = _of_everything(question.cluster, factor)
         if any(on(candidate, cluster).meets(objective) for candidate in near):
             found.append(Remedy("all of these together", factor))
             break
     if question.cluster.num_devices <= 64:
         found += _more_hosts(question, objective)
     return sorted(found, key=lambda r: r.factor)
+
+
+def _of_everything(cluster: Cluster, factor: float) -> Cluster:
+    for resource in RESOURCES:
+        cluster = cluster.scaled(resource, factor)
+    return cluster
 
 
 def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:

@@ -37,6 +37,7 @@ def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep]) -> dict[str,
                 "wanted": f.wanted,
                 "best": f.best,
                 "by": f.by,
+                "with_64_times_everything": f.floor,
                 "remedies": [{"resource": r.resource, "factor": r.factor} for r in f.remedies],
             }
             for f in forbidden(plan)
@@ -138,8 +139,11 @@ def sentence(reason: Forbidden) -> str:
     would = (
         f"It would hold with {remedies}."
         if remedies
-        else "No multiple up to 64 of one resource, nor 8 × the hosts, is enough."
+        else "No multiple up to 64 of a resource, nor 8 × the hosts, does."
     )
+    if not remedies and reason.floor is not None:
+        left = f"{reason.floor:,.0f} tokens/s" if reason.bound == "throughput" else f"{reason.floor * 1e3:,.1f} ms"
+        would += f" With 64 × everything it is {left}: launches, host and other fixed costs remain."
     if reason.bound == "memory":
         return (
             f"memory forbids it: the smallest layout ({reason.by}) needs {reason.wanted / 1e9:.1f} GB a device for weights, one "

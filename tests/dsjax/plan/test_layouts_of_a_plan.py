@@ -1,0 +1,51 @@
+"""Layouts: all that fit, none that does not."""
+
+import pytest
+
+from dsjax.plan.layout import Layout, fits, instance_sizes, layouts, parse_layout
+from sharding.errors import MeshError
+from sharding.mesh import MeshSpec
+
+
+def every(config, devices, **kwargs):
+    return list(layouts(config, devices, 8, **{"redundant": None, "block": 128, "copies": True, **kwargs}))
+
+
+def test_every_layout_passes_meshspec_and_no_two_are_the_same(v3):
+    found = every(v3, 32)
+    assert all(fits(v3, layout, 128) is None for layout in found)
+    assert len(set(found)) == len(found) > 100
+
+
+def test_the_named_layouts_are_there(v3):
+    kinds = {(str(layout.mesh), layout.kind) for layout in every(v3, 32)}
+    assert {
+        ("dp=32", "DEP32"),
+        ("dp=4,tp=8", "DP4×TEP8"),
+        ("tp=8", "TEP8"),
+        ("tp=8,ep=1", "TP8"),
+        ("dp=32,ep=8", "DEP32, EP8"),
+    } <= kinds
+
+
+@pytest.mark.parametrize("ep", [72, 144, 320])
+def test_ep_sizes_that_only_redundancy_makes_possible_are_found(v3, ep):
+    found = [layout for layout in every(v3, 320, copies=False) if layout.mesh == MeshSpec(dp_size=ep)]
+    assert min(layout.redundant for layout in found) == -256 % ep
+
+
+def test_instances_are_parts_of_a_host_or_whole_hosts():
+    assert instance_sizes(32, 8) == [1, 2, 4, 8, 16, 24, 32]
+    assert instance_sizes(4, 8) == [1, 2, 4]
+
+
+def test_fp8_blocks_are_not_cut(v3):
+    # An expert's width of 2048 over 16 is one block of 128; over 32 it is half of one.
+    assert fits(v3, Layout(MeshSpec(tp_size=16, ep_size=1)), 128) is None
+    assert "quantisation block" in str(fits(v3, Layout(MeshSpec(tp_size=32, ep_size=1)), 128))
+
+
+def test_a_mesh_that_does_not_fit_is_refused_with_the_redundancy_that_would(v3):
+    with pytest.raises(MeshError, match="least number of redundant experts that fits is 32"):
+        parse_layout("dp=72", 0, v3)
+    assert parse_layout("dp=72", None, v3).redundant == 32

@@ -1,0 +1,179 @@
+"""The search keeps what it promises, in the time that it promises."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from dsjax.errors import UserError
+from dsjax.plan.limits import bottlenecks, forbidden, on
+from dsjax.plan.report import sentence, to_json
+from dsjax.plan.search import search
+from dsjax.plan.sweep import sweep
+from dsjax.plan.workload import Lengths, Objective, Options, Workload
+
+
+def test_ranked_candidates_meet_the_objectives_on_the_devices_at_hand_and_in_memory(ask):
+    question = ask("h100-32", objective=Objective(ttft=2.0, tpot=0.05))
+    plan = search(question)
+    assert plan.ranked
+    for candidate in plan.ranked:
+        assert candidate.ttft.value <= 2.0
+        assert candidate.tpot.value <= 0.05
+        assert candidate.devices <= 32
+        assert candidate.batch <= candidate.decode.max_batch
+    throughputs = [c.throughput.value for c in plan.ranked]
+    assert throughputs == sorted(throughputs, reverse=True)
+
+
+def test_the_front_is_a_front(ask):
+    front = search(ask()).frontier
+    users = [c.per_user.value for c in front]
+    devices = [c.per_device.value for c in front]
+    assert users == sorted(users)
+    assert devices == sorted(devices, reverse=True)
+    assert len(front) > 5
+
+
+def test_a_concurrency_is_served_and_obeys_littles_law(ask):
+    question = ask(concurrency=64.0, options=Options(modes=("aggregated",)))
+    for candidate in search(question).ranked[:5]:
+        assert candidate.concurrency == pytest.approx(64)
+        stay = candidate.ttft.value + candidate.tpot.value * 499
+        assert candidate.throughput.value == pytest.approx(64 * 500 / stay)
+
+
+def test_a_rate_is_kept_up_with_by_as_few_devices_as_do(ask):
+    plan = search(ask("h200-16", objective=Objective(tpot=0.05), rate=5.0))
+    assert plan.winner.throughput.value >= 5 * 500
+    assert plan.winner.devices == min(c.devices for c in plan.ranked) < 16
+
+
+def test_separated_rates_match_both_sides(ask):
+    question = ask("h200-16", objective=Objective(tpot=0.05), options=Options(modes=("separated",)))
+    winner = search(question).winner
+    assert winner.mode == "separated"
+    prefill = winner.prefill_count * 0.85 / winner.prefill.prompt_seconds(winner.prefill_tokens).value
+    prefill *= winner.prefill.replicas
+    decode = winner.concurrency / (winner.tpot.value * 499)
+    assert winner.throughput.value == pytest.approx(500 * min(prefill, decode))
+
+
+def test_an_impossible_tpot_is_named_with_the_hardware_that_would_do(ask):
+    reasons = forbidden(search(ask(objective=Objective(tpot=0.0055))))
+    assert [reason.bound for reason in reasons] == ["tpot"]
+    assert reasons[0].best > 0.0055
+    assert reasons[0].remedies
+    assert "TPOT forbids it: 5.5 ms wanted" in sentence(reasons[0])
+    assert "It would hold with" in sentence(reasons[0])
+
+
+def test_where_no_hardware_helps_what_remains_is_said(ask):
+    (reason,) = forbidden(search(ask(objective=Objective(tpot=0.001))))
+    assert not reason.remedies
+    assert 0.001 < reason.floor < reason.best
+    assert "fixed costs remain" in sentence(reason)
+
+
+def test_a_remedy_that_is_named_does_it(ask):
+    question = ask(objective=Objective(tpot=0.0055))
+    plan = search(question)
+    named = {r.resource: r.factor for r in forbidden(plan)[0].remedies}
+    assert "all of these together" in named
+    cluster = question.cluster
+    for resource in ("compute", "memory bandwidth", "scale-up", "network", "latency"):
+        cluster = cluster.scaled(resource, named["all of these together"])
+    assert any(on(candidate, cluster).tpot.value <= 0.0055 for candidate in plan.missed)
+
+
+def test_weights_that_fit_nowhere_are_a_matter_of_memory(ask):
+    plan = search(ask("tpu-v5e-32"))
+    assert not plan.ranked
+    assert not plan.missed
+    assert len(plan.too_large) == len(plan.considered)
+    (reason,) = forbidden(plan)
+    assert reason.bound == "memory"
+    assert {"memory of a device", "hosts"} == {remedy.resource for remedy in reason.remedies}
+    assert "memory forbids it" in sentence(reason)
+
+
+def test_the_first_bottleneck_is_what_doubling_moves_most(ask):
+    candidate = search(ask("h20-32", prompt=4096)).winner
+    first, *rest = bottlenecks(candidate)
+    assert all(first.gain >= other.gain for other in rest)
+    doubled = on(candidate, candidate.decode.cluster.scaled("compute", 2)).throughput.value
+    gains = {b.resource: b.gain for b in (first, *rest)}
+    assert gains["compute"] == pytest.approx(doubled / candidate.throughput.value)
+
+
+def test_more_prefix_hits_give_more(ask):
+    without = search(ask(prompt=8000)).winner.throughput.value
+    assert search(ask(prompt=8000, prefix_hit=0.8)).winner.throughput.value > without
+
+
+def test_an_accepted_draft_gives_more_at_small_batches(ask):
+    base = ask(concurrency=8.0, options=Options(modes=("aggregated",)))
+    drafting = dataclasses.replace(base, options=Options(modes=("aggregated",), drafts=1))
+    assert search(drafting).winner.tpot.value < search(base).winner.tpot.value
+
+
+def test_losing_hosts_never_gains(ask):
+    question = ask("h200-16", objective=Objective(tpot=0.05), options=Options(modes=("aggregated",)))
+    found = sweep(question, search(question).winner, "loss-of-hosts")
+    best = [p.best.throughput.value for p in found.points]
+    assert [p.value for p in found.points] == [0, 1]
+    assert best[0] >= best[1]
+
+
+def test_a_slower_network_never_gains(ask):
+    question = ask("h200-16", options=Options(modes=("aggregated",)))
+    winner = search(question).winner
+    for quantity, faster_first in (("latency", True), ("bandwidth", False)):
+        rates = [p.same.throughput.value for p in sweep(question, winner, quantity).points]
+        assert rates == sorted(rates, reverse=faster_first)
+
+
+def test_a_plan_of_32_devices_takes_less_than_10_seconds_without_jax():
+    code = (
+        "import sys, time; start = time.perf_counter();"
+        "from dsjax.plan.search import search, Question; from dsjax.plan.cluster import load_cluster;"
+        "from dsjax.config import load_config; from dsjax.plan.workload import *;"
+        "q = Question(load_config('deepseek-v3'), load_cluster('h100-32'), Workload(Lengths(2000), Lengths(500)),"
+        "Objective(), Options()); plan = search(q); import resource;"
+        "used = resource.getrusage(resource.RUSAGE_SELF); assert plan.winner and len(plan.considered) > 100;"
+        "assert 'jax' not in sys.modules, 'jax was imported'; print(used.ru_utime)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(found.stdout) < 10
+
+
+def test_json_is_complete_and_has_intervals(ask):
+    plan = search(ask(objective=Objective(tpot=0.05)))
+    found = json.loads(json.dumps(to_json(plan, "deepseek-v3", 3, [])))
+    first = found["ranked"][0]
+    assert first["tpot_s"]["low"] < first["tpot_s"]["value"] < first["tpot_s"]["high"]
+    assert first["tpot_s"]["kind"] == "measured + assumption"
+    assert first["bottleneck"]["resource"]
+    assert found["winner"]["expected"]["mesh"] == first["mesh"]
+    assert found["forbidden"] == []
+    assert all(math.isfinite(c["output_tokens_per_s"]["value"]) for c in found["frontier"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Workload(Lengths(1), Lengths(1), concurrency=1, rate=1), "both given"),
+        (lambda: Workload(Lengths(1), Lengths(1), prefix_hit=1.0), "below 1"),
+        (lambda: Lengths.parse("many", "--input"), "--input is 'many'"),
+        (lambda: Lengths.parse("0", "--input"), "at least 1 token"),
+        (lambda: Objective(tpot=0.0), "--tpot-ms"),
+        (lambda: Options(overlap="yes"), "auto, on or off"),
+        (lambda: Options(acceptance=2.0), "--mtp-acceptance"),
+    ],
+)
+def test_wrong_wishes_say_what_was_expected(make, message):
+    with pytest.raises(UserError, match=message):
+        make()

@@ -1,0 +1,112 @@
+"""The model of a step: arithmetic that can be checked, and no resource of which more is worse."""
+
+import pytest
+
+from dsjax.model.mla_costs import mla_cost
+from dsjax.plan.cluster import RESOURCES, load_cluster
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.skew import UNIFORM, Skew, counts_variation, read_skew, zipf_variation
+from dsjax.plan.step import StepModel
+
+
+@pytest.fixture
+def model(v3):
+    def make(mesh="dp=32", cluster="h100-32", redundant=None, **kwargs):
+        layout = parse_layout(mesh, redundant, v3)
+        return StepModel(v3, load_cluster(cluster), layout, PRECISIONS["fp8"], **kwargs)
+
+    return make
+
+
+def test_decode_attention_is_flashmla_on_the_operations_of_mla_costs(v3, model):
+    figure = model().decode(128, 4096).part("attention")
+    flops = mla_cost(v3, "A_CC", rows=128, chunk=1, context=4096).attention_flops * 61
+    assert flops == pytest.approx(16.99e6 * 4096 * 128, rel=1e-3)
+    # Compute-bound with 128 heads: between 85 % of, and all of, the 660 TFLOP/s measured.
+    assert flops / 660e12 == pytest.approx(figure.low)
+    assert flops / (0.85 * 660e12) == pytest.approx(figure.high)
+
+
+def test_attention_over_tp_reads_the_whole_latent_with_an_eighth_of_the_heads(model):
+    whole = model("dp=8", cluster="h200-8").decode(64, 4096).part("attention").value
+    split = model("tp=8", cluster="h200-8").decode(64, 4096).part("attention").value
+    assert whole / 8 < split < whole
+
+
+@pytest.mark.parametrize("resource", RESOURCES)
+@pytest.mark.parametrize("mesh", ["dp=32", "dp=4,tp=8", "tp=8,ep=1"])
+def test_more_of_a_resource_never_makes_a_step_slower(v3, mesh, resource):
+    cluster = load_cluster("h100-32")
+    layout = parse_layout(mesh, None, v3)
+    steps = []
+    for factor in (1, 2, 8):
+        step = StepModel(v3, cluster.scaled(resource, factor), layout, PRECISIONS["fp8"])
+        steps.append((step.decode(32, 2000).value, step.prefill(8192, prompt=2000).value))
+    assert steps[0][0] >= steps[1][0] >= steps[2][0]
+    assert steps[0][1] >= steps[1][1] >= steps[2][1]
+
+
+def test_a_larger_batch_takes_longer_and_yields_more(model):
+    step = model()
+    times = [step.decode(batch, 2000).value for batch in (1, 8, 64, 256)]
+    assert times == sorted(times)
+    rates = [batch / time for batch, time in zip((1, 8, 64, 256), times, strict=True)]
+    assert rates == sorted(rates)
+
+
+def test_every_step_lies_in_its_interval_and_says_that_it_is_estimated(model):
+    figure = model().decode(32, 2000)
+    assert figure.low < figure.value < figure.high
+    assert all(part.low <= part.value <= part.high for part, _ in figure.walk())
+    assert figure.part("dispatch, share of network").source.startswith("DeepEP")
+
+
+def test_overlap_pays_for_large_batches_and_costs_for_small_ones(model):
+    plain, overlapped = model("dp=32"), model("dp=32", overlap=True)
+    assert overlapped.decode(256, 2000).value < plain.decode(256, 2000).value
+    assert overlapped.decode(4, 2000).value > plain.decode(4, 2000).value
+
+
+def test_one_device_and_one_replica_exchange_nothing(model):
+    alone = model("tp=8,ep=1", cluster="h200-8").decode(8, 1000)
+    assert alone.part("dispatch").value == 0
+    assert alone.part("tensor-parallel sums").value > 0
+
+
+def test_cached_prompts_cost_attention_but_no_projections(model):
+    step = model()
+    fresh, suffix = step.prefill(8192, prompt=4096), step.prefill(8192, prompt=4096, cached=4096)
+    assert suffix.part("attention").value > 2.5 * fresh.part("attention").value
+    assert suffix.part("experts").value == fresh.part("experts").value
+
+
+def test_drafting_costs_a_module_pass_and_twice_the_tokens(model):
+    step = model()
+    with_draft = step.decode(32, 2000, drafts=1)
+    assert with_draft.part("MTP module").value > 0
+    assert step.decode(32, 2000).value < with_draft.value < 2 * step.decode(64, 2000).value
+
+
+def test_skew_slows_the_busiest_rank_and_redundancy_helps(v3, model):
+    skewed = Skew(0.5, 0.5, 0.5, "test")
+    even = model(skew=UNIFORM).decode(256, 2000).value
+    worse = model(skew=skewed).decode(256, 2000).value
+    balanced = model(skew=skewed, redundant=32).decode(256, 2000).value
+    assert even < balanced < worse
+
+
+def test_uniform_routing_still_varies_by_chance():
+    slow = UNIFORM.slowest(32, 8, 100, balanced=False)
+    assert slow.value == pytest.approx(1 + (2 * 3.4657 / 100) ** 0.5, rel=1e-3)
+    assert slow.low == slow.high
+
+
+def test_skew_is_read_from_a_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text('{"tokens_per_expert": [[1, 1, 1, 1], [0, 0, 0, 4]]}')
+    skew = read_skew(str(path))
+    assert (skew.variation, skew.low, skew.high) == counts_variation([[1, 1, 1, 1], [0, 0, 0, 4]])
+    assert skew.low == 0
+    assert skew.high == pytest.approx(3**0.5)
+    assert read_skew("zipf:0.5").variation == zipf_variation(0.5)
