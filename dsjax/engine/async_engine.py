@@ -127,11 +127,11 @@ class AsyncEngine:
             raise EngineDeadError("the engine has failed") from self.error
         if self._closing:
             raise EngineClosingError("the server is shutting down")
-        stream = OutputStream(ids, self.abort)
+        requests = [request for each in prepared for request in each.completions]
+        stream = OutputStream(ids, self.abort, requests)
         for each in prepared:
             self._outputs.add(each)
             self._streams[each.request_id] = stream
-        requests = [request for each in prepared for request in each.completions]
         self._queued = _plus(self._queued, requests)
         self._commands.put(lambda: self._add(requests))
         return stream

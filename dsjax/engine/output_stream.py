@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.request import Request
 
 
 class EngineDeadError(RuntimeError):
@@ -18,9 +19,16 @@ class OutputStream:
     """The outputs of one or several prompts, as they come: an async iterator of (prompt's index, output).
 
     Ends after the last output. `close` ends what is unfinished; call it in any case, e.g. with `contextlib.closing`.
+    `completions` are the core's requests, for a log of what became of them: another thread writes them while they run.
     """
 
-    def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None]):
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        abort: Callable[[Sequence[str]], None],
+        completions: Sequence[Request] = (),
+    ):
+        self.completions = completions
         self._index = {request_id: index for index, request_id in enumerate(request_ids)}
         self._open = set(request_ids)
         self._abort = abort

@@ -67,9 +67,13 @@ def serve(
     profile_dir: Annotated[
         str | None, typer.Option(help="Where /start_profile writes traces; without it it is closed.")
     ] = None,
-    log_level: Annotated[str, typer.Option(help="Of the server's log.")] = "info",
+    log_level: Annotated[
+        str, typer.Option(help="Of the server's log: debug, info, warning, error or critical.")
+    ] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.")] = False,
 ) -> None:
     """Serve a model behind OpenAI's API."""
+    from dsjax.serve.logging_setup import configure_logging
     from dsjax.serve.server import bind
 
     options = ServeOptions(
@@ -84,6 +88,7 @@ def serve(
         tool_call_parser=tool_call_parser,
         profile_dir=profile_dir,
     )
+    configure_logging(log_level, as_json=log_json)
     listener = bind(host, port)
     prepare_devices(args.mesh)
     from dsjax.engine.llm import LLM

@@ -16,12 +16,26 @@ class ResponseCounts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and count its answer when it begins."""
+        begun = False
 
         async def counted(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
-                path = getattr(scope.get("route"), "path", "none")
-                method = scope["method"] if scope["method"] in _METHODS else "other"  # a client can make any up
-                self._metrics.on_response(path, method, message["status"])
+                begun = True
+                self._count(scope, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not begun:
+                self._count(scope, 500)  # Starlette answers so, further out
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        path = getattr(scope.get("route"), "path", "none")
+        method = scope["method"] if scope["method"] in _METHODS else "other"  # a client can make any up
+        self._metrics.on_response(path, method, status)

@@ -13,6 +13,7 @@ import uvicorn
 from dsjax.errors import UserError
 from dsjax.serve.app import create_app
 from dsjax.serve.connections import bounded_connections
+from dsjax.serve.logging_requests import RequestLog
 from dsjax.serve.serving import Phase, Serving
 from dsjax.serve.watchdog import Watchdog
 
@@ -53,8 +54,10 @@ class Server(uvicorn.Server):
         serving.phase = Phase.WARMING_UP
         serving.engine.on_death = self._stop
         config = uvicorn.Config(
-            create_app(serving),
+            RequestLog(create_app(serving)),
             log_level=log_level,
+            log_config=None,  # `configure_logging` is for the process's start alone
+            access_log=False,
             http=bounded_connections(serving.options.request_timeout),
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )

@@ -61,6 +61,7 @@ async def _answer(
     serving: Serving, answer: CompletionAnswer | ChatAnswer, stream: bool | None, request: Request, session: str | None
 ) -> Response:
     outputs = await answer.start(session)
+    request.scope["state"]["completions"] = outputs.completions
     resources = followed(serving, answer.id, outputs)
     if stream:
         return EventStream(answer.chunks(outputs), resources)
