@@ -1,52 +1,90 @@
 """How long a running request may wait for its next token, from the chunk budget, measured on the server itself.
 
-In a step, a DP rank computes at most `--max-num-batched-tokens` tokens: a token for each running request first, the rest for
-prompts. So two tokens of a request are at most one step apart, and no step has more work than
+In a step, a DP rank computes at most B = `--max-num-batched-tokens` tokens: a token for each running request first, the rest for
+prompts, C = `--prefill-chunk` of one prompt at most. Two tokens of a request are therefore at most one step apart. Prompts are
+laid into launches of C token slots, rows × chunk, of which there are K widths (C, C/2, … 32; `dsjax/engine/buckets.py`). Of
+each width only the last launch can be less than half full, so a step has at most 2 B/C + K of them, and one decode:
 
-    a full budget of prompt tokens on every rank  +  a decode of all running requests.
+    bound = slack × ((2 B/C + K) × prompt launch + decode of all sessions)
 
-Both are measured before the load begins, on the idle server. Prefill: prompts that fill every rank's budget for one step (for
-several, where a prompt cannot be that long), sent together, one token each; the time until the last answer divided by the
-steps, least of three. Decode: as many requests as there are sessions, with short prompts; the median gap. A preempted
-request waits longer: preemptions are reported beside the bound.
+Both times are measured on the idle server before the load. Prompt launch: on every rank prompts that fill B with whole chunks,
+sent together, one token each; the time until the last answer divided by their B/C launches, least of three. Decode: as many
+requests as there will be sessions; the median gap. `slack` is for the client and others on the same cores. It is a bound for
+ranks with a like mix of widths (another rank's prompt can widen a launch), and without preemptions, which are reported beside it.
 """
 
 import asyncio
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from dsjax.bench.serve.client import Client
-from dsjax.bench.serve.records import BenchRequest
+from dsjax.bench.serve.records import BenchRequest, RequestRecord
 
 _REPEATS = 3
 _DECODE_TOKENS = 32
+_DECODE_PROMPT = 512
+_SMALLEST_CHUNK = 32
 
 
-async def step_seconds(
-    client: Client, ranks: int, budget: int, sessions: int, max_model_len: int, vocab_size: int
-) -> tuple[float, float]:
-    """Seconds of a step that prefills the whole budget on every rank, and of one that decodes for all sessions."""
+@dataclass(frozen=True)
+class ChunkBudget:
+    """The server's options, and the seconds of its two launches."""
+
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    prompt_launch: float
+    decode_launch: float
+
+    @property
+    def most_prompt_launches(self) -> int:
+        """Of one step."""
+        widths = 1 + max(0, math.ceil(math.log2(self.prefill_chunk / _SMALLEST_CHUNK)))
+        return math.ceil(2 * self.max_num_batched_tokens / self.prefill_chunk) + widths
+
+    @property
+    def seconds(self) -> float:
+        """The longest step that the budget allows."""
+        return self.most_prompt_launches * self.prompt_launch + self.decode_launch
+
+
+async def measure_budget(
+    client: Client, ranks: int, budget: int, chunk: int, sessions: int, max_model_len: int, vocab_size: int
+) -> ChunkBudget:
+    """Measure both launches on an idle server.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
     rng = np.random.default_rng(0)
-    length = min(budget, max_model_len - 1)
-    a_rank = math.ceil(budget / length)
-    steps = math.ceil(a_rank * length / budget)
-    prefill = min([await _seconds(client, rng, ranks * a_rank, length, vocab_size) for _ in range(_REPEATS)]) / steps
-    prompts = [BenchRequest(rng.integers(16, vocab_size, 16).tolist(), 16, _DECODE_TOKENS) for _ in range(sessions)]
-    records = await asyncio.gather(*[client.send(each) for each in prompts])
+    length = min(budget, max_model_len - 1) // chunk * chunk or min(budget, max_model_len - 1)
+    a_rank = max(1, budget // length)
+    launches = a_rank * math.ceil(length / chunk)
+    prompt = min(
+        [await _seconds(client, _prompts(rng, ranks * a_rank, length, 1, vocab_size)) for _ in range(_REPEATS)]
+    )
+    context = min(_DECODE_PROMPT, max_model_len // 2)
+    requests = _prompts(rng, sessions, context, min(_DECODE_TOKENS, max_model_len - context), vocab_size)
+    records = await asyncio.gather(*[client.send(each) for each in requests])
     _check(records)
-    return prefill, float(np.median([gap for record in records for gap in record.itls]))
+    decode = float(np.median([gap for record in records for gap in record.itls]))
+    return ChunkBudget(budget, chunk, prompt / launches, decode)
 
 
-async def _seconds(client: Client, rng: np.random.Generator, count: int, length: int, vocab_size: int) -> float:
-    prompts = [BenchRequest(rng.integers(16, vocab_size, length).tolist(), length, 1) for _ in range(count)]
+def _prompts(rng: np.random.Generator, count: int, length: int, output: int, vocab_size: int) -> list[BenchRequest]:
+    return [BenchRequest(rng.integers(16, vocab_size, length).tolist(), length, output) for _ in range(count)]
+
+
+async def _seconds(client: Client, requests: Sequence[BenchRequest]) -> float:
     begin = time.perf_counter()
-    _check(await asyncio.gather(*[client.send(each) for each in prompts]))
+    _check(await asyncio.gather(*[client.send(each) for each in requests]))
     return time.perf_counter() - begin
 
 
-def _check(records) -> None:
+def _check(records: Sequence[RequestRecord]) -> None:
     failed = [record.error for record in records if record.error is not None]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed before the load began: {failed[0]}")

@@ -50,8 +50,8 @@ def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
     axes.set_xlabel("output tokens / s / user   (1 / median TPOT)")
     axes.set_ylabel("output tokens / s / device")
     axes.set_title(title, fontsize=10)
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, max(users) * 1.2)
+    axes.set_ylim(0, max(devices) * 1.1)
     axes.grid(alpha=0.3)
     try:
         figure.savefig(path, dpi=150)
