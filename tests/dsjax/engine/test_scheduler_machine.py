@@ -1,0 +1,260 @@
+"""Under any interleaving of add, chunk, decode, preempt, abort, finish, fail, evict and flush: no page is lost, none is
+written by two, and every page that is read holds the tokens it should."""
+
+from collections import Counter
+
+from fake_runner import NAN, FakeRunner, expected_tokens
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dsjax.engine.core import EngineCore
+from dsjax.engine.prefix_cache import extend_hashes
+from dsjax.engine.request import FinishReason, Request, Status
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.scheduler import AdmissionError, SchedulerConfig
+
+MAX_LEN = 40
+SHARED = [[7] * 24, list(range(100, 124)), [7] * 9 + [8] * 15]
+"""Prompts begin with a part of one of these, so that many have pages in common, and some nearly have."""
+
+_requests = st.fixed_dictionaries(
+    {
+        "prompt": st.builds(
+            lambda shared, length, rest: shared[:length] + rest,
+            st.sampled_from(SHARED),
+            st.integers(0, 24),
+            st.lists(st.integers(0, 299), max_size=6),
+        ).filter(bool),
+        "max_tokens": st.integers(1, 16),
+        "priority": st.integers(0, 2),
+        "salt": st.sampled_from([None, None, None, "a"]),
+        "session": st.sampled_from([None, None, "s", "t"]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 1]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Small sizes, so that pages, slots, rows and budget all run out.
+
+    The runner keeps what was written to each page, and asserts that a row finds its request's own tokens there.
+    """
+
+    @initialize(
+        num_ranks=st.integers(1, 3),
+        page_size=st.integers(1, 5),
+        pages=st.integers(4, 24),
+        max_num_seqs=st.integers(1, 5),
+        extra_budget=st.integers(0, 8),
+        chunk=st.integers(1, 6),
+        rows=st.integers(1, 3),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        prefix_caching=st.integers(0, 7).map(bool),
+    )
+    def make(self, num_ranks, page_size, pages, max_num_seqs, extra_budget, chunk, rows, policy, prefix_caching):
+        self.runner = FakeRunner(
+            num_ranks=num_ranks,
+            max_rows_decode=max_num_seqs,
+            max_rows_prefill=rows,
+            max_chunk=chunk,
+            page_size=page_size,
+            pages_per_rank=pages,
+            max_model_len=MAX_LEN,
+        )
+        self.config = SchedulerConfig.from_limits(
+            self.runner.limits,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
+            policy=policy,
+            prefix_caching=prefix_caching,
+        )
+        self.core = EngineCore(self.runner, self.config)
+        self.scheduler = self.core.scheduler
+        self.alive: dict[str, Request] = {}
+        self.gone: list[Request] = []
+        self.pages: dict[
+            bytes, tuple[str | None, list[int]]
+        ] = {}  # of every hash: salt, and the tokens from the first on
+        self.count = 0
+
+    @rule(several=st.lists(_requests, min_size=1, max_size=6))
+    def add(self, several):
+        for options in several:
+            self._add(options)
+
+    def _add(self, options):
+        self.count += 1
+        prompt, max_tokens = options["prompt"], options["max_tokens"]
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=options["prompt_logprobs"])
+        request = Request(str(self.count), list(prompt), len(prompt), params, max_tokens, 0)
+        request.priority, request.cache_salt, request.session = options["priority"], options["salt"], options["session"]
+        total = len(prompt) + max_tokens
+        fits = total <= MAX_LEN and total - 1 <= (self.config.pages_per_rank - 1) * self.config.page_size
+        try:
+            self.core.add(request)
+        except AdmissionError:
+            assert not fits
+        else:
+            assert fits
+            self.alive[request.request_id] = request
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps):
+        for _ in range(steps):
+            self._step()
+
+    @rule(steps=st.integers(1, 4))
+    def step_without_overlap(self, steps):
+        for _ in range(steps):
+            plan = self._checked(self.scheduler.schedule())
+            if not plan.is_empty:
+                updates = self.scheduler.update(plan, self.runner.execute(plan))
+                self._enter(update for update in updates if update.finish_reason)
+
+    @rule(data=st.data(), options=_requests)
+    def step_while_requests_come_and_go(self, data, options):
+        aborted = []
+
+        def meanwhile():
+            if self.alive:
+                aborted.append(data.draw(st.sampled_from(sorted(self.alive))))
+                assert self.core.abort(aborted[0]) is None, "its pages may still have to be cleared"
+            if not aborted:
+                self._add(options)
+
+        self._step(meanwhile, aborted)
+
+    def _step(self, meanwhile=None, aborted=()):
+        schedule = self.scheduler.schedule
+        self.scheduler.schedule = lambda now: self._checked(schedule(now))
+        updates = self.core.step(meanwhile)
+        self.scheduler.schedule = schedule
+        for request_id in aborted:
+            if self.alive[request_id].finish_reason is FinishReason.ABORT:
+                self.gone.append(self.alive.pop(request_id))
+        self._enter(update for update in updates if update.finish_reason)
+        assert not set(aborted) & self.alive.keys()
+
+    def _checked(self, plan):
+        assert plan.is_empty == (not self.alive), "a step is empty only when there is nothing to do"
+        assert len(plan.ranks) == self.runner.limits.num_ranks
+        for rank in plan.ranks:
+            assert rank.num_tokens <= self.config.max_num_batched_tokens
+            for row in rank.prefills:
+                assert not row.request.params.prompt_logprobs or row.request.num_cached_tokens == 0
+        return plan
+
+    def _enter(self, updates):
+        """Look at a step's updates, and at everything after it: a rule may make several steps."""
+        for update in updates:
+            request = self.alive.pop(update.request.request_id)
+            self.gone.append(request)
+            if request.request_id in self.runner.non_finite:
+                assert request.finish_reason is FinishReason.ERROR
+                continue
+            expected = expected_tokens(request.prompt_token_ids, request.max_tokens)
+            assert request.output_token_ids == expected, "preempted or not, cached or not, the tokens are the same"
+        self.every_page_is_free_or_cached_or_held_and_the_holders_are_counted()
+        self.a_cached_page_holds_exactly_the_tokens_of_its_hash()
+        self.slots_queues_and_counters_are_consistent()
+
+    @rule(data=st.data())
+    def abort(self, data):
+        if self.alive:
+            request = self.alive.pop(data.draw(st.sampled_from(sorted(self.alive))))
+            assert self.core.abort(request.request_id).finish_reason is FinishReason.ABORT
+            self.gone.append(request)
+        assert self.core.abort("unknown") is None
+
+    @rule(data=st.data())
+    def poison(self, data):
+        """From now on, what this request writes is not finite; rather one that has begun, whose pages others may read."""
+        begun = [name for name, request in self.alive.items() if request.num_output_tokens]
+        if self.alive:
+            self.runner.non_finite.add(data.draw(st.sampled_from(sorted(begun or self.alive))))
+
+    @rule(data=st.data())
+    def evict(self, data):
+        pool = data.draw(st.sampled_from(self.scheduler.ranks)).pool
+        pool.release(pool.allocate(data.draw(st.integers(0, pool.num_free))))
+
+    @rule()
+    def flush(self):
+        self.core.flush_prefix_cache()
+        assert all(rank.pool.num_cached == 0 for rank in self.scheduler.ranks)
+        assert all(not rank.pool.find([name]) for rank in self.scheduler.ranks for name in self.pages)
+
+    @invariant()
+    def every_page_is_free_or_cached_or_held_and_the_holders_are_counted(self):
+        for index, rank in enumerate(self.scheduler.ranks):
+            pool = rank.pool
+            mine = self._of(index)
+            held = Counter(page for request in mine for page in request.pages)
+            assert {page: count for page, count in enumerate(pool._holders) if count} == held
+            everywhere = [*pool._free, *pool._idle, *held]
+            assert sorted(everywhere) == list(range(1, pool.num_pages))
+            assert (len(held), len(pool._idle)) == (pool.num_used, pool.num_cached)
+            for request in mine:
+                for page in request.pages[request.num_sealed_pages :]:
+                    assert held[page] == 1, "who may write a page has it alone"
+                    assert pool._hash_of[page] is None
+
+    @invariant()
+    def a_cached_page_holds_exactly_the_tokens_of_its_hash(self):
+        size = self.config.page_size
+        for request in (*self.alive.values(), *self.gone):
+            for place, name in enumerate(extend_hashes(request, size), start=1):
+                found = (request.cache_salt, request.token_ids[: place * size])
+                assert self.pages.setdefault(name, found) == found
+        for rank, cache in zip(self.scheduler.ranks, self.runner._cache, strict=True):
+            named = {page: name for page, name in enumerate(rank.pool._hash_of) if name is not None}
+            assert rank.pool._page_of == {name: page for page, name in named.items()}
+            for page, name in named.items():
+                assert cache[page] == self.pages[name][1][-size:]
+            assert not any(NAN in page for page in cache), "no page is left with values that are not finite"
+
+    @invariant()
+    def slots_queues_and_counters_are_consistent(self):
+        for index, rank in enumerate(self.scheduler.ranks):
+            mine = self._of(index)
+            slots = [request.slot for request in mine if request.status is Status.RUNNING]
+            assert len(slots) == len(set(slots)) <= self.config.max_num_seqs
+            waiting = [request for request in mine if request.status is Status.WAITING]
+            assert sorted(rank.waiting, key=id) == sorted(waiting, key=id)
+            assert rank.load == sum(len(request.token_ids) for request in mine)
+            assert rank.waiting_tokens == sum(len(request.token_ids) for request in waiting)
+            assert rank.backlog == sum(request.backlog for request in mine)
+            assert rank.promised == Counter(
+                name for request in mine for name in request.page_hashes[: request.num_promised]
+            )
+            for queue in (rank.running, rank.waiting):
+                assert [r.order for r in queue] == sorted(r.order for r in queue)
+            for request in waiting:
+                assert (request.pages, request.slot, request.num_computed_tokens) == ([], -1, 0)
+            for request in rank.running:
+                assert len(request.pages) * self.config.page_size >= request.num_computed_tokens
+                assert request.num_sealed_pages * self.config.page_size <= request.num_computed_tokens
+
+    @invariant()
+    def what_is_gone_holds_nothing(self):
+        assert all(not request.pages and request.slot == -1 for request in self.gone)
+        assert self.scheduler.num_unfinished == len(self.alive)
+
+    def _of(self, index):
+        return [request for request in self.alive.values() if request.rank == index]
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(2000):
+            if not self.alive:
+                break
+            self._step()
+        assert not self.alive, "every admitted request ends"
+        for rank in self.scheduler.ranks:
+            assert (rank.pool.num_used, rank.load, rank.backlog, rank.waiting_tokens) == (0, 0, 0, 0)
+            assert not rank.promised
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
