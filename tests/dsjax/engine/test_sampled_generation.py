@@ -46,7 +46,7 @@ def llm(tmp_path_factory, compilations):
         prefill_chunk=16,
         page_size=4,
     )
-    made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
+    made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(4, 16),), mixed=False)
     made.logits([[1]])
     made.warm_up()
     assert compilations.count >= len(made.runner.programs.compiled) > 5

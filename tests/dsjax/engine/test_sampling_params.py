@@ -26,6 +26,26 @@ from dsjax.engine.sampling_params import SamplingError, SamplingParams
         ("stop", [5]),
         ("stop_token_ids", [-1]),
         ("ignore_eos", 1),
+        ("prompt_logprobs", 21),
+        ("min_p", 1.1),
+        ("min_p", -0.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", float("inf")),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-30),
+        ("logit_bias", {5: 100.5}),
+        ("logit_bias", {5: float("nan")}),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", [5]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1.0]),
+        ("allowed_token_ids", "12"),
+        ("bad_words", ["a", " "]),
+        ("bad_words", "word"),
+        ("bad_words", ["a"] * 2_000),
+        ("structured_outputs", {"regex": "a"}),
     ],
 )
 def test_a_wrong_value_is_refused_and_its_field_named(field, value):
@@ -49,3 +69,9 @@ def test_defaults_and_spellings_are_those_of_vllm():
     assert (params.max_tokens, params.temperature, params.top_p, params.n) == (16, 1.0, 1.0, 1)
     assert (params.stop, params.seed, params.greedy) == (("a",), None, False)
     assert SamplingParams(temperature=0).greedy
+
+
+def test_only_values_that_change_something_count_as_penalties():
+    assert not SamplingParams(presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1).penalises
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert SamplingParams(**{name: 0.5}).penalises
