@@ -36,6 +36,7 @@ class LiveServer:
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.exit_code: int | None = None
+        self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve, args=(listener,), daemon=True)
         self._thread.start()
         wait_until(lambda: self.server.started and (warm_up or self.serving.phase is Phase.READY))
@@ -59,7 +60,10 @@ class LiveServer:
         return self.exit_code
 
     def _serve(self, listener) -> None:
-        self.exit_code = self.server.serve_on(listener)
+        try:
+            self.exit_code = self.server.serve_on(listener)
+        except Exception as error:
+            self.failure = error
 
 
 def wait_until(condition, seconds: float = 10.0) -> None:
@@ -90,7 +94,7 @@ def start_server():
 
     yield start
     for live in started:
-        if live.exit_code is None:
+        if live.exit_code is None and live.failure is None:
             live.runner.step_seconds = 0
             live.signal()
             live.join()

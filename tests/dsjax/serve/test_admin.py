@@ -1,0 +1,91 @@
+"""What an administrator can do, and what `/get_load` and `/server_info` tell."""
+
+import threading
+
+import pytest
+from conftest import wait_until
+from scripted_runner import ScriptedRunner, tool_tokenizer
+
+from dsjax.serve.options import ServeOptions
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": list(range(20, 60)), "max_tokens": 200, "temperature": 0}
+ADMIN = {"Authorization": "Bearer root"}
+
+
+@pytest.fixture
+def server(start_server, tmp_path):
+    tokenizer = tool_tokenizer()
+    options = ServeOptions(admin_api_key="root", profile_dir=str(tmp_path))
+    return start_server(tokenizer=tokenizer, runner=ScriptedRunner(tokenizer, num_ranks=2), options=options)
+
+
+def admin(server, path: str, body=None):
+    return server.post(path, body, headers=ADMIN)
+
+
+def test_a_flushed_cache_gives_no_hits(server):
+    def cached() -> int:
+        usage = server.post(COMPLETIONS, {**LONG, "max_tokens": 1}, headers={"X-Session-Affinity": "a"}).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert (cached(), cached() > 0) == (0, True)
+    assert admin(server, "/flush_cache").json() == {"status": "flushed"}
+    assert cached() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [{"request_id": "mine"}, {"request_id": "cmpl-mine"}, {"abort_all": True}])
+def test_a_request_can_be_aborted_by_either_of_its_ids(server, stream, body):
+    server.runner.step_seconds = 0.05
+    results = []
+    ask = {**LONG, "stream": stream, "request_id": "mine"}
+    thread = threading.Thread(target=lambda: results.append(server.post(COMPLETIONS, ask)), daemon=True)
+    thread.start()
+    wait_until(lambda: server.pages_in_use > 0)
+    assert admin(server, "/abort_request", {"request_id": "other"}).json() == {"aborted": 0}
+    assert admin(server, "/abort_request", body).json() == {"aborted": 1}
+    thread.join(5)
+    assert '"code":"aborted"' in results[0].text
+    assert results[0].status_code == (200 if stream else 503)
+    wait_until(lambda: server.pages_in_use == 0)
+    assert server.runner.steps < 60
+
+
+@pytest.mark.parametrize("body", [{}, {"request_id": "a", "abort_all": True}])
+def test_what_to_abort_must_be_said_once(server, body):
+    assert admin(server, "/abort_request", body).status_code == 400
+
+
+def test_experts_are_recorded_between_start_and_stop(server):
+    assert admin(server, "/dump_expert_distribution_record").status_code == 400
+    assert admin(server, "/start_expert_distribution_record").json() == {"status": "recording"}
+    dumped = admin(server, "/dump_expert_distribution_record").json()
+    assert dumped["tokens_per_expert"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert admin(server, "/stop_expert_distribution_record").json() == {"status": "stopped"}
+    assert admin(server, "/dump_expert_distribution_record").json() == dumped, "the last record stays"
+    assert server.get("/server_info").json()["experts"] == dumped
+
+
+def test_a_profile_is_written_where_the_server_was_told(server, tmp_path):
+    assert admin(server, "/stop_profile").status_code == 400
+    assert admin(server, "/start_profile").json() == {"status": "profiling"}
+    assert admin(server, "/start_profile").status_code == 400
+    server.post(COMPLETIONS, {**LONG, "max_tokens": 2})
+    assert admin(server, "/stop_profile").json() == {"status": "written"}
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_without_a_directory_nothing_is_profiled(start_server):
+    closed = start_server(options=ServeOptions(admin_api_key="root"))
+    assert admin(closed, "/start_profile").json()["error"]["code"] == "no_profile_dir"
+
+
+def test_load_and_information(server):
+    (first, second) = server.get("/get_load").json()["ranks"]
+    assert (first["rank"], second["rank"], first["used_pages"]) == (0, 1, 0)
+    assert first["usable_pages"] == 256
+    info = server.get("/server_info").json()
+    assert info["models"] == ["tiny", "alias"]
+    assert info["options"]["has_admin_api_key"] is True
+    assert "api_keys" not in info["options"]

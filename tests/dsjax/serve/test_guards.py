@@ -1,0 +1,277 @@
+"""What stands before the endpoints: keys, bounds of size and time, the queue's limits, readiness."""
+
+import base64
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from conftest import wait_until
+
+from dsjax.errors import UserError
+from dsjax.serve.keys import ADMIN_PATHS
+from dsjax.serve.options import ServeOptions, read_keys
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "ab", "max_tokens": 110, "temperature": 0}
+
+
+def bearer(key: str) -> dict:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def basic(key: str) -> dict:
+    return {"Authorization": "Basic " + base64.b64encode(f"anyone:{key}".encode()).decode()}
+
+
+def raw(server, head: str, body: bytes = b"", seconds: float = 10.0) -> bytes:
+    """Send bytes as they are; give what comes back until the connection ends."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+        received = b""
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            while part := connection.recv(65536):
+                received += part
+        return received
+
+
+# Keys.
+
+
+@pytest.fixture(scope="module")
+def guarded(module_servers):
+    return module_servers(options=ServeOptions(api_keys=("one", "two"), admin_api_key="root"))
+
+
+@pytest.fixture(scope="module")
+def module_servers():
+    from conftest import LiveServer
+
+    started = []
+
+    def start(**options):
+        started.append(LiveServer(**options))
+        return started[-1]
+
+    yield start
+    for live in started:
+        live.signal()
+        live.join()
+
+
+PATHS = [
+    ("GET", "/v1/models"),
+    ("POST", COMPLETIONS),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("GET", "/ready"),
+    ("GET", "/version"),
+    ("GET", "/get_load"),
+    ("GET", "/server_info"),
+    ("GET", "/openapi.json"),
+    ("GET", "/"),
+    ("GET", "/no/such/path"),
+    ("GET", "//v1/models"),
+    ("GET", "/health/../v1/models"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@pytest.mark.parametrize(
+    "headers", [{}, bearer("wrong"), bearer("one two"), {"Authorization": "one"}, basic("wrong"), bearer("öne")]
+)
+def test_without_a_valid_key_everything_but_health_is_denied(guarded, method, path, headers):
+    headers = {name: value.encode("latin-1") for name, value in headers.items()}
+    answer = httpx.request(method, guarded.url + path, headers=headers, json={} if method == "POST" else None)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert "www-authenticate" in answer.headers
+    assert guarded.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("key", ["one", "two", "root"])
+def test_each_key_opens_and_the_admin_s_too(guarded, key):
+    assert guarded.get("/v1/models", headers=bearer(key)).status_code == 200
+    assert guarded.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers=bearer(key)).status_code == 200
+
+
+def test_a_browser_may_read_with_a_password_but_change_nothing(guarded):
+    page = guarded.get("/")
+    assert page.headers["www-authenticate"].startswith("Basic")
+    assert guarded.get("/", headers=basic("one")).status_code == 200
+    assert guarded.get("/get_load", headers=basic("one")).status_code == 200
+    assert guarded.post("/flush_cache", headers=basic("root")).status_code == 401
+    assert guarded.post(COMPLETIONS, {"prompt": "a"}, headers=basic("one")).status_code == 401
+
+
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
+def test_admin_endpoints_want_the_admin_s_key_and_are_closed_without_one(guarded, server, path):
+    assert guarded.post(path, headers=bearer("one")).status_code == 401
+    assert guarded.post(path).status_code == 401
+    closed = server.post(path)
+    assert (closed.status_code, closed.json()["error"]["code"]) == (403, "admin_closed")
+    assert guarded.post(path + "/", headers=bearer("one")).status_code == 401
+
+
+def test_keys_come_from_files_too(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# of the team\none\n\n two \n")
+    assert read_keys(["zero", "one"], [path]) == ("zero", "one", "two")
+    path.write_text("# none\n")
+    with pytest.raises(UserError, match="open to all"):
+        read_keys([], [path])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_keys([], [tmp_path / "nothing"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"api_keys": ("",)},
+        {"api_keys": ("ö",)},
+        {"api_keys": ("a b",)},
+        {"api_keys": ("same",), "admin_api_key": "same"},
+        {"reasoning_parser": "gpt"},
+        {"tool_call_parser": "gpt"},
+    ],
+)
+def test_options_that_cannot_be_are_refused(options):
+    with pytest.raises(UserError):
+        ServeOptions(**options)
+
+
+def test_no_key_is_ever_shown():
+    options = ServeOptions(api_keys=("secret-1",), admin_api_key="secret-2")
+    assert "secret" not in repr(options) + json.dumps(options.to_json())
+
+
+# Size and time.
+
+
+@pytest.fixture(scope="module")
+def tight(module_servers):
+    return module_servers(options=ServeOptions(max_body_bytes=2000, request_timeout=0.5))
+
+
+HEAD = f"POST {COMPLETIONS} HTTP/1.1\nHost: x\nContent-Type: application/json\n"
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_unread(tight):
+    assert raw(tight, HEAD + "Content-Length: 1000000000").startswith(b"HTTP/1.1 413")
+    assert raw(tight, HEAD + "Content-Length: 2001\nExpect: 100-continue").startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_in_chunks_is_refused_once_it_is_too_large(tight):
+    chunk = b"400\r\n" + b" " * 0x400 + b"\r\n"
+    assert raw(tight, HEAD + "Transfer-Encoding: chunked", chunk * 3).startswith(b"HTTP/1.1 413")
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "u" * 200}).encode()
+    assert tight.post(COMPLETIONS, json.loads(body)).status_code == 200
+
+
+def test_a_half_sent_body_is_given_up(tight):
+    started = time.monotonic()
+    answer = raw(tight, HEAD + "Content-Length: 100", b'{"prompt":')
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"code":"request_timeout"' in answer
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: "])
+def test_a_half_sent_head_is_given_up(tight, sent):
+    host, port = tight.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(sent)
+        assert connection.recv(1000) == b"", "closed without an answer: there was no request"
+
+
+def test_a_connection_serves_one_request_after_another(tight):
+    with httpx.Client(base_url=tight.url) as client:
+        for _ in range(4):
+            assert client.get("/health").status_code == 200
+            time.sleep(0.2)
+
+
+# The queue.
+
+
+def fill(server, count: int) -> list[threading.Thread]:
+    threads = [threading.Thread(target=server.post, args=(COMPLETIONS, LONG), daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [(ServeOptions(max_queued_requests=2), "2 requests wait"), (ServeOptions(max_queued_tokens=8), "tokens wait")],
+)
+def test_too_much_waiting_is_429_with_a_time_before_it_is_tokenised(start_server, monkeypatch, options, code):
+    server = start_server(options=options, max_rows_decode=1, step_seconds=0.02)
+    threads = fill(server, 1)
+    wait_until(lambda: server.pages_in_use > 0)
+    threads += fill(server, 1)
+    wait_until(lambda: server.engine.num_waiting == 1)
+    threads += fill(server, 1)
+    wait_until(lambda: server.engine.num_waiting == 2)
+    encoded = []
+    monkeypatch.setattr(server.engine.tokenizer, "encode", lambda *a, **k: encoded.append(a) or [1])
+    for body in ({**LONG, "prompt": "a" * 40}, {**LONG, "prompt": [5] * 10, "n": 2}):
+        refused = server.post(COMPLETIONS, body)
+        assert refused.status_code == 429, refused.text
+        assert code in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 0
+    chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 40}]})
+    assert chat.status_code == 429
+    assert encoded == []
+    server.runner.step_seconds = 0
+    for thread in threads:
+        thread.join(10)
+    monkeypatch.undo()
+    assert server.post(COMPLETIONS, {**LONG, "max_tokens": 1}).status_code == 200, "what is alone may always come in"
+
+
+# Readiness.
+
+
+def test_it_listens_while_it_warms_up(start_server):
+    may_end = threading.Event()
+    server = start_server(warm_up=lambda: may_end.wait(10))
+    assert server.get("/health").status_code == 200
+    assert server.get("/version").status_code == 200
+    assert server.get("/server_info").json()["phase"] == "warming up"
+    for answer in (server.get("/ready"), server.post(COMPLETIONS, LONG), server.get("/get_load")):
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+    may_end.set()
+    wait_until(lambda: server.get("/ready").status_code == 200)
+    assert server.post(COMPLETIONS, {**LONG, "max_tokens": 1}).status_code == 200
+    assert server.get("/server_info").json()["phase"] == "ready"
+
+
+def test_it_listens_while_it_drains_and_admits_nothing(start_server):
+    server = start_server(step_seconds=0.02)
+    (thread,) = fill(server, 1)
+    wait_until(lambda: server.pages_in_use > 0)
+    server.signal()
+    wait_until(lambda: server.get("/ready").status_code == 503)
+    assert server.get("/health").status_code == 200
+    refused = server.post(COMPLETIONS, LONG)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert int(refused.headers["retry-after"]) > 0
+    server.runner.step_seconds = 0
+    assert server.join() == 0
+    thread.join(5)
+
+
+def test_what_warm_up_raises_ends_the_server(start_server):
+    def fail():
+        raise UserError("no such device")
+
+    server = start_server(warm_up=fail)
+    server._thread.join(10)
+    assert not server._thread.is_alive()
+    assert isinstance(server.failure, UserError)

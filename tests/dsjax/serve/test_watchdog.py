@@ -1,0 +1,98 @@
+"""A step that hangs ends the process with a diagnosis; one that does not is left alone."""
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+from conftest import wait_until
+
+from dsjax.engine.request import Request, Status
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.serve.watchdog import HANG_EXIT_CODE, Watchdog
+
+
+def running(request_id: str) -> Request:
+    request = Request(request_id, [1, 2, 3], 3, SamplingParams(), 5, 0)
+    request.status = Status.RUNNING
+    return request
+
+
+def watch(step_started, out) -> tuple[Watchdog, list]:
+    done: list = []
+    dog = Watchdog(
+        0.2,
+        step_started=step_started,
+        running=lambda: [[], [running("cmpl-stuck")]],
+        tell_clients=lambda: done.append("told"),
+        exit=done.append,
+        out=out,
+    )
+    dog.start()
+    return dog, done
+
+
+def test_a_step_that_hangs_is_told_of_with_its_rows_and_every_stack():
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as out:  # the stacks are written to a file's number
+        _, done = watch(lambda: began, out)
+        wait_until(lambda: HANG_EXIT_CODE in done)
+        assert done == ["told", HANG_EXIT_CODE]
+        out.seek(0)
+        text = out.read()
+    for expected in ("--step-timeout 0.2", "rank 1: 1 rows", "cmpl-stuck: slot", "0 of 3 tokens", "test_watchdog.py"):
+        assert expected in text
+
+
+def test_steps_that_end_are_left_alone():
+    out = io.StringIO()
+    dog, done = watch(time.monotonic, out)
+    idle, idle_done = watch(lambda: None, out)
+    threading.Event().wait(0.6)
+    dog.stop()
+    idle.stop()
+    assert (done, idle_done, out.getvalue()) == ([], [], "")
+
+
+SCRIPT = """
+import sys
+from conftest import *
+from dsjax.serve.options import ServeOptions
+runner = FakeRunner(step_seconds=1000)
+config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=32)
+engine = AsyncEngine(LLMEngine(runner, tiny_tokenizer(), config))
+serving = Serving(engine, ("tiny",), "tiny", 128, ServeOptions(step_timeout=1))
+listener = bind("127.0.0.1", 0)
+ready = lambda: print(listener.getsockname()[1], flush=True)
+sys.exit(Server(serving, shutdown_timeout=5, log_level="error", on_ready=ready).serve_on(listener))
+"""
+
+
+def test_the_process_ends_with_a_code_of_its_own_and_clients_hear_of_it():
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parents[2])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True}, timeout=20) as answer:
+            text = "".join(answer.iter_text())
+        assert '"error"' in text
+        assert text.endswith("data: [DONE]\n\n")
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == HANG_EXIT_CODE
+        assert "cmpl-" in err
+        assert "fake_runner.py" in err, "the stack of the step that hangs"
+    finally:
+        process.kill()
+        process.wait()
