@@ -23,12 +23,11 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from serve_process import ROOT, serve_process
-
 from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.bench.serve.server_facts import ask_server
+from tools.serve_process import ROOT, serve_process
 
 
 def main() -> None:

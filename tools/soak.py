@@ -23,13 +23,12 @@ import aiohttp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from serve_process import ServeProcess, serve_process
-from soak_bound import ChunkBudget, measure_budget
-from soak_sessions import Admin, Mix, Outcome, run_sessions
-
 from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.server_facts import ask_server
 from dsjax.top.reading import Exposition
+from tools.serve_process import ServeProcess, serve_process
+from tools.soak_bound import ChunkBudget, measure_budget
+from tools.soak_sessions import Admin, Mix, Outcome, run_sessions
 
 _SAMPLE_SECONDS = 2.0
 
@@ -59,13 +58,15 @@ async def soak(args: argparse.Namespace, server: ServeProcess) -> dict[str, Any]
         length = facts.max_model_len or sys.exit("the server does not say its max_model_len")
         target = Target(server.url, "completions", facts.model, ignore_eos=True, timeout=args.request_timeout)
         client = Client(session, target)
-        ranks = len((await _json(session, f"{server.url}/get_load"))["ranks"])
+        info = await _json(session, f"{server.url}/server_info")
+        ranks = len(info["ranks"])
         print(f"{facts.model}: {ranks} DP ranks, {length} tokens; measuring the bound", file=sys.stderr)
         budget = await measure_budget(
             client,
             ranks,
             args.max_num_batched_tokens,
             args.prefill_chunk,
+            info["facts"]["max_num_seqs"],
             args.sessions,
             length,
             args.vocab_size,
@@ -80,10 +81,10 @@ async def soak(args: argparse.Namespace, server: ServeProcess) -> dict[str, Any]
         memory = await _stop(watch)
         loads = await _drained(session, server.url)
         after = await _metrics(session, server.url)
-    return _judge(args, outcome, memory, loads, before, after, budget)
+    return judge(args, outcome, memory, loads, before, after, budget)
 
 
-def _judge(
+def judge(
     args: argparse.Namespace,
     outcome: Outcome,
     memory: list[int],

@@ -2,10 +2,12 @@
 
 In a step, a DP rank computes at most B = `--max-num-batched-tokens` tokens: a token for each running request first, the rest for
 prompts, C = `--prefill-chunk` of one prompt at most. Two tokens of a request are therefore at most one step apart. Prompts are
-laid into launches of C token slots, rows × chunk, of which there are K widths (C, C/2, … 32; `dsjax/engine/buckets.py`). Of
-each width only the last launch can be less than half full, so a step has at most 2 B/C + K of them, and one decode:
+laid into launches of C token slots, rows × chunk: 1 × C, 2 × C/2, … until the chunk is 32 or the rows are S = `--max-num-seqs`,
+K widths in all (`dsjax/engine/buckets.py`). Prompts come longest first, so of each width but the narrowest only the last launch
+can be less than half full; the narrowest takes at most S rows, R a launch. A step has at most L = 2 B/C + K − 1 + S/R prompt
+launches, and one decode:
 
-    bound = slack × ((2 B/C + K) × prompt launch + decode of all sessions)
+    bound = slack × (L × prompt launch + decode of all sessions)
 
 Both times are measured on the idle server before the load. Prompt launch: on every rank prompts that fill B with whole chunks,
 sent together, one token each; the time until the last answer divided by their B/C launches, least of three. Decode: as many
@@ -23,11 +25,11 @@ import numpy as np
 
 from dsjax.bench.serve.client import Client
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
+from dsjax.engine.buckets import Buckets
 
 _REPEATS = 3
 _DECODE_TOKENS = 32
 _DECODE_PROMPT = 512
-_SMALLEST_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,16 @@ class ChunkBudget:
 
     max_num_batched_tokens: int
     prefill_chunk: int
+    max_num_seqs: int
     prompt_launch: float
     decode_launch: float
 
     @property
     def most_prompt_launches(self) -> int:
         """Of one step."""
-        widths = 1 + max(0, math.ceil(math.log2(self.prefill_chunk / _SMALLEST_CHUNK)))
-        return math.ceil(2 * self.max_num_batched_tokens / self.prefill_chunk) + widths
+        rectangles = Buckets.covering(self.max_num_seqs, self.prefill_chunk, mixed=False).prefill
+        narrow = math.ceil(self.max_num_seqs / rectangles[-1].rows)
+        return math.ceil(2 * self.max_num_batched_tokens / self.prefill_chunk) + len(rectangles) - 1 + narrow
 
     @property
     def seconds(self) -> float:
@@ -52,7 +56,14 @@ class ChunkBudget:
 
 
 async def measure_budget(
-    client: Client, ranks: int, budget: int, chunk: int, sessions: int, max_model_len: int, vocab_size: int
+    client: Client,
+    ranks: int,
+    budget: int,
+    chunk: int,
+    max_num_seqs: int,
+    sessions: int,
+    max_model_len: int,
+    vocab_size: int,
 ) -> ChunkBudget:
     """Measure both launches on an idle server.
 
@@ -71,7 +82,7 @@ async def measure_budget(
     records = await asyncio.gather(*[client.send(each) for each in requests])
     _check(records)
     decode = float(np.median([gap for record in records for gap in record.itls]))
-    return ChunkBudget(budget, chunk, prompt / launches, decode)
+    return ChunkBudget(budget, chunk, max_num_seqs, prompt / launches, decode)
 
 
 def _prompts(rng: np.random.Generator, count: int, length: int, output: int, vocab_size: int) -> list[BenchRequest]:
