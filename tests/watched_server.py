@@ -10,6 +10,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
+from dsjax.engine.output_stream import EngineDeadError
 from dsjax.engine.plan import RowResult
 from dsjax.engine.request import FinishReason
 from dsjax.engine.request import Request as EngineRequest
@@ -79,11 +80,19 @@ def experts(tokens: list[list[int]], **others) -> ExpertCounts:
     )
 
 
+class NoEngine:
+    """Metrics then show what the test fed them."""
+
+    async def call(self, function):
+        raise EngineDeadError("there is none")
+
+
 class WatchedServer:
     """`answers` is what a chat says: (reasoning, text) pairs, one an event. `api_key` and `status` can be changed."""
 
     def __init__(self):
         self.metrics = Metrics("tiny", 4, 4096, experts_per_device=2)
+        self.engine = NoEngine()
         self.ranks = [load(rank) for rank in range(4)]
         self.answers: list[tuple[str, str]] = [("", "hello")]
         self.pause = 0.0

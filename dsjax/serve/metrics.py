@@ -93,7 +93,7 @@ class Metrics:
     def on_step(self, stats: StepStats) -> None:
         """Enter a step."""
         model = self._model
-        self._loads = stats.ranks
+        self.show_loads(stats.ranks)
         self._preemptions.add((model,), stats.num_preemptions)
         self._iteration_tokens.observe((model,), stats.num_decode_tokens + stats.num_prompt_tokens)
         self._step_seconds.observe((model,), stats.duration)
@@ -104,6 +104,10 @@ class Metrics:
             self._host_seconds.add((model, part), seconds)
         self._compilations = stats.compilations_after_warm_up
         self._experts.enter(stats.experts)
+
+    def show_loads(self, loads: Sequence[RankLoad]) -> None:
+        """What the ranks have to do now."""
+        self._loads = loads
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Enter a step's tokens."""

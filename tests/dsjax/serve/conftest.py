@@ -25,13 +25,24 @@ class LiveServer:
     """A server in a thread; `runner` is the fake device under it."""
 
     def __init__(
-        self, *, shutdown_timeout: float = 5.0, tokenizer=None, eos=(), options=None, warm_up=None, runner=None, **sizes
+        self,
+        *,
+        shutdown_timeout: float = 5.0,
+        tokenizer=None,
+        eos=(),
+        options=None,
+        warm_up=None,
+        runner=None,
+        metrics=None,
+        **sizes,
     ):
         self.runner = runner or FakeRunner(**sizes)
         config = SchedulerConfig.from_limits(self.runner.limits, max_num_batched_tokens=32)
         self.llm_engine = LLMEngine(self.runner, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
         self.engine = AsyncEngine(self.llm_engine)
-        self.serving = Serving(self.engine, ("tiny", "alias"), "tiny", config.max_model_len, options or ServeOptions())
+        self.serving = Serving(
+            self.engine, ("tiny", "alias"), "tiny", config.max_model_len, options or ServeOptions(), metrics=metrics
+        )
         self.server = Server(self.serving, shutdown_timeout=shutdown_timeout, log_level="error", warm_up=warm_up)
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

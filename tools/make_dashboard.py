@@ -1,0 +1,327 @@
+"""Write the Grafana dashboard from the table of panels below: python tools/make_dashboard.py
+
+A dashboard is a thousand lines of JSON of which ten lines a panel differ; those stand here.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parents[1] / "configs" / "observability" / "grafana-dashboard.json"
+
+OF_MODEL = 'model_name="$model_name"'
+RATE = "[$__rate_interval]"
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+WIDTH, HEIGHT = 8, 7
+
+Query = tuple[str, str]
+"""(PromQL, legend)."""
+
+
+def rate(metric: str, by: str = "", more: str = "") -> str:
+    """The rate of a counter, summed, or summed by labels."""
+    grouped = f"sum by ({by})" if by else "sum"
+    return f"{grouped} (rate({metric}{{{OF_MODEL}{more}}}{RATE}))"
+
+
+def quantiles(metric: str) -> list[Query]:
+    """P50, P90, P99 and the mean of a histogram."""
+    buckets = rate(f"{metric}_bucket", "le")
+    found = [(f"histogram_quantile({share}, {buckets})", name) for name, share in QUANTILES.items()]
+    return [*found, (f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}", "mean")]
+
+
+QUANTILES = {"P50": 0.5, "P90": 0.9, "P99": 0.99}
+
+
+def gauge(metric: str, function: str = "sum", more: str = "") -> str:
+    """A gauge over all ranks."""
+    return f"{function} ({metric}{{{OF_MODEL}{more}}})"
+
+
+def by_rank(metric: str) -> list[Query]:
+    """A gauge of each rank."""
+    return [(f"{metric}{{{OF_MODEL}}}", "rank {{engine}}")]
+
+
+# Row title to panels: (title, what it means, unit, queries).
+ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
+    "Work": [
+        (
+            "Requests",
+            "In slots of the ranks, and in their queues.",
+            "short",
+            [(gauge("vllm:num_requests_running"), "running"), (gauge("vllm:num_requests_waiting"), "waiting")],
+        ),
+        (
+            "Tokens a second",
+            "Made, and of prompts whose first token was made.",
+            "short",
+            [(rate("vllm:generation_tokens_total"), "made"), (rate("vllm:prompt_tokens_total"), "of prompts")],
+        ),
+        (
+            "Ends a second",
+            "Completions that ended, by reason; abort: the client went away.",
+            "short",
+            [(rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}")],
+        ),
+        (
+            "Turned away a second",
+            "Before the engine saw them.",
+            "short",
+            [(rate("dsjax_requests_rejected_total", "reason"), "{{reason}}")],
+        ),
+        (
+            "Answers a second",
+            "By class of status.",
+            "short",
+            [(f"sum by (status) (rate(http_requests_total{RATE}))", "{{status}}")],
+        ),
+        (
+            "Troubles",
+            "Compilations after warm-up and corrupted requests must stay 0; a preemption does work twice.",
+            "short",
+            [
+                (gauge("dsjax_compilations_after_warm_up_total"), "compiled after warm-up"),
+                (gauge("vllm:corrupted_requests_total"), "not finite"),
+                (gauge("vllm:num_preemptions_total"), "preemptions"),
+            ],
+        ),
+    ],
+    "Latency": [
+        ("Time to first token", "From arrival.", "s", quantiles("vllm:time_to_first_token_seconds")),
+        ("Between two tokens", "Of one completion.", "s", quantiles("vllm:inter_token_latency_seconds")),
+        (
+            "Time per output token",
+            "A completion's mean after its first token.",
+            "s",
+            quantiles("vllm:request_time_per_output_token_seconds"),
+        ),
+        ("End to end", "From arrival to the end.", "s", quantiles("vllm:e2e_request_latency_seconds")),
+        (
+            "Where the time goes",
+            "Mean of queue, prefill and decode: together the end-to-end time.",
+            "s",
+            [
+                (
+                    f"{rate(f'vllm:request_{part}_time_seconds_sum')} / {rate(f'vllm:request_{part}_time_seconds_count')}",
+                    part,
+                )
+                for part in ("queue", "prefill", "decode")
+            ],
+        ),
+        (
+            "First token by rank",
+            "P90; a rank that stands out has too much to do.",
+            "s",
+            [
+                (
+                    f"histogram_quantile(0.9, {rate('vllm:time_to_first_token_seconds_bucket', 'le, engine')})",
+                    "rank {{engine}}",
+                )
+            ],
+        ),
+    ],
+    "Ranks and cache": [
+        (
+            "Running by rank",
+            "Every rank waits for the slowest in each step.",
+            "short",
+            by_rank("vllm:num_requests_running"),
+        ),
+        ("Waiting by rank", "In its queue.", "short", by_rank("vllm:num_requests_waiting")),
+        (
+            "Cache held by rank",
+            "Share of the pages that requests hold.",
+            "percentunit",
+            by_rank("vllm:kv_cache_usage_perc"),
+        ),
+        (
+            "Pages",
+            "Over all ranks; cached pages are given up when room is needed.",
+            "short",
+            [
+                (gauge("dsjax_rank_pages"), "all"),
+                (gauge("dsjax_rank_pages_used"), "held"),
+                (gauge("dsjax_rank_pages_cached"), "cached"),
+            ],
+        ),
+        (
+            "Prefix hits",
+            "Share of prompt tokens found in the prefix cache.",
+            "percentunit",
+            [(f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}", "hits")],
+        ),
+        (
+            "Cost by rank",
+            "In tokens; a new request goes where it is lowest.",
+            "short",
+            [*by_rank("dsjax_rank_cost"), (gauge("dsjax_rank_waiting_tokens"), "tokens waiting, all")],
+        ),
+    ],
+    "Steps": [
+        ("Step", "From planning to entering results.", "s", quantiles("dsjax_step_seconds")),
+        (
+            "Engine thread",
+            "Seconds a second in each part of a step; device is waiting for results.",
+            "s",
+            [(rate("dsjax_host_seconds_total", "part"), "{{part}}")],
+        ),
+        (
+            "Tokens in steps",
+            "Rows computed a second; padding is computed for nothing.",
+            "short",
+            [(rate("dsjax_step_tokens_total", "kind"), "{{kind}}")],
+        ),
+        ("Tokens of a step", "Over all ranks, padding not counted.", "short", quantiles("vllm:iteration_tokens_total")),
+        (
+            "Prompt length",
+            "Tokens; and those that the prefix cache did not hold.",
+            "short",
+            [
+                *quantiles("vllm:request_prompt_tokens")[:2],
+                (
+                    f"histogram_quantile(0.5, {rate('vllm:request_prefill_kv_computed_tokens_bucket', 'le')})",
+                    "computed, P50",
+                ),
+            ],
+        ),
+        (
+            "Output length",
+            "Tokens made; and the most that could have been.",
+            "short",
+            [
+                *quantiles("vllm:request_generation_tokens")[:2],
+                (f"histogram_quantile(0.5, {rate('vllm:request_params_max_tokens_bucket', 'le')})", "max_tokens, P50"),
+            ],
+        ),
+    ],
+    "Experts (while recording)": [
+        (
+            "Balancedness",
+            "Mean over max of the devices' tokens: of the layers' sums, and mean of the layers' ratios. 1 is perfect.",
+            "percentunit",
+            [(f"dsjax_expert_balancedness{{{OF_MODEL}}}", "{{of}}")],
+        ),
+        (
+            "Tokens by device",
+            "Share of all expert tokens.",
+            "percentunit",
+            [
+                (
+                    f"{rate('dsjax_expert_tokens_total', 'ep_rank')} / scalar({rate('dsjax_expert_tokens_total')})",
+                    "ep rank {{ep_rank}}",
+                )
+            ],
+        ),
+        (
+            "Hottest experts",
+            "Times the mean of all physical experts.",
+            "short",
+            [
+                (
+                    f"topk(8, {rate('dsjax_expert_tokens_total', 'expert')}) / "
+                    f"scalar(avg ({rate('dsjax_expert_tokens_total', 'expert')}))",
+                    "expert {{expert}}",
+                )
+            ],
+        ),
+        ("Dispatch", "Sent by all devices.", "Bps", [(rate("dsjax_dispatch_bytes_total"), "bytes a second")]),
+        (
+            "Rows sent by device",
+            "A second; a device far above the others holds them up.",
+            "short",
+            [(rate("dsjax_dispatch_rows_total", "device"), "device {{device}}")],
+        ),
+        (
+            "Padding of dispatch, rounds",
+            "Share of the exchanged rows without a token; rounds a second, of the layer with most.",
+            "short",
+            [
+                (f"dsjax_dispatch_padding_share{{{OF_MODEL}}}", "padding share"),
+                (rate("dsjax_dispatch_rounds_total"), "rounds"),
+            ],
+        ),
+    ],
+}
+
+
+def panel(id_: int, x: int, y: int, title: str, description: str, unit: str, queries: list[Query]) -> dict[str, Any]:
+    """One chart over time."""
+    targets = [
+        {
+            "datasource": SOURCE,
+            "expr": expression,
+            "legendFormat": legend,
+            "range": True,
+            "refId": chr(ord("A") + index),
+        }
+        for index, (expression, legend) in enumerate(queries)
+    ]
+    return {
+        "id": id_,
+        "type": "timeseries",
+        "title": title,
+        "description": description,
+        "datasource": SOURCE,
+        "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
+        "fieldConfig": {
+            "defaults": {"unit": unit, "min": 0, "custom": {"lineWidth": 1, "fillOpacity": 5, "showPoints": "never"}},
+            "overrides": [],
+        },
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom"},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "targets": targets,
+    }
+
+
+def dashboard() -> dict[str, Any]:
+    """All of it."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in ROWS.items():
+        grid = {"x": 0, "y": y, "w": 24, "h": 1}
+        panels.append(
+            {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "gridPos": grid, "panels": []}
+        )
+        y += 1
+        for index, each in enumerate(row):
+            x = WIDTH * (index % 3)
+            panels.append(panel(len(panels) + 1, x, y + HEIGHT * (index // 3), *each))
+        y += HEIGHT * -(-len(row) // 3)
+    variables = [
+        {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus", "hide": 0},
+        {
+            "name": "model_name",
+            "label": "model",
+            "type": "query",
+            "datasource": SOURCE,
+            "query": {"query": "label_values(vllm:num_requests_running, model_name)", "refId": "models"},
+            "refresh": 2,
+            "hide": 0,
+        },
+    ]
+    return {
+        "uid": "dsjax",
+        "title": "dsjax",
+        "tags": ["dsjax", "vllm"],
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "timezone": "browser",
+        "editable": True,
+        "graphTooltip": 1,
+        "templating": {"list": variables},
+        "panels": panels,
+    }
+
+
+def main() -> None:
+    FILE.write_text(json.dumps(dashboard(), indent=1) + "\n", encoding="utf-8")
+    print(FILE)
+
+
+if __name__ == "__main__":
+    main()
