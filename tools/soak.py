@@ -66,7 +66,7 @@ async def soak(args: argparse.Namespace, server: ServeProcess) -> dict[str, Any]
             ranks,
             args.max_num_batched_tokens,
             args.prefill_chunk,
-            info["facts"]["max_num_seqs"],
+            info["max_num_seqs"],
             args.sessions,
             length,
             args.vocab_size,

@@ -1,4 +1,4 @@
-"""`dsjax bench serve`: the command. Only options are imported before it runs."""
+"""`dsjax bench serve`: the command. The HTTP client and the tokenizers are imported when it runs."""
 
 import asyncio
 import datetime

@@ -121,11 +121,5 @@ async def _optional(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 def _integer(body: Any, name: str) -> int | None:
-    """An integer of that name, at the top or one level down."""
-    if not isinstance(body, dict):
-        return None
-    for each in (body, *(value for value in body.values() if isinstance(value, dict))):
-        value = each.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+    value = body.get(name) if isinstance(body, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

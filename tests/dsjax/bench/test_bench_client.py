@@ -95,7 +95,7 @@ def facts_of(url, model=None, wait_seconds=0.0):
 
 
 def test_the_server_s_own_facts(start_fake):
-    server = start_fake(info={"engine": {"num_devices": 32}}, root="demo", max_model_len=512)
+    server = start_fake(info={"num_devices": 32}, root="demo", max_model_len=512)
     facts = facts_of(server.url + "/v1/")
     assert (facts.model, facts.root, facts.max_model_len, facts.num_devices) == ("tiny", "demo", 512, 32)
     assert facts_of(start_fake().url).num_devices is None
