@@ -48,7 +48,7 @@ class Figure:
         self.value = value
         self.low = value if low is None else low
         self.high = value if high is None else high
-        self.kinds = kinds
+        self.kinds = int(kinds)  # an IntFlag's | costs as much as all other arithmetic together
         self.name, self.unit, self.note, self.source, self.parts = name, unit, note, source, parts
 
     def named(self, name: str, unit: str = "", note: str = "") -> Figure:

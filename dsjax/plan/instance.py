@@ -19,14 +19,14 @@ _LADDER = sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(10))})
 
 @dataclass(frozen=True)
 class Instance:
-    """A layout on a cluster, asked about a workload."""
+    """A layout on a cluster, asked about a workload. steps: of its unit, shared by the layouts that are made of it."""
 
     config: ModelConfig
     cluster: Cluster
     layout: Layout
     options: Options
     workload: Workload
-    _steps: dict = field(default_factory=dict, compare=False, repr=False)
+    steps: dict = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def memory(self) -> Memory:
@@ -50,22 +50,22 @@ class Instance:
         return sorted({b for b in _LADDER if b <= most} | ({most} if most else set()))
 
     def _models(self) -> list[StepModel]:
-        if "models" not in self._steps:
+        if "models" not in self.steps:
             choices = {"auto": (False, True), "on": (True,), "off": (False,)}[self.options.overlap]
             if self.layout.mesh.ep_size == 1:
                 choices = (False,)
-            arguments = (self.config, self.cluster, self.layout, self.options.precision, self.options.skew)
-            self._steps["models"] = [StepModel(*arguments, overlap=overlap) for overlap in choices]
-        return self._steps["models"]
+            arguments = (self.config, self.cluster, self.layout.unit, self.options.precision, self.options.skew)
+            self.steps["models"] = [StepModel(*arguments, overlap=overlap) for overlap in choices]
+        return self.steps["models"]
 
     def decode_step(self, batch: float) -> Figure:
         """Seconds of one decode step, with the overlap that makes it faster."""
         key = ("decode", batch)
-        if key not in self._steps:
+        if key not in self.steps:
             context, uneven = self.workload.context, self.workload.uneven
             times = [m.decode(batch, context, drafts=self.options.drafts, uneven=uneven) for m in self._models()]
-            self._steps[key] = min(times, key=lambda time: time.value)
-        return self._steps[key]
+            self.steps[key] = min(times, key=lambda time: time.value)
+        return self.steps[key]
 
     def overlapped(self, batch: float) -> bool:
         """Whether `decode_step` overlaps two half batches."""
@@ -78,12 +78,12 @@ class Instance:
     def prefill_step(self, tokens: float) -> Figure:
         """`static_ctx`: seconds of one prefill step of `tokens` prompt tokens a DP rank."""
         key = ("prefill", tokens)
-        if key not in self._steps:
+        if key not in self.steps:
             computed, work = self.workload.computed, self.workload
             prompt = computed * (1 + work.input.variation**2)
             times = [m.prefill(tokens, prompt=prompt, cached=work.cached) for m in self._models()]
-            self._steps[key] = min(times, key=lambda time: time.value)
-        return self._steps[key]
+            self.steps[key] = min(times, key=lambda time: time.value)
+        return self.steps[key]
 
     def prefill_sizes(self) -> list[float]:
         """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit."""

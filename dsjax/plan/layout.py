@@ -35,6 +35,14 @@ class Layout:
             name = f"DP{mesh.dp_size}×{experts}{mesh.tp_size}"
         return name if mesh.ep_size == mesh.num_devices or mesh.dp_size == 1 else f"{name}, EP{mesh.ep_size}"
 
+    @property
+    def unit(self) -> Layout:
+        """The instance that one copy of the experts makes: what `expert_copies` of are side by side, without communicating."""
+        mesh = self.mesh
+        if mesh.expert_copies == 1:
+            return self
+        return Layout(MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size), self.redundant)
+
     def __str__(self) -> str:
         return f"{self.mesh}" + (f" +{self.redundant}" if self.redundant else "")
 

@@ -13,7 +13,7 @@ from dsjax.plan.search import Plan, Question, search
 from dsjax.plan.workload import Objective
 
 _FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
-_MORE_HOSTS = (2, 3, 4, 6, 8)
+_MORE_HOSTS = (2, 4, 8)
 _NEAREST = 12
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,9 +34,9 @@ class Question:
         """Devices that may be used."""
         return min(self.cluster.num_devices, self.options.max_devices or self.cluster.num_devices)
 
-    def instance(self, layout: Layout) -> Instance:
-        """A layout, asked about this workload."""
-        return Instance(self.config, self.cluster, layout, self.options, self.workload)
+    def instance(self, layout: Layout, steps: dict) -> Instance:
+        """A layout, asked about this workload; steps: shared by all layouts of the same unit."""
+        return Instance(self.config, self.cluster, layout, self.options, self.workload, steps)
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,25 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
             copies=question.devices <= 64,
         )
     )
-    made = [question.instance(layout) for layout in found]
+    steps: dict[Layout, dict] = {}
+    made = [question.instance(layout, steps.setdefault(layout.unit, {})) for layout in found]
     return found, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
 
 
 def search(question: Question) -> Plan:
     """Answer a question. Deterministic; no JAX."""
     question.options.check(question.config)
+    # Derivations are millions of small tuples without a cycle; looking for cycles among them costs more than making them.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _search(question)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _search(question: Question) -> Plan:
     found, fitting, too_large = instances(question)
     candidates: list[Candidate] = []
     if "aggregated" in question.options.modes:

@@ -1,0 +1,56 @@
+"""The committed pages are what their commands write, and the errors that they state are those of the model."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from dsjax.plan.validation import mean_absolute_error, points, table
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def study():
+    spec = importlib.util.spec_from_file_location("h20_study", ROOT / "tools" / "h20_study.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_committed_validation_is_what_the_model_says_now():
+    assert table() in (ROOT / "docs" / "plan-validation.md").read_text(encoding="utf-8")
+
+
+def test_comparable_points_are_predicted_within_20_percent_on_average_and_mostly_inside_their_intervals():
+    comparable = [point for point in points() if point.comparable]
+    assert len(comparable) >= 15
+    assert mean_absolute_error(comparable) < 0.20
+    inside = [p for p in comparable if p.predict().low <= p.measured <= p.predict().high]
+    assert len(inside) >= 0.85 * len(comparable)
+
+
+def test_points_that_are_not_counted_say_why():
+    assert all(point.caveat for point in points() if not point.comparable)
+
+
+def test_the_study_states_its_exact_figures(study):
+    page = (ROOT / "docs" / "h20-32.md").read_text(encoding="utf-8")
+    assert study.weights() in page
+    linear, attention = study.operations()
+    # 73.25 G linear and head, 16.99 M for each position of the context.
+    assert linear == pytest.approx(73.25e9, rel=1e-4)
+    assert attention == pytest.approx(16.99e6 * 32768, rel=1e-3)
+    assert f"{32 * 148e12 / attention:,.0f} (exact bound)" in page
+    assert "75.1 GB in bf16, 39.5 GB in FP8 (exact)" in page
+
+
+def test_the_studys_tables_are_what_the_model_says_now(study):
+    page = (ROOT / "docs" / "h20-32.md").read_text(encoding="utf-8")
+    assert study.decode_table()[0] in page
+    assert study.prefill_table() in page
+
+
+def test_pictures_of_the_study_are_there():
+    for name in ("front", "latency", "bandwidth", "loss-of-hosts"):
+        assert (ROOT / "docs" / "h20-32" / f"{name}.png").stat().st_size > 10_000

@@ -1,0 +1,292 @@
+"""Write docs/h20-32.md: the 32-GPU H20 plan in circulation, worked through. Usage: python tools/h20_study.py"""
+
+# ruff: noqa: E501 (a row of a Markdown table is one line)
+
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from dsjax.config import load_config
+from dsjax.model.mla_costs import mla_cost
+from dsjax.model.parameter_counts import parameter_counts
+from dsjax.plan.candidate import aggregated
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.figure import Figure
+from dsjax.plan.instance import Instance
+from dsjax.plan.layout import Layout, parse_layout
+from dsjax.plan.limits import bottlenecks
+from dsjax.plan.memory import cache_bytes_per_token, memory, weight_bytes
+from dsjax.plan.pareto import draw_front, draw_sweep
+from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.search import Question, search
+from dsjax.plan.sweep import sweep
+from dsjax.plan.workload import Lengths, Objective, Options, Workload
+
+SESSIONS, CONTEXT, OUTPUT, GOAL = 200, 32 * 1024, 1000, 50_000
+PICTURES = Path("docs") / "h20-32"
+CONFIG, CLUSTER = load_config("deepseek-v3"), load_cluster("h20-32")
+ONE_CARD = dataclasses.replace(CLUSTER, nics_per_host=1)
+CHIP, DEVICES = CLUSTER.hardware, CLUSTER.num_devices
+
+
+def gb(value: float) -> str:
+    return f"{value / 1e9:.1f} GB"
+
+
+def ranged(figure: Figure, factor: float = 1, digits: int = 0) -> str:
+    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure.value, figure.high))
+    return f"**{value}** ({low} – {high})"
+
+
+def weights() -> str:
+    rows = [
+        "| precision | redundant experts | attention | experts | shared | the rest | total |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, extra in (("bf16", 0), ("bf16", 32), ("fp8", 0), ("fp8", 32)):
+        found = weight_bytes(CONFIG, parse_layout("dp=32", extra, CONFIG), PRECISIONS[name])
+        total = sum(found.values())
+        rest = total - found["attention"] - found["experts"] - found["shared experts"]
+        parts = (found["attention"], found["experts"], found["shared experts"], rest)
+        rows.append(f"| {name} | {extra} | {' | '.join(gb(p) for p in parts)} | **{gb(total)}** ({total:,} B) |")
+    return "\n".join(rows)
+
+
+def operations() -> tuple[float, float]:
+    """(linear and head, attention) operations of one decoded token at the study's context."""
+    active = parameter_counts(CONFIG)
+    linear = 2 * (active["active"] - active["embedding"])
+    attention = 61 * mla_cost(CONFIG, "A_CC", rows=1, chunk=1, context=CONTEXT).attention_flops
+    return float(linear), float(attention)
+
+
+def decode_instance(layout: Layout, cluster=CLUSTER) -> Instance:
+    """Sessions whose prompts are in the cache: nothing but decoding happens."""
+    work = Workload(Lengths(CONTEXT - OUTPUT / 2), Lengths(OUTPUT), concurrency=SESSIONS)
+    return Instance(CONFIG, cluster, layout, Options(), work)
+
+
+def decode_table() -> tuple[str, float]:
+    """Every kind of layout over the 32 GPUs, decoding the 200 sessions; and the best middle estimate."""
+    rows = [
+        "| layout | sessions a replica | TPOT, ms | output tokens/s | one card a host: tokens/s | first to go |",
+        "|---|---|---|---|---|---|",
+    ]
+    best = 0.0
+    for mesh, redundant in (
+        ("dp=32", 0),
+        ("dp=32", 32),
+        ("dp=16,tp=2", 0),
+        ("dp=8,tp=4", 0),
+        ("dp=4,tp=8", 0),
+        ("dp=16", 0),
+        ("dp=8,tp=2", 0),
+        ("tp=8,ep=1", 0),
+        ("tp=16,ep=1", 0),
+    ):
+        layout = parse_layout(mesh, redundant, CONFIG)
+        count = DEVICES // layout.devices
+        each = SESSIONS / (layout.mesh.dp_size * count)
+        instance = decode_instance(layout)
+        if each > instance.max_batch:
+            rows.append(
+                f"| {count} × `{layout}` ({layout.kind}) | {each:.4g} | no room: {instance.max_batch} fit | | | memory |"
+            )
+            continue
+        step = instance.tpot(each)
+        rate, slow = SESSIONS / step, SESSIONS / decode_instance(layout, ONE_CARD).tpot(each)
+        best = max(best, rate.value)
+        gains = {
+            r: step.value / decode_instance(layout, CLUSTER.scaled(r, 2)).tpot(each).value
+            for r in ("compute", "memory bandwidth", "network", "latency")
+        }
+        first = max(gains, key=gains.get)
+        rows.append(
+            f"| {count} × `{layout}` ({layout.kind}) | {each:.4g} | {ranged(step, 1e3, 1)} | {ranged(rate)} | {ranged(slow)} | "
+            f"{first}, {gains[first] - 1:+.0%} |"
+        )
+    return "\n".join(rows), best
+
+
+def prefill_table() -> str:
+    rows = [
+        "| layout | TTFT, s, each replica with one 32 K prompt | prompts a second, all GPUs | seconds to fill 200 sessions |",
+        "|---|---|---|---|",
+    ]
+    for mesh in ("dp=32", "dp=8,tp=4", "dp=4,tp=8", "tp=8,ep=1", "tp=16,ep=1"):
+        layout = parse_layout(mesh, None, CONFIG)
+        count = DEVICES // layout.devices
+        work = Workload(Lengths(CONTEXT), Lengths(OUTPUT))
+        instance = Instance(CONFIG, CLUSTER, layout, Options(prefill_tokens=CONTEXT), work)
+        alone = instance.prefill_step(CONTEXT)
+        rate = layout.mesh.dp_size * count / instance.prompt_seconds(CONTEXT)
+        rows.append(
+            f"| {count} × `{layout}` | {ranged(alone, 1, 1)} | {ranged(rate, 1, 2)} | {ranged(SESSIONS / rate)} |"
+        )
+    return "\n".join(rows)
+
+
+def serving() -> tuple[str, Question, object]:
+    question = Question(
+        CONFIG,
+        CLUSTER,
+        Workload(Lengths(4096), Lengths(OUTPUT)),
+        Objective(ttft=3.0, tpot=0.05),
+        Options(),
+    )
+    plan = search(question)
+    winner = plan.winner
+    text = (
+        f"`{winner.name()}` ({winner.mode}), {winner.concurrency:g} requests decoding at once: {ranged(winner.throughput)} output "
+        f"tokens/s, TTFT {ranged(winner.ttft, 1, 2)} s, TPOT {ranged(winner.tpot, 1e3, 1)} ms. First bottlenecks: "
+        + ", ".join(str(b) for b in bottlenecks(winner)[:3])
+        + "."
+    )
+    return text, question, plan
+
+
+def sweep_table(question: Question, winner, quantity: str) -> str:
+    found = sweep(question, winner, quantity)
+    draw_sweep(found, PICTURES / f"{quantity}.png")
+    rows = [
+        f"| {quantity}, {found.unit} | winner unchanged, tokens/s | TPOT, ms | best layout there | tokens/s |",
+        "|---|---|---|---|---|",
+    ]
+    for point in found.points:
+        same = (
+            (f"{point.same.throughput.value:,.0f}", f"{point.same.tpot.value * 1e3:.1f}")
+            if point.same
+            else ("cannot run", "")
+        )
+        best = (f"`{point.best.name()}`", f"{point.best.throughput.value:,.0f}") if point.best else ("nothing fits", "")
+        met = "" if point.met else " (objectives missed)"
+        rows.append(
+            f"| {point.value:g} | {same[0]} | {same[1]} | {best[0].replace('|', chr(92) + '|')}{met} | {best[1]} |"
+        )
+    return "\n".join(rows)
+
+
+def hosts_for_goal(per_token: float) -> int:
+    """Hosts of 8 whose attention units, at their peak and doing nothing else, decode the goal."""
+    return -(-int(GOAL * per_token) // int(8 * CHIP.bf16_flops))
+
+
+def page() -> str:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    linear, attention = operations()
+    token = cache_bytes_per_token(CONFIG, PRECISIONS["fp8"])
+    wrong = 2 * 512 * 2 * 61
+    total = SESSIONS * CONTEXT * token
+    full = -(-SESSIONS // DEVICES)
+    prompt = CONTEXT * (linear - 2 * parameter_counts(CONFIG)["head"])
+    naive = (
+        61 * mla_cost(CONFIG, "CD", rows=1, chunk=CONTEXT, context=CONTEXT, attended=(CONTEXT + 1) / 2).attention_flops
+    )
+    least = (prompt / CHIP.fp8_flops + naive / CHIP.bf16_flops) / DEVICES
+    ceiling = DEVICES * CHIP.bf16_flops / attention
+    weights_once = memory(CONFIG, parse_layout("dp=32", 0, CONFIG), PRECISIONS["fp8"], CHIP.memory_bytes).weights_total
+    row = 58 * 8 * (7168 * PRECISIONS["fp8"].wire + 14336)
+    away = SESSIONS / DEVICES * row * 3 / 4
+    decode, best = decode_table()
+    served, question, plan = serving()
+    draw_front(plan, PICTURES / "front.png")
+    sweeps = {q: sweep_table(question, plan.winner, q) for q in ("latency", "bandwidth", "loss-of-hosts")}
+    light = aggregated(
+        Instance(
+            CONFIG,
+            CLUSTER,
+            parse_layout("dp=16,tp=2", None, CONFIG),
+            Options(),
+            Workload(Lengths(CONTEXT), Lengths(OUTPUT), concurrency=SESSIONS),
+        ),
+        1,
+        SESSIONS / 16,
+        16384,
+    )
+    return f"""# DeepSeek-V3 on 32 × H20: the plan in circulation, worked through
+
+A plan for 4 hosts of 8 H20 (96 GB) with 25 Gb/s RoCE is passed around: 200 sessions of 32 K tokens, a goal of 50,000 tokens a
+second. This page does its arithmetic again. Exact figures have no range; estimates are **middle** (low – high), where the interval has every
+assumption of [plan.md](plan.md) at one end of its range. Made by `python tools/h20_study.py`.
+
+| | in circulation | here | why it differs |
+|---|---|---|---|
+| weights a GPU | 42.1 GB "in bf16" | 75.1 GB in bf16, 39.5 GB in FP8 (exact) | 42.1 GB is what **FP8 with 32 redundant experts** takes: 9 experts a layer and GPU instead of 8. In bf16 the same placement is {gb(sum(weight_bytes(CONFIG, parse_layout("dp=32", 32, CONFIG), PRECISIONS["bf16"]).values()))} |
+| cache a GPU | 25.6 GB | {gb(total / DEVICES)} on average, {gb(full * CONTEXT * token)} on the fullest (exact) | 25.6 GB is 200 × 32,768 × 61 × (2 × 512) × 2 B ÷ 32 = {gb(SESSIONS * CONTEXT * wrong / DEVICES)}: keys and values of 512 each. MLA keeps one latent of 512 and 64 rotary values: {token:,} B a token, not {wrong:,}. 200 sessions on 32 replicas are 6.25: some hold 7 |
+| operations a token | 69.5 "TFLOPs" | {(linear + attention) / 1e9:,.0f} GFLOP at 32 K context (exact): {linear / 1e9:.2f} linear and head, {attention / 1e9:,.0f} attention | 69.5 is near the linear part in **G**FLOP (our reading; the plan does not derive it): the unit is off by 1,000, and attention, {attention / linear:.1f} times the linear part at this length, is missing |
+| TTFT | 0.21 – 0.37 s | not below {least:.2f} s, with all 32 GPUs on one prompt at their peak (exact); estimates below | a 32 K prompt is {(prompt + naive) / 1e15:.2f} PFLOP, of which attention {naive / (prompt + naive):.0%}; 32 H20 have {DEVICES * CHIP.fp8_flops / 1e15:.1f} PFLOP/s in FP8 and half in bf16 |
+| tokens/s | 35,000 – 45,000, goal 50,000 | at most {ceiling:,.0f} (exact bound), about {best:,.0f} (estimate) | attention in bf16 alone: {attention / 1e9:,.0f} GFLOP a token, {DEVICES * CHIP.bf16_flops / 1e12:,.0f} TFLOP/s in all. No batch, layout or network changes this |
+
+## Weights
+
+{weights()}
+
+`dp=32`: one replica and 8 (or 9) of the experts of each of 58 layers on every GPU. FP8 figures include the float32 scale of each block;
+embedding, head, router and norms stay bf16. `dsjax plan --cluster h20-32 --explain memory` prints the same.
+
+## Cache
+
+200 sessions of 32,768 tokens are {SESSIONS * CONTEXT:,} tokens, {gb(total)} in all. With `tp` wider than 1 every device of a replica holds
+the whole latent, so `dp=4,tp=8` needs {gb(SESSIONS / 4 * CONTEXT * token)} on each device for the same sessions, which does not fit beside its weights.
+
+## A decode step
+
+Bounds first, each by itself with everything else free, at 200 sessions on `dp=32`:
+
+| bound | arithmetic | least time of a step | tokens/s at most |
+|---|---|---|---|
+| attention, bf16 | 6.25 × {attention / 1e9:,.0f} GFLOP ÷ 148 TFLOP/s | {SESSIONS / ceiling * 1e3:.1f} ms | {ceiling:,.0f} |
+| weights read once | {gb(weights_once)} ÷ 4.0 TB/s (1,600 choices of 256 experts: all are read) | {weights_once / CHIP.memory_bandwidth * 1e3:.1f} ms | {SESSIONS / (weights_once / CHIP.memory_bandwidth):,.0f} |
+| network, one 25 Gb/s card a GPU | 6.25 × {row / 1e6:.2f} MB × 3/4 ÷ 3.125 GB/s | {away / 3.125e9 * 1e3:.1f} ms | {SESSIONS / (away / 3.125e9):,.0f} |
+| network, one card a host | the same ÷ 8 | {away / 3.125e9 * 8e3:.0f} ms | {SESSIONS / (away / 3.125e9 * 8):,.0f} |
+
+The goal of {GOAL:,} tokens/s from 200 sessions is a step of {SESSIONS / GOAL * 1e3:.0f} ms: {weights_once / CHIP.memory_bandwidth / (SESSIONS / GOAL):.1f} times less than
+reading the weights, {SESSIONS / ceiling / (SESSIONS / GOAL):.1f} times less than attention. More sessions would amortise the weights, not the attention: at 32 K context
+{GOAL:,} tokens/s need {hosts_for_goal(attention)} hosts of H20 for attention alone. Attention in FP8 would halve that; it is not what the plan says. The same
+goal at 2 K context is another question: {attention / 16 / 1e9:.0f} GFLOP a token.
+
+Estimates for the whole step, sessions resident and nothing being prefilled (`static_gen`):
+
+{decode}
+
+## Time to first token
+
+{prefill_table()}
+
+An `aggregated` service that also prefills a fresh 32 K prompt for every 1,000 output tokens spends most of its time on prompts: on `{light.decode.layout}`
+{ranged(light.throughput)} output tokens/s, TPOT {ranged(light.tpot, 1e3, 0)} ms. 200 sessions of 32 K can only be served well where prompts are found in the
+prefix cache.
+
+## What these machines do well
+
+4 K prompts, 1 K outputs, TTFT within 3 s, TPOT within 50 ms, everything searched: {served}
+
+![Pareto front](h20-32/front.png)
+
+`dsjax plan --cluster h20-32 --input 4096 --output 1000 --ttft-ms 3000 --tpot-ms 50 --pareto front.html`
+
+## How it depends on the network, and on losing hosts
+
+For that workload, with `--sweep latency --sweep bandwidth --sweep loss-of-hosts --plots FOLDER`:
+
+![latency](h20-32/latency.png)
+
+{sweeps["latency"]}
+
+![bandwidth](h20-32/bandwidth.png)
+
+{sweeps["bandwidth"]}
+
+![loss of hosts](h20-32/loss-of-hosts.png)
+
+{sweeps["loss-of-hosts"]}
+
+"Cannot run": an EP group that spans the lost host has lost experts; with whole hosts gone the service must be laid out again, which is the "best layout"
+column. The cluster file takes 25 Gb/s as one card a GPU, the most favourable reading; with one card a host see the decode table.
+"""
+
+
+if __name__ == "__main__":
+    Path("docs/h20-32.md").write_text(page(), encoding="utf-8")
