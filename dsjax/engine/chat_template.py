@@ -50,7 +50,7 @@ class ChatTemplate:
         return cls(named["default"], special_tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
 
@@ -58,8 +58,9 @@ class ChatTemplate:
             ChatTemplateError: the template refuses these messages.
         """
         known = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
+            return self._template.render(known)
         except Exception as error:  # whatever a sandboxed template raises is about the messages that it was given
             raise ChatTemplateError(f"the model's chat template does not accept these messages: {error}") from error
 
