@@ -2,6 +2,7 @@
 
 import bisect
 from collections import Counter
+from functools import partial
 from operator import attrgetter
 
 from dsjax.engine.pages import PagePool
@@ -102,6 +103,9 @@ class Rank:
     def prepare(self, plan: RankPlan) -> None:
         """While a step computes: hash and allocate what the next one needs where decodes now fill a page. May be left out."""
         page_size = self.pool.page_size
+        for request in self._filling:  # those of the step before, whose results are known by now
+            if request.status is Status.RUNNING:
+                self._seal(request)
         self._filling = [
             request
             for request, start, _ in plan.decodes
@@ -115,36 +119,34 @@ class Rank:
 
     def schedule(self, now: float) -> RankPlan:
         """Decodes first, then prompts under way, then new ones, within the token budget."""
-        for request in self._filling:
-            if request.status is Status.RUNNING:
-                self._seal(request)
-        self._filling = []
         preemptions = self.num_preemptions
-        decodes, partial = self._schedule_decodes()
+        decodes, prompts = self._schedule_decodes()
         budget = self.max_num_batched_tokens - len(decodes)
         prefills: list[ScheduledRow] = []
-        for request in partial:
+        for request in prompts:
             if budget <= 0 or len(prefills) == self.max_prefill_rows:
                 break
             budget -= self._schedule_chunk(request, budget, prefills)
         if self.waiting and preemptions == self.num_preemptions:
-            self._admit(budget, decodes, prefills, partial, now)
+            self._admit(budget, decodes, prefills, prompts, now)
         return RankPlan(decodes, prefills)
 
     def _schedule_decodes(self) -> tuple[list[ScheduledRow], list[Request]]:
         """Rows for requests with one token to compute, and the requests still in their prompt; each oldest first."""
         decodes: list[ScheduledRow] = []
-        partial: list[Request] = []
+        prompts: list[Request] = []
         page_size = self.pool.page_size
+        # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.
+        new_row = partial(tuple.__new__, ScheduledRow)
         for request in self.running:  # preemption shortens the list at its end, which ends this loop the sooner
             computed = request.num_computed_tokens
             if len(request.token_ids) - computed > 1:
-                partial.append(request)
+                prompts.append(request)
             else:
                 if computed == len(request.pages) * page_size and not self._grow(request):
                     break
-                decodes.append(ScheduledRow(request, computed, 1))
-        return decodes, partial
+                decodes.append(new_row((request, computed, 1)))
+        return decodes, prompts
 
     def _schedule_chunk(self, request: Request, budget: int, prefills: list[ScheduledRow]) -> int:
         """Add the next chunk of a prompt; give its length."""
@@ -158,7 +160,7 @@ class Rank:
         budget: int,
         decodes: list[ScheduledRow],
         prefills: list[ScheduledRow],
-        partial: list[Request],
+        prompts: list[Request],
         now: float,
     ) -> None:
         """Start waiting requests in their order. The first that does not fit holds back the rest, so none starves.
@@ -170,7 +172,7 @@ class Rank:
             request = self.waiting[at]
             names = self._readable(request)
             found = self.pool.find(names)
-            if len(found) < len(names) and _computes(partial, len(found), names[len(found)]):
+            if len(found) < len(names) and _computes(prompts, len(found), names[len(found)]):
                 at += 1
                 continue
             left = len(request.token_ids) - len(found) * self.pool.page_size
@@ -189,7 +191,7 @@ class Rank:
                 budget -= 1
             else:
                 self._set_backlog(request, left)
-                partial.append(request)
+                prompts.append(request)
                 budget -= self._schedule_chunk(request, budget, prefills)
 
     def _start(self, request: Request, found: list[int], count: int, now: float) -> None:
@@ -279,9 +281,9 @@ class Rank:
         request.backlog = tokens
 
 
-def _computes(partial: list[Request], index: int, name: bytes) -> bool:
+def _computes(prompts: list[Request], index: int, name: bytes) -> bool:
     """Whether one of these requests is about to compute the page of this place and hash."""
     return any(
         other.num_sealed_pages <= index < len(other.page_hashes) and other.page_hashes[index] == name
-        for other in partial
+        for other in prompts
     )

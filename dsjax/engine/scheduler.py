@@ -1,7 +1,7 @@
 """`Scheduler`: which tokens of which requests every DP rank computes in the next step. Plain Python, no JAX."""
 
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from typing import Literal, NamedTuple
 
 from dsjax.engine.pages import PagePool
@@ -213,28 +213,45 @@ class Scheduler:
         Requests that were aborted while the step ran are passed over.
         """
         updates: list[Update] = []
-        running = Status.RUNNING  # looked up once: the loop over decodes is the engine's host cost
+        # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.
+        new_update = partial(tuple.__new__, Update)
+        running = Status.RUNNING
         for rank, (decodes, prefills) in zip(self.ranks, plan.ranks, strict=True):
-            before = len(updates)
+            finished: list[Request] = []
+            made = 0
             for request, start, _ in decodes:
-                if request.status is running:
-                    request.num_computed_tokens = start + 1
-                    result = results[request.request_id]
-                    updates.append(Update(request, result, _enter(request, result, now)))
+                if request.status is not running:
+                    continue
+                request.num_computed_tokens = start + 1
+                result = results[request.request_id]
+                token_id, tokens, reason = result.token_id, request.token_ids, None
+                if (
+                    result.finite
+                    and token_id not in request.stop_ids
+                    and len(tokens) + 1 < request.max_total_tokens
+                    and request.first_token_time is not None
+                ):
+                    tokens.append(token_id)
+                else:
+                    reason = _enter(request, result, now)
+                    if reason is not None:
+                        finished.append(request)
+                made += result.finite
+                updates.append(new_update((request, result, reason)))
             for row in prefills:
                 if row.request.status is running:
                     result = results[row.request.request_id] if row.sampled else results.get(row.request.request_id)
                     update = _enter_chunk(rank, row, result, now)
                     if update is not None:
+                        made += update.result.finite and update.result.token_id != NO_TOKEN
                         updates.append(update)
-            finished = []
-            for request, result, reason in islice(updates, before, None):
-                rank.load += result.finite and result.token_id != NO_TOKEN
-                if reason is not None:
-                    finished.append(request)
-                    del self._requests[request.request_id]
+                        if update.finish_reason is not None:
+                            finished.append(update.request)
+            rank.load += made
             if finished:
                 rank.remove_finished(finished)
+                for request in finished:
+                    del self._requests[request.request_id]
         return updates
 
 
