@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjax.engine.buckets import SMALLEST_CHUNK, Buckets, Rectangle
+from dsjax.engine.buckets import SCORED_CHUNK, SMALLEST_CHUNK, Buckets, Rectangle
 from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
@@ -109,3 +109,31 @@ def test_few_shapes_cover_everything(sequences, chunk, mixed):
     assert buckets.prefill[-1].chunk > SMALLEST_CHUNK // 2 or chunk <= SMALLEST_CHUNK
     assert len(set(buckets.shapes())) == len(buckets.shapes())
     assert len(buckets.shapes()) == len(buckets.decode) + (2 if mixed else 1) * len(buckets.prefill)
+
+
+def test_prompts_to_be_scored_come_last_one_a_rank_in_pieces_that_follow_each_other():
+    buckets = Buckets.covering(4, 200, mixed=True)
+    assert buckets.scored == Rectangle(1, SCORED_CHUNK)
+    scored = SamplingParams(prompt_logprobs=1)
+    long, short = Request("a", [0] * 300, 300, scored, 1, 0), Request("b", [0] * 70, 70, scored, 1, 0)
+    again = Request("c", [0] * 90, 80, scored, 20, 0)  # preempted after its prompt was scored
+    again.num_prompt_logprobs = 79
+    plan = StepPlan(
+        [
+            RankPlan([row(1)], [ScheduledRow(long, 100, 150), row(9), ScheduledRow(short, 0, 70)]),
+            RankPlan([], [ScheduledRow(again, 0, 90)]),
+        ]
+    )
+    launches = buckets.launches(plan)
+    assert [launch.scored for launch in launches] == [False, True, True, True, True, True]
+    assert [own.request.request_id for rows in launches[0].prefill_rows for own in rows] == ["", "c"]
+    pieces = [launch.prefill_rows[0][0] for launch in launches[1:]]
+    assert [(piece.request.request_id, piece.start, piece.length) for piece in pieces] == [
+        ("a", 100, 64),
+        ("a", 164, 64),
+        ("a", 228, 22),
+        ("b", 0, 64),
+        ("b", 64, 6),
+    ]
+    assert [piece.sampled for piece in pieces] == [False, False, False, False, True]
+    assert all(launch.prefill == buckets.scored and not launch.prefill_rows[1] for launch in launches[1:])

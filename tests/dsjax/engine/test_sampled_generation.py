@@ -10,6 +10,7 @@ from test_logit_rules import published
 from worded_checkpoint import VOCABULARY, write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine import buckets
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.request import FinishReason
 from dsjax.engine.row_sampler import NOTHING_ALLOWED
@@ -47,10 +48,12 @@ def llm(tmp_path_factory, compilations):
         page_size=4,
     )
     made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(4, 16),), mixed=False)
-    made.logits([[1]])
-    made.warm_up()
-    assert compilations.count >= len(made.runner.programs.compiled) > 5
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "SCORED_CHUNK", 8)  # a chunk of a prompt is scored in two pieces
+        made.logits([[1]])
+        made.warm_up()
+        assert compilations.count >= len(made.runner.programs.compiled) > 5
+        yield made
     made.shutdown()
 
 
@@ -64,7 +67,7 @@ def _nothing_compiles_and_no_page_is_kept(llm, compilations):
 
 
 def prompt(length: int, seed: int = 0) -> dict:
-    return {"prompt_token_ids": np.random.default_rng([seed, length]).integers(2, VOCABULARY, size=length).tolist()}
+    return {"prompt_token_ids": np.random.default_rng([seed, length]).integers(2, VOCABULARY - 1, size=length).tolist()}
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -111,6 +114,32 @@ def test_prompt_logprobs_come_once_in_a_stream_and_with_a_token(llm):
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 1, 1]
     assert [output.prompt_logprobs is None for output in outputs] == [False, True, True]
     assert len(outputs[0].prompt_logprobs) == 40
+
+
+@pytest.mark.parametrize("scored", [{}, {"prompt_logprobs": 1}], ids=["plain", "scored"])
+def test_a_prompt_that_is_not_finite_fails_at_its_first_chunk_and_alone(llm, scored):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    good = [prompt(20, 2), prompt(5, 2)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(good, params)]
+    clean, poison = llm.runner.params["embed.weight"], 329
+    poisoned = np.asarray(clean).copy()
+    poisoned[poison] = np.nan
+    llm.runner.params["embed.weight"] = jax.device_put(poisoned, clean.sharding)
+    try:
+        bad = {"prompt_token_ids": [5, poison, *prompt(90)["prompt_token_ids"]]}
+        steps, step = [], llm.engine.core.step
+        llm.engine.core.step = lambda: steps.append(step()) or steps[-1]
+        failed, *others = llm.generate(
+            [bad, *good], [SamplingParams(temperature=0, max_tokens=3, **scored), params, params]
+        )
+        assert failed.outputs[0].finish_reason is FinishReason.ERROR
+        assert "not finite" in failed.outputs[0].stop_reason
+        assert any(update.finish_reason is FinishReason.ERROR for update in steps[0])
+        assert [output.outputs[0].token_ids for output in others] == expected
+    finally:
+        llm.engine.core.step = step
+        llm.runner.params["embed.weight"] = clean
+    assert [output.outputs[0].token_ids for output in llm.generate(good, params)] == expected
 
 
 def test_the_greedy_token_s_logprob_is_the_greatest_and_ranks_first(llm):
