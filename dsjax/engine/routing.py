@@ -9,7 +9,7 @@ from dsjax.engine.request import Request
 CONTEXT_WEIGHT = 1 / 16
 """Tokens to be computed that one token of running context is worth. In V3 a decode spends 1/4,300 of a token's computation on
 reading one token of context; over some 270 decodes that is 1/16."""
-REQUEST_WEIGHT = 16
+REQUEST_WEIGHT = 32
 """Tokens to be computed that one more row in every step is worth."""
 MOST_SESSIONS = 65_536
 """Sessions remembered; the one heard of least recently is forgotten first."""

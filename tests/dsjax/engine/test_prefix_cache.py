@@ -1,0 +1,235 @@
+"""Which pages are found again, which are not, and what is counted."""
+
+import pytest
+from fake_runner import FakeRunner, expected_tokens
+
+from dsjax.engine.core import EngineCore
+from dsjax.engine.pages import PagePool
+from dsjax.engine.plan import NO_TOKEN, RowResult
+from dsjax.engine.prefix_cache import extend_hashes
+from dsjax.engine.request import FinishReason, Request
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.scheduler import Scheduler, SchedulerConfig
+
+PROMPT = list(range(100, 120))  # five pages of four tokens
+
+
+def make(*, prefix_caching: bool = True, policy: str = "fcfs", budget: int = 24, **sizes) -> EngineCore:
+    runner = FakeRunner(**{"page_size": 4, "pages_per_rank": 33, "max_chunk": 24, **sizes})
+    return EngineCore(
+        runner,
+        SchedulerConfig.from_limits(
+            runner.limits, max_num_batched_tokens=budget, prefix_caching=prefix_caching, policy=policy
+        ),
+    )
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 1, *, salt: str | None = None, **params) -> Request:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
+    return Request(name, list(prompt), len(prompt), params, max_tokens, 0, cache_salt=salt)
+
+
+def run(core: EngineCore, *requests: Request) -> None:
+    for each in requests:
+        core.add(each)
+    while core.has_unfinished:
+        core.step()
+    for each in requests:
+        if each.finish_reason is not FinishReason.ERROR:
+            assert each.output_token_ids == expected_tokens(each.prompt_token_ids, each.max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached"),
+    [
+        (PROMPT, 16),  # cached whole: the last page is computed again, for the last token's logits
+        ([*PROMPT, 1], 20),
+        (PROMPT[:19], 16),
+        (PROMPT[:4], 0),
+        (PROMPT[:5], 4),
+        ([*PROMPT[:7], 1, *PROMPT[8:]], 4),  # one token differs: its page and all after it are others
+        ([1, *PROMPT], 0),
+    ],
+)
+def test_the_longest_run_of_full_pages_from_the_first_token_is_found(prompt, cached):
+    core = make()
+    run(core, request("first", PROMPT))
+    run(core, again := request("again", prompt))
+    assert again.num_cached_tokens == cached
+
+
+def test_pages_of_decoded_tokens_are_found_too():
+    core = make()
+    run(core, first := request("first", PROMPT[:6], 12))
+    run(core, again := request("again", [*first.token_ids, 5]))
+    assert first.num_cached_tokens == 0
+    # 18 tokens, of which the last was never in the cache: four full pages.
+    assert again.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize(("salts", "cached"), [(("a", "a"), 16), (("a", "b"), 0), (("a", None), 0), (("", None), 0)])
+def test_pages_are_shared_under_one_salt_only(salts, cached):
+    core = make()
+    run(core, request("first", PROMPT, salt=salts[0]))
+    run(core, again := request("again", PROMPT, salt=salts[1]))
+    assert again.num_cached_tokens == cached
+
+
+def test_a_salt_that_is_no_valid_unicode_is_a_salt():
+    assert len(extend_hashes(request("r", PROMPT, salt="\ud800"), 4)) == 5
+
+
+def test_without_prefix_caching_nothing_is_found_or_kept():
+    core = make(prefix_caching=False)
+    run(core, request("first", PROMPT))
+    run(core, again := request("again", PROMPT))
+    assert again.num_cached_tokens == 0
+    assert core.loads()[0].cached_pages == 0
+    assert (core.stats().prefix_queries, core.stats().prefix_hits) == (0, 0)
+
+
+def test_after_a_flush_nothing_is_found_and_running_requests_go_on():
+    core = make()
+    run(core, request("first", PROMPT))
+    running = request("running", PROMPT, 10)
+    core.add(running)
+    core.step()
+    assert core.flush_prefix_cache() is True
+    assert core.loads()[0].cached_pages == 0
+    run(core)
+    assert running.output_token_ids == expected_tokens(PROMPT, 10)
+    core.flush_prefix_cache()
+    run(core, again := request("again", PROMPT))
+    assert again.num_cached_tokens == 0
+
+
+def test_queries_and_hits_count_all_known_tokens_of_each_request_once():
+    core = make()
+    run(core, request("first", PROMPT))
+    core.add(request("again", [*PROMPT, 1, 2]))
+    core.step()
+    stats = core.stats()
+    assert (stats.prefix_queries, stats.prefix_hits, stats.num_prompt_tokens) == (22, 20, 2)
+
+
+def test_prompt_logprobs_need_every_position_computed():
+    core = make()
+    run(core, request("first", PROMPT))
+    run(core, again := request("again", PROMPT, prompt_logprobs=1))
+    assert again.num_cached_tokens == 0
+    assert core.stats().prefix_queries == 0
+
+
+def test_a_prompt_that_another_is_computing_is_waited_for_and_others_pass():
+    core = make(max_chunk=8, budget=16)
+    twins = [request(name, PROMPT) for name in "ab"]
+    other = request("other", [7] * 6)
+    for each in (*twins, other):
+        core.add(each)
+    core.step()
+    a, b = twins
+    assert (a.num_computed_tokens, b.num_cached_tokens, other.finish_reason) == (8, None, "length")
+    run(core)
+    assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 16)
+    assert b.output_token_ids == a.output_token_ids == expected_tokens(PROMPT, 1)
+
+
+def test_a_preempted_request_finds_its_own_pages_again():
+    core = make(pages_per_rank=11, max_rows_decode=2)
+    old, new = request("old", PROMPT[:9], 20), request("new", PROMPT[10:20], 20)
+    core.add(old)
+    core.add(new)
+    seen = []
+    while core.has_unfinished:
+        plan_before = new.num_preemptions
+        core.step()
+        if new.num_preemptions and not plan_before:
+            seen = core.scheduler.ranks[0].pool.find(new.page_hashes)
+    assert new.num_preemptions == 1
+    assert seen, "right after it gave way, what its elder did not take is there"
+    for each in (old, new):
+        assert each.output_token_ids == expected_tokens(each.prompt_token_ids, 20)
+
+
+def test_a_failed_request_takes_its_pages_out_of_the_cache_and_leaves_those_of_others_as_they_are():
+    core = make()
+    run(core, request("first", PROMPT))
+    bad, good = request("bad", [*PROMPT, 1], 9), request("good", [*PROMPT, 2], 9)
+    core.add(bad)
+    core.add(good)
+    core.step()
+    assert bad.num_cached_tokens == good.num_cached_tokens == 20
+    core.runner.non_finite.add("bad")
+    run(core)
+    assert bad.finish_reason is FinishReason.ERROR
+    assert good.output_token_ids == expected_tokens([*PROMPT, 2], 9), "it reads pages that the other one held"
+    run(core, again := request("again", PROMPT))
+    assert again.num_cached_tokens == 0
+
+
+def test_a_chunk_that_is_not_finite_fails_the_prompt_before_its_pages_can_be_found():
+    core = make(max_chunk=8)
+    core.runner.non_finite.add("bad")
+    core.add(bad := request("bad", PROMPT))
+    core.step()
+    assert bad.finish_reason is FinishReason.ERROR
+    assert core.stats().num_non_finite == 1
+    assert core.loads()[0][4:6] == (0, 0), "no page used, none cached"
+
+
+def test_prompt_logprobs_given_again_after_a_preemption_are_passed_over():
+    config = SchedulerConfig.from_limits(FakeRunner(max_chunk=8, page_size=4).limits, max_num_batched_tokens=8)
+    scheduler = Scheduler(config, 1)
+    scheduler.add(asking := request("r", PROMPT[:12], 2, prompt_logprobs=0))
+    entries = [(token, -1.0, 1, []) for token in PROMPT[1:12]]
+    found = []
+
+    def step(result_of):
+        plan = scheduler.schedule()
+        (row,) = (*plan.ranks[0].decodes, *plan.ranks[0].prefills)
+        updates = scheduler.update(plan, {"r": result_of(row)})
+        found.extend(entry for update in updates for entry in update.result.prompt_logprobs or ())
+        return updates
+
+    def chunk(row):
+        some = entries[row.start : row.start + row.length]
+        return RowResult(9 if row.sampled else NO_TOKEN, prompt_logprobs=some)
+
+    (update,) = step(chunk)
+    assert (update.result.token_id, len(asking.token_ids)) == (NO_TOKEN, 12), "no token is made before the prompt's end"
+    scheduler.ranks[0].running.remove(asking)
+    scheduler.ranks[0]._preempt(asking)
+    assert step(chunk) == [], "there is nothing new to tell"
+    step(chunk)
+    assert found == entries
+    assert not asking.wants_prompt_logprobs
+
+
+def test_pages_without_content_are_given_out_before_cached_ones_and_those_from_the_end_of_the_oldest_chain():
+    pool = PagePool(7, 4)
+    old, new = pool.allocate(2), pool.allocate(2)
+    for page, name in zip(old + new, (b"old 0", b"old 1", b"new 0", b"new 1"), strict=True):
+        pool.seal(page, name)
+    pool.release(old)
+    pool.release(new)
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (6, 4, 0)
+    pool.allocate(2)
+    assert pool.num_cached == 4
+    pool.hold(pool.find([b"old 0"]))
+    pool.release(pool.find([b"old 0"]))  # used just now
+    evicted = []
+    while pool.num_cached:
+        before = set(pool._page_of)
+        pool.allocate(1)
+        evicted += before - set(pool._page_of)
+    assert evicted == [b"old 1", b"new 1", b"new 0", b"old 0"]
+
+
+def test_of_two_pages_with_the_same_tokens_the_first_is_found():
+    pool = PagePool(4, 4)
+    first, second = pool.allocate(2)
+    pool.seal(first, b"same")
+    pool.seal(second, b"same")
+    assert pool.find([b"same"]) == [first]
+    pool.release([second])
+    assert (pool.num_cached, pool.num_free) == (0, 2)

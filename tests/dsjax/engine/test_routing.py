@@ -1,0 +1,168 @@
+"""Requests go where their beginning is cached, as long as that rank is not the one that all others wait for."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+
+from dsjax.engine.plan import RowResult
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.scheduler import Scheduler, SchedulerConfig
+
+
+def config(**changes) -> SchedulerConfig:
+    sizes = {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "prefill_chunk": 256,
+        "max_prefill_rows": 16,
+        "page_size": 16,
+        "pages_per_rank": 1025,
+        "max_model_len": 1024,
+    }
+    return SchedulerConfig(**{**sizes, **changes})
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 4, **changes) -> Request:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return Request(name, list(prompt), len(prompt), params, max_tokens, 0, **changes)
+
+
+def step(scheduler: Scheduler) -> list[int]:
+    """Compute one step; the rows of each rank."""
+    plan = scheduler.schedule()
+    results = {r.request.request_id: RowResult(5) for rank in plan.ranks for rows in rank for r in rows if r.sampled}
+    scheduler.update(plan, results)
+    return [len(rank.decodes) + len(rank.prefills) for rank in plan.ranks]
+
+
+def finish(scheduler: Scheduler) -> None:
+    while scheduler.num_unfinished:
+        step(scheduler)
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached():
+    scheduler = Scheduler(config(), 4)
+    for index in range(4):
+        scheduler.add(request(str(index), [index] * 64))
+    finish(scheduler)
+    for index in (2, 0, 3, 1):
+        scheduler.add(again := request(f"again {index}", [index] * 70))
+        assert again.rank == index
+
+
+def test_a_prompt_goes_where_its_beginning_is_about_to_be_computed():
+    scheduler = Scheduler(config(), 4)
+    first = request("first", [1] * 200)
+    others = [request(f"other {index}", [2 + index] * 40) for index in range(3)]
+    for each in (first, *others):
+        scheduler.add(each)
+    scheduler.add(same := request("same", [1] * 210))
+    assert [each.rank for each in (first, *others, same)] == [0, 1, 2, 3, 0]
+
+
+def test_the_cost_is_uncached_tokens_and_backlog_and_a_sixteenth_of_the_context_and_rows():
+    scheduler = Scheduler(config(), 2)
+    scheduler.add(request("running", [1] * 320, max_tokens=8))
+    step(scheduler)
+    step(scheduler)  # its prompt takes two steps of 256 tokens
+    scheduler.ranks[0].add(waiting := request("waiting", [2] * 30))
+    waiting.rank = 0
+    cost = scheduler.loads()[0].cost
+    assert cost == 30 + 321 / 16 + 2 * 32
+    assert scheduler.loads()[1].cost == 0
+
+
+def test_a_rank_without_a_slot_comes_last_even_where_all_is_cached():
+    scheduler = Scheduler(config(max_num_seqs=2), 2)
+    requests = [request(str(index), [1] * 640, max_tokens=50) for index in range(4)]
+    for each in requests:
+        scheduler.add(each)
+        for _ in range(3):
+            step(scheduler)  # its prompt takes three steps of 256 tokens
+    assert [each.rank for each in requests] == [0, 0, 1, 1]
+
+
+def test_a_rank_without_pages_comes_last_even_where_all_is_cached():
+    scheduler = Scheduler(config(pages_per_rank=51), 2)
+    requests = [request("long", [1] * 700, 50), request("cached but too long", [1] * 200 + [2] * 300)]
+    for each in requests:
+        scheduler.add(each)
+        step(scheduler)
+    assert [each.rank for each in requests] == [0, 1]
+
+
+def test_a_session_stays_on_its_rank_until_that_is_hopeless():
+    scheduler = Scheduler(config(max_num_seqs=2), 3)
+    scheduler.add(first := request("first", [1] * 32, max_tokens=30, session="s"))
+    scheduler.add(request("other", [2] * 300, max_tokens=30))
+    turns = [request(f"turn {i}", [3 + i] * 320, max_tokens=30, session="s") for i in range(6)]
+    for turn in turns:
+        scheduler.add(turn)
+        step(scheduler)
+    # Two slots; the queue behind them may be two long, and one that sees three waiting leaves.
+    assert [turn.rank for turn in turns] == [first.rank] * 4 + [2, 2]
+
+
+def test_the_sessions_remembered_are_bounded(monkeypatch):
+    monkeypatch.setattr("dsjax.engine.routing.MOST_SESSIONS", 3)
+    scheduler = Scheduler(config(), 2)
+    for index in range(10):
+        scheduler.add(request(str(index), [index] * 8, session=str(index)))
+    assert list(scheduler._router._sessions) == ["7", "8", "9"]
+
+
+class Outcome(NamedTuple):
+    """What a workload came to: cached tokens, steps until all was done, and rows of the fullest rank ÷ mean rows."""
+
+    hits: int
+    steps: int
+    fullest: float
+
+
+def play(num_ranks: int, sizes: SchedulerConfig, requests: list[Request], concurrency: int) -> Outcome:
+    """Keep so many requests in the system until all are done."""
+    scheduler = Scheduler(sizes, num_ranks)
+    waiting = list(reversed(requests))
+    steps, fullest, mean = 0, 0, 0.0
+    while waiting or scheduler.num_unfinished:
+        while waiting and scheduler.num_unfinished < concurrency:
+            scheduler.add(waiting.pop())
+        rows = step(scheduler)
+        steps += 1
+        if waiting:  # while the system is full
+            fullest += max(rows)
+            mean += sum(rows) / num_ranks
+    hits = sum(each.num_cached_tokens for each in requests)
+    assert hits == sum(rank.prefix_hits for rank in scheduler.ranks)
+    return Outcome(hits, steps, fullest / mean)
+
+
+def prefix_repetition(prefixes: int, repetitions: int, seed: int = 0) -> list[Request]:
+    """Prompts of 256 + 64 tokens, each prefix `repetitions` times, in any order; outputs of 16 to 112 tokens."""
+    draw = random.Random(seed)
+    heads = [[draw.randrange(1000) for _ in range(256)] for _ in range(prefixes)]
+    order = [head for head in heads for _ in range(repetitions)]
+    draw.shuffle(order)
+    return [
+        request(str(index), head + [draw.randrange(1000) for _ in range(64)], draw.randint(16, 112))
+        for index, head in enumerate(order)
+    ]
+
+
+@pytest.mark.parametrize(("prefixes", "repetitions"), [(10, 60), (32, 20), (100, 8)])
+def test_32_ranks_keep_four_fifths_of_the_hits_of_one_and_stay_balanced(prefixes, repetitions):
+    alone = play(
+        1,
+        config(max_num_seqs=512, max_num_batched_tokens=512 * 32, max_prefill_rows=512, pages_per_rank=32 * 1024 + 1),
+        prefix_repetition(prefixes, repetitions),
+        concurrency=200,
+    )
+    bound = prefixes * (repetitions - 1) * 256
+    assert alone.hits == bound, "one rank computes each prefix once"
+    spread = play(32, config(), prefix_repetition(prefixes, repetitions), concurrency=200)
+    assert spread.hits >= 0.8 * alone.hits
+    assert spread.fullest < 1.5, "the fullest rank, which all wait for, has not much more rows than the mean one"
+    # Each step on 32 ranks is far shorter than on one; their number must not grow much by queueing.
+    assert spread.steps <= 1.3 * alone.steps
