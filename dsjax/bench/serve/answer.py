@@ -86,6 +86,7 @@ class AnswerReader:
         if usage and usage.get("completion_tokens") is not None:
             record.output_tokens = usage["completion_tokens"]
             record.prompt_tokens = usage.get("prompt_tokens") or record.prompt_tokens
+            record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             self._has_usage = True
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from dsjax.bench.serve.arrivals import arrival_times
 from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.datasets import Dataset
+from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.options import LoadOptions, OptionError, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.bench.serve.progress import PointProgress
@@ -125,7 +126,9 @@ class Benchmark:
         with self.progress(f"point {number} of {len(self.load.points())}", len(requests)) as bar:
             result = await run_load(client, requests, arrivals, concurrency, stop=stop, on_done=bar.advance)
         statistics = summarise(result, self.report.percentiles, self.report.objectives)
-        return PointResult(Point(len(requests), rate, self.load.burstiness, concurrency), result, statistics)
+        bound = dataset.cached_share_bound(len(requests)) if isinstance(dataset, PrefixRepetition) else None
+        point = Point(len(requests), rate, self.load.burstiness, concurrency, bound)
+        return PointResult(point, result, statistics)
 
     def _arrivals(self, requests: list[BenchRequest], rate: float) -> list[float]:
         own = [request.arrival for request in requests]

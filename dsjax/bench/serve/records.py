@@ -34,6 +34,7 @@ class RequestRecord:
         chunk_times: when each chunk that carried tokens was read from the socket.
         end: when the last chunk with a choice was read: the end of the answer, before the usage and `[DONE]`.
         prompt_tokens, output_tokens: as `token_source` counted them.
+        cached_tokens: prompt tokens that the server found in its prefix cache; None where it does not tell.
         finish_reason: the server's.
         text: the answer, reasoning included.
         error: None when the answer is whole; else one line. A record with an error counts in no figure but `failed`.
@@ -46,6 +47,7 @@ class RequestRecord:
     end: float = 0.0
     output_tokens: int = 0
     token_source: TokenSource = "chunks"
+    cached_tokens: int | None = None
     finish_reason: str | None = None
     text: str = ""
     error: str | None = None

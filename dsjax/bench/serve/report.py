@@ -19,12 +19,16 @@ LATENCIES = tuple(_TITLES)
 
 @dataclass(frozen=True)
 class Point:
-    """What load made a point: requests, and the bound or rate that was asked for."""
+    """What load made a point: requests, and the bound or rate that was asked for.
+
+    `cached_share_bound` is the most of the input tokens that a prefix cache can have; None where the workload has no bound.
+    """
 
     num_prompts: int
     request_rate: float
     burstiness: float
     max_concurrency: int | None
+    cached_share_bound: float | None = None
 
 
 def report(point: Point, statistics: Statistics, latencies: Sequence[str], devices: int | None) -> str:
@@ -47,8 +51,13 @@ def report(point: Point, statistics: Statistics, latencies: Sequence[str], devic
         _line("Benchmark duration (s):", s.duration),
         _line("Total input tokens:", s.total_input_tokens),
         _line("Total generated tokens:", s.total_output_tokens),
-        _line("Request throughput (req/s):", s.request_throughput),
     ]
+    if s.cached_share is not None:
+        lines.append(_line("Cached input tokens:", s.total_cached_tokens))
+        lines.append(_line("Cached share of input (%):", s.cached_share * 100))
+    if point.cached_share_bound is not None:
+        lines.append(_line("Most that a cache can share (%):", point.cached_share_bound * 100))
+    lines.append(_line("Request throughput (req/s):", s.request_throughput))
     if s.request_goodput is not None:
         lines.append(_line("Request goodput (req/s):", s.request_goodput))
     lines += [

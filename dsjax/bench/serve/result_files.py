@@ -40,6 +40,9 @@ def result_json(head: dict[str, Any], one: PointResult, devices: int | None, det
         "failed": s.failed,
         "total_input_tokens": s.total_input_tokens,
         "total_output_tokens": s.total_output_tokens,
+        "total_cached_tokens": s.total_cached_tokens,
+        "cached_share": s.cached_share,
+        "cached_share_bound": point.cached_share_bound,
         "request_throughput": s.request_throughput,
         "request_goodput": s.request_goodput,
         "output_throughput": s.output_throughput,
@@ -89,6 +92,7 @@ _REQUEST_COLUMNS = (
     "tpot_ms",
     "e2el_ms",
     "input_tokens",
+    "cached_tokens",
     "output_tokens",
     "chunks",
     "token_source",
@@ -109,7 +113,7 @@ def write_requests_csv(path: Path, points: Sequence[PointResult]) -> None:
 
 def _request_row(point: int, index: int, record: RequestRecord) -> dict[str, Any]:
     row: dict[str, Any] = {"point": point, "request": index, "arrival_s": record.arrival, "start_s": record.start}
-    row |= {"input_tokens": record.prompt_tokens, "error": record.error}
+    row |= {"input_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens, "error": record.error}
     if record.succeeded:
         row |= {"ttft_ms": record.ttft * 1e3, "e2el_ms": record.latency * 1e3}
         row |= {"tpot_ms": None if record.tpot is None else record.tpot * 1e3}

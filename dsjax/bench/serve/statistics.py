@@ -41,6 +41,7 @@ class Statistics:
     Attributes:
         duration: seconds.
         total_input_tokens, total_output_tokens: of successful requests.
+        total_cached_tokens: input tokens that came out of the server's prefix cache; None where no answer told.
         request_goodput: requests a second that met every objective; None without objectives.
         max_output_tokens_per_s: output tokens of the best second.
         max_concurrent_requests: most successful requests under way at one moment.
@@ -55,6 +56,7 @@ class Statistics:
     failed: int
     total_input_tokens: int
     total_output_tokens: int
+    total_cached_tokens: int | None
     request_throughput: float
     request_goodput: float | None
     output_throughput: float
@@ -65,6 +67,13 @@ class Statistics:
     token_sources: dict[str, int]
     latencies: dict[str, Distribution]
     errors: list[tuple[str, int]]
+
+    @property
+    def cached_share(self) -> float | None:
+        """Of the input tokens, those out of the prefix cache."""
+        if self.total_cached_tokens is None or not self.total_input_tokens:
+            return None
+        return self.total_cached_tokens / self.total_input_tokens
 
     @property
     def tokens_per_second_per_user(self) -> float | None:
@@ -84,6 +93,7 @@ def summarise(result: LoadResult, percentiles: Sequence[float], objectives: dict
     good = [record for record in result.records if record.succeeded]
     duration = max(result.duration, 1e-9)
     inputs, outputs = sum(r.prompt_tokens for r in good), sum(r.output_tokens for r in good)
+    cached = [r.cached_tokens for r in good if r.cached_tokens is not None]
     chunks = sum(len(r.chunk_times) for r in good)
     times = {
         "ttft": [r.ttft for r in good],
@@ -97,6 +107,7 @@ def summarise(result: LoadResult, percentiles: Sequence[float], objectives: dict
         failed=sum(r.error is not None for r in result.records),
         total_input_tokens=inputs,
         total_output_tokens=outputs,
+        total_cached_tokens=sum(cached) if cached else None,
         request_throughput=len(good) / duration,
         request_goodput=sum(is_good(r, objectives) for r in good) / duration if objectives else None,
         output_throughput=outputs / duration,

@@ -17,6 +17,7 @@ class Script:
     Attributes:
         first, gap: seconds before the first chunk, and between chunks.
         usage: whether the stream ends with the usage.
+        cached: prompt tokens that the usage says were cached; None: it says nothing.
         tokens_per_chunk: how many of the answer's tokens a chunk holds.
         tears: write each byte string in pieces of this size; 0 writes it whole.
         refuse: for a body, a status and message to refuse it with, or None.
@@ -30,6 +31,7 @@ class Script:
     first: float = 0.0
     gap: float = 0.0
     usage: bool = True
+    cached: int | None = None
     tokens_per_chunk: int = 1
     tears: int = 0
     refuse: Callable[[dict[str, Any]], tuple[int, str] | None] = lambda body: None
@@ -135,9 +137,10 @@ class FakeServer:
             await self._write(response, {"choices": [{"index": 0, **piece, "finish_reason": finish}], "usage": None})
         if script.usage and (body.get("stream_options") or {}).get("include_usage"):
             prompt = 7 if chat or isinstance(body["prompt"], str) else len(body["prompt"])
-            await self._write(
-                response, {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}}
-            )
+            usage = {"prompt_tokens": prompt, "completion_tokens": tokens}
+            if script.cached is not None:
+                usage["prompt_tokens_details"] = {"cached_tokens": script.cached}
+            await self._write(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response
 

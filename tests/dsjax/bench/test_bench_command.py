@@ -60,6 +60,17 @@ def test_json_on_standard_output_has_vllm_s_names(start_fake):
     assert body["token_sources"] == {"usage": 8}
 
 
+def test_the_prefix_cache_is_told_beside_its_bound(start_fake):
+    lengths = ("--prefix-repetition-prefix-len", "6", "--prefix-repetition-suffix-len", "2")
+    options = ("--dataset-name", "prefix-repetition", *lengths, "--prefix-repetition-num-prefixes", "2", "--json", "-")
+    done = bench(start_fake(cached=3).url, *options)
+    body = json.loads(done.stdout)
+    assert (body["total_cached_tokens"], body["cached_share"], body["cached_share_bound"]) == (24, 24 / 64, 36 / 64)
+    assert re.search(r"Cached share of input \(%\): +37.50\n", done.stderr)
+    silent = json.loads(bench(start_fake().url, "--json", "-").stdout)
+    assert (silent["total_cached_tokens"], silent["cached_share"], silent["cached_share_bound"]) == (None, None, None)
+
+
 def test_a_sweep_writes_points_and_draws_them(start_fake, tmp_path):
     pytest.importorskip("matplotlib")
     server = start_fake(gap=0.002, info={"num_devices": 2})
