@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs
@@ -17,6 +17,7 @@ from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
 from dsjax.engine.plan import RunnerLimits
 from dsjax.engine.programs import Programs
+from dsjax.errors import UserError
 from dsjax.model.rows import GroupShape
 from dsjax.model.step import Step
 from sharding import MeshSpec
@@ -59,7 +60,8 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
     """Compile the decode or prefill program that ``args`` describe, on a mesh of any devices.
 
     Raises:
-        UserError, MeshError: options, model and mesh that do not go together; before anything is traced.
+        UserError, MeshError: options, model and mesh that do not go together, before anything is traced; a step that the
+            target's compiler finds too large for the device.
     """
     spec = MeshSpec.parse(args.engine.mesh)
     step = make_step(args.for_model(config), config, spec, mesh)
@@ -79,7 +81,21 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
             texts = [path.read_text(encoding="utf-8") for path in Path(folder).glob(f"*{_PARTITIONED}*.txt")]
         partitioned = texts[0] if len(texts) == 1 else None
     else:
-        compiled, partitioned = lowered.compile(), None
+        compiled, partitioned = _compile_for_accelerator(lowered, args.target), None
     return CompiledStep(
         step, limits, shapes, params, cache, compiled, partitioned, lowering, time.perf_counter() - started
     )
+
+
+def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:
+    """Compile, and tell a program that is too large for the device (which TPU's compiler refuses) from one that is at fault."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        raise UserError(
+            f"the step does not fit on {target}: {reason} Use more devices, --weights fp8, a smaller --batch or --context, "
+            "or --target cpu, which says what weights and cache need"
+        ) from error

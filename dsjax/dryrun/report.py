@@ -16,7 +16,8 @@ class DryRunReport:
     """All figures of one dry run; bytes and operations are one device's, in one run of the step.
 
     request: what was compiled, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
-    rank's cache. assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
+    rank's cache. expert_flops: what the routed experts must compute under even routing, by arithmetic.
+    assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
     """
 
     request: dict[str, Any]
@@ -26,6 +27,7 @@ class DryRunReport:
     cache_tokens: int
     collectives: tuple[ProgramCollective, ...]
     costs: ProgramCosts
+    expert_flops: float
     assumptions: dict[str, str]
     notes: tuple[str, ...]
     seconds: dict[str, float]
@@ -50,7 +52,7 @@ class DryRunReport:
             },
             "cache_tokens": self.cache_tokens,
             "collectives": [_collective(one) for one in self.collectives],
-            "costs": dataclasses.asdict(self.costs),
+            "costs": {**dataclasses.asdict(self.costs), "expert_flops": self.expert_flops},
             "assumptions": self.assumptions,
             "notes": list(self.notes),
             "seconds": self.seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dsjax.config import load_config
+from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, trip_counts
 from dsjax.dryrun.compilation import CompiledStep, compile_step
@@ -12,6 +12,7 @@ from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
 from dsjax.dryrun.report import DryRunReport
 from dsjax.dryrun.topology import target_devices
 from dsjax.hardware import Hardware, load_hardware
+from dsjax.model.parameter_counts import expert_parameters
 from sharding import MeshSpec
 from sharding.program import Program, program_collectives, program_costs, true_dtypes
 
@@ -47,6 +48,7 @@ def dry_run(args: DryRunArgs) -> DryRunReport:
         cache_tokens=(compiled.limits.pages_per_rank - 1) * step.page_size,
         collectives=collectives,
         costs=program_costs(program, trip_count=trips),
+        expert_flops=expert_flops(config, shape.tokens / spec.tp_size),
         assumptions=dict(TEXT),
         notes=tuple(_notes(hardware, compiled)),
         seconds={
@@ -55,6 +57,14 @@ def dry_run(args: DryRunArgs) -> DryRunReport:
             "read": time.perf_counter() - started,
         },
     )
+
+
+def expert_flops(config: ModelConfig, tokens: float) -> float:
+    """Operations of the routed experts that a device has to do in a step under even routing, for its ``tokens``.
+
+    As many pairs of a token and an expert arrive at a device as leave it, or their equal in parts of experts.
+    """
+    return 2 * tokens * config.num_experts_per_tok * expert_parameters(config) * config.num_moe_layers
 
 
 def _host_devices(hardware: Hardware | None) -> int:
@@ -94,7 +104,14 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
             yield "XLA wrote no partitioned program: bf16 collectives count as float32, in which the CPU backend sends them"
     elif hardware.platform == "cuda":
         yield "hosts are scale-up domains: devices that NVLink joins"
+    else:
+        yield (
+            "of TPU programs only memory is read in full: products are convolutions there, which are not counted, and "
+            "loops of layers count once"
+        )
     memory = DeviceMemory.of(compiled)
     unread = memory.weight_bytes + memory.cache + memory.inputs - memory.arguments
-    if unread:
+    if unread > 0:
         yield f"this step does not read {unread:,} bytes of the weights, so that they are no arguments of its program"
+    elif unread < 0:
+        yield f"the compiler pads the arguments by {-unread:,} bytes"

@@ -20,6 +20,8 @@ def show(console: Console, report: DryRunReport) -> None:
     console.print(_memory(report))
     console.print(_collectives(report))
     console.print(_costs(report))
+    for assumption in report.assumptions.values():
+        console.print(f"[dim]assumed: {assumption}[/dim]", highlight=False)
     for note in report.notes:
         console.print(f"[dim]note: {note}[/dim]", highlight=False)
 
@@ -110,7 +112,8 @@ def _costs(report: DryRunReport) -> Table:
     table.add_row("operations of matrix products", f"{costs.flops / 1e12:.4g} T")
     for dtype, flops in costs.flops_by_dtype.items():
         table.add_row(f"  of {dtype}", f"{flops / 1e12:.4g} T")
-    table.add_row("  in loops of assumed length", f"{costs.flops_assumed / 1e12:.4g} T")
+    table.add_row("  in loops of unknown length (see assumptions)", f"{costs.flops_assumed / 1e12:.4g} T")
+    table.add_row("routed experts' need, even routing (arithmetic)", f"{report.expert_flops / 1e12:.4g} T")
     table.add_row("bytes read and written", f"{costs.bytes / 1e9:.4g} GB")
     for target, times in costs.uncounted.items():
         table.add_row(f"  not counted: {target}", f"× {times:g}")

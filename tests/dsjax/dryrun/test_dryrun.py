@@ -86,6 +86,7 @@ def test_products_of_a_decode_are_the_models_arithmetic():
     assert expert_tile > 0
     tile_rows = expert_tile / (58 * 2 * 44_040_192)
     assert tile_rows == int(tile_rows) <= 64
+    assert report.expert_flops == 2 * rows * 8 * 44_040_192 * 58
 
 
 def test_redundant_experts_and_72_ranks_name_what_fits():

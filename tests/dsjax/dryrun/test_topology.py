@@ -1,0 +1,66 @@
+"""Descriptions of machines that are not there: their shape, and with the compiler installed a program for them."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsjax.dryrun.topology import cuda_shape, cuda_target, target_devices, torus
+from dsjax.errors import UserError
+from dsjax.hardware import load_hardware
+
+HAS_CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "shape"),
+    [
+        ("h200", 32, (4, 1, 8)),
+        ("h200", 2, (1, 1, 2)),
+        ("h200", 12, (2, 1, 8)),
+        ("gb200", 36, (1, 9, 4)),
+        ("gb200", 144, (2, 18, 4)),
+        ("gb200", 3, (1, 1, 3)),
+    ],
+)
+def test_domains_hosts_and_devices_hold_the_mesh(name, devices, shape):
+    assert cuda_shape(load_hardware(name), devices) == shape
+
+
+def test_a_torus_is_as_square_as_powers_of_two_allow():
+    assert [torus(count) for count in (1, 4, 8, 32, 72)] == [(1, 1), (2, 2), (2, 4), (4, 8), (8, 16)]
+
+
+def test_the_compiler_is_told_the_files_figures():
+    text = cuda_target(load_hardware("b200"))
+    for part in ("core_count: 148", "major: 10", "device_memory_size: 180000000000", "memory_bandwidth: 8000000000000"):
+        assert part in text
+
+
+@pytest.mark.skipif(HAS_CUDA_COMPILER, reason="the CUDA compiler is installed")
+def test_without_the_compiler_the_message_says_what_to_install():
+    with pytest.raises(UserError, match=r"--target h200.*pip install 'dsjax\[cuda\]'.*--target cpu"):
+        target_devices(load_hardware("h200"), 8)
+
+
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step):
+    command = f"dryrun --model deepseek-v3 --mesh dp=32 --weights fp8 --target h200 --step {step} --json -"
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    done = subprocess.run(
+        [sys.executable, "-m", "dsjax", *command.split()],
+        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=600, check=True,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    memory = report["device_bytes"]
+    assert report["platform"] == "gpu"
+    assert memory["arguments"] == memory["weights_total"] + memory["cache"] + memory["inputs"]
+    assert memory["total"] < memory["memory"]
+    assert all(c["asynchronous"] and c["axes"] == ["ep"] and c["times"] == 58 for c in report["collectives"])
+    assert sum(c["kind"] in ("all-to-all", "ragged-all-to-all") for c in report["collectives"]) >= 2
+    assert report["seconds"]["lower"] + report["seconds"]["compile"] < 300
