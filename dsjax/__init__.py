@@ -7,9 +7,9 @@
 
 from typing import Any
 
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.sampling_params import SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-EDITS_PER_ROW = 64
-"""Edits that one run of the program has room for, times its rows. A row's share of 1 kB is sent even where it is not used."""
+EDITS_PER_ROW = 256
+"""Edits that one run of the program has room for, times its rows. A row's share of 4 kB is sent even where it is not used."""
 
 
 class Penalties(NamedTuple):
@@ -86,4 +86,4 @@ def _edit(logits: Float[Array, "R V"], penalties: Penalties, edits: Int[Array, "
     x = logits.at[at].get(mode="clip") + lax.bitcast_convert_type(bits, jnp.float32)
     x = jnp.where(code > 0, jnp.where(x > 0, x / repetition, x * repetition), x)
     x = x - frequency * times - jnp.where(times > 0, presence, 0.0)
-    return logits.at[at].set(x, mode="drop", unique_indices=False)
+    return logits.at[at].set(x, mode="drop")

@@ -78,6 +78,7 @@ class LogitRules:
         constraint: Constraint | None = None,
     ):
         self._params, self._bad_words, self._constraint = params, bad_words, constraint
+        self._longest_bad_word = max(map(len, bad_words), default=0)
         self._followed = len(prompt)
         self._table = TokenTable()
         for token_id, bias in (params.logit_bias or {}).items():
@@ -99,7 +100,8 @@ class LogitRules:
             self._followed = len(request.token_ids)
         banned = set(request.stop_ids) if holds_back else set()
         if self._bad_words:
-            banned |= completing(self._bad_words, request.output_token_ids)
+            first = max(request.num_prompt_tokens, len(request.token_ids) - self._longest_bad_word)
+            banned |= completing(self._bad_words, request.token_ids[first:])
         return self._table.edits(banned)
 
     @property
