@@ -30,7 +30,8 @@ Session = Annotated[
 def openai_routes(serving: Serving) -> APIRouter:
     """`/v1/…`."""
     router = APIRouter(prefix="/v1", route_class=StrictRoute)
-    generating = errors(422, 429, 500, 503)
+    stream = {"description": "the answer, or its events", "content": {"text/event-stream": {}}}
+    generating = {200: stream, **errors(422, 429, 500, 503)}
 
     @router.get("/models", responses=errors())
     async def models() -> ModelList:

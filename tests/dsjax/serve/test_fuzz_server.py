@@ -1,0 +1,42 @@
+"""Requests made from the server's own schema: the tool finds nothing wrong here, and would see it if there were."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from scripted_runner import ScriptedRunner, tool_tokenizer
+
+pytest.importorskip("schemathesis", reason="pip install schemathesis")
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+
+from fuzz_server import fuzz
+
+from dsjax.serve.options import ServeOptions
+
+
+@pytest.fixture
+def server(start_server):
+    tokenizer = tool_tokenizer()
+    runner = ScriptedRunner(tokenizer, num_ranks=4, max_chunk=16)
+    return start_server(
+        tokenizer=tokenizer, runner=runner, eos=(tokenizer.eos_id,), options=ServeOptions(admin_api_key="root")
+    )
+
+
+def test_requests_made_from_the_schema_find_nothing_wrong(server):
+    findings = fuzz(server.url, 60, api_key="root", told=lambda line: None)
+    assert findings.wrong == []
+    assert findings.count >= 60
+    assert {200, 422} <= findings.statuses.keys()
+    assert len(findings.cases) >= 19, "every operation was asked"
+
+
+def test_a_server_error_and_a_lost_page_are_found(server, monkeypatch):
+    monkeypatch.setattr("dsjax.serve.routes.status._version", lambda: 1 / 0)
+    real = server.llm_engine.core.loads
+    monkeypatch.setattr(server.llm_engine.core, "loads", lambda: [load._replace(used_pages=1) for load in real()])
+    monkeypatch.setattr("fuzz_server._good_answers", lambda client: [])
+    monkeypatch.setattr("fuzz_server._left_behind.__defaults__", (0.1,))
+    findings = fuzz(server.url, 20, api_key="root", told=lambda line: None)
+    assert any("GET /version" in each for each in findings.wrong)
+    assert "still in use" in findings.wrong[-1]
