@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,8 +34,16 @@ def plan(
     expert_skew: Annotated[
         str, typer.Option(help="default, uniform, zipf:S, or a JSON file of tokens per expert.")
     ] = "default",
+    dispatch: Annotated[
+        str, typer.Option(help="deepep (as published), or dsjax's own: auto, gather, padded, ragged.")
+    ] = "deepep",
     two_batch_overlap: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
-    mode: Annotated[str, typer.Option(help="aggregated, separated or both.")] = "both",
+    mode: Annotated[
+        str, typer.Option(help="aggregated, separated, both; or static, static_ctx, static_gen: one batch.")
+    ] = "both",
+    batch: Annotated[
+        int | None, typer.Option(help="Static modes: requests of a DP rank; default: all that fit.", min=1)
+    ] = None,
     prefill_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a DP rank in a step.")] = 16384,
     max_devices: Annotated[int | None, typer.Option(help="Use no more devices than this.")] = None,
     explain: Annotated[
@@ -53,6 +61,7 @@ def plan(
     """Find the layout for a cluster, a workload and objectives; every figure with its kind and interval."""
     from dsjax.config import load_config
     from dsjax.plan.cluster import load_cluster
+    from dsjax.plan.explain import EXPLAINED
     from dsjax.plan.explain import explain as derive
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
     from dsjax.plan.precision import precision as find_precision
@@ -60,11 +69,16 @@ def plan(
     from dsjax.plan.report import show, show_sweep, to_json
     from dsjax.plan.search import Question, search
     from dsjax.plan.skew import read_skew
+    from dsjax.plan.static import STATIC_MODES, show_static, static
     from dsjax.plan.sweep import sweep as run_sweep
     from dsjax.plan.workload import Lengths, Objective, Options, Workload
 
-    if mode not in _MODES:
-        raise UserError(f"--mode is {mode!r}, expected one of {', '.join(_MODES)}")
+    if mode not in (*_MODES, *STATIC_MODES):
+        raise UserError(f"--mode is {mode!r}, expected one of {', '.join((*_MODES, *STATIC_MODES))}")
+    if explain is not None and explain not in EXPLAINED:
+        raise UserError(f"--explain is {explain!r}, expected one of {', '.join(EXPLAINED)}")
+    if batch is not None and mode not in STATIC_MODES:
+        raise UserError(f"--batch is for --mode {', '.join(STATIC_MODES)}; with --mode {mode} give --concurrency")
     found = load_cluster(cluster)
     question = Question(
         load_config(model),
@@ -84,11 +98,25 @@ def plan(
             redundant_experts,
             read_skew(expert_skew),
             two_batch_overlap,
-            _MODES[mode],
+            _MODES.get(mode, _MODES["both"]),
             prefill_tokens,
             max_devices,
+            dispatch,
         ),
     )
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    if mode in STATIC_MODES:
+        results = static(question, mode, batch)
+        if json_file is None:
+            show_static(console, results, mode, rows)
+        else:
+            _write(
+                json_file,
+                {"model": model, "cluster": found.name, "mode": mode, "ranked": [r.to_json() for r in results[:rows]]},
+            )
+        return
     answer = search(question)
     best = answer.winner or (answer.missed[0] if answer.missed else None)
     sweeps = [run_sweep(question, best, quantity) for quantity in sweep or ()] if best else []
@@ -101,12 +129,8 @@ def plan(
     if recipe_file and answer.winner:
         recipe_file.write_text(json.dumps(recipe(model, question, answer.winner), indent=2) + "\n", encoding="utf-8")
     if json_file is not None:
-        text = json.dumps(to_json(answer, model, rows, sweeps), indent=2) + "\n"
-        sys.stdout.write(text) if json_file == "-" else Path(json_file).write_text(text, encoding="utf-8")
+        _write(json_file, to_json(answer, model, rows, sweeps))
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
     show(console, answer, model, rows)
     if explain:
         console.print(
@@ -114,3 +138,11 @@ def plan(
         )
     for swept in sweeps:
         show_sweep(console, swept)
+
+
+def _write(json_file: str, found: dict[str, Any]) -> None:
+    text = json.dumps(found, indent=2) + "\n"
+    if json_file == "-":
+        sys.stdout.write(text)
+    else:
+        Path(json_file).write_text(text, encoding="utf-8")

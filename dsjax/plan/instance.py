@@ -55,7 +55,9 @@ class Instance:
             if self.layout.mesh.ep_size == 1:
                 choices = (False,)
             arguments = (self.config, self.cluster, self.layout.unit, self.options.precision, self.options.skew)
-            self.steps["models"] = [StepModel(*arguments, overlap=overlap) for overlap in choices]
+            self.steps["models"] = [
+                StepModel(*arguments, overlap=overlap, dispatch=self.options.dispatch) for overlap in choices
+            ]
         return self.steps["models"]
 
     def decode_step(self, batch: float) -> Figure:

@@ -69,6 +69,38 @@ def normal_exchange(
     return time + assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s")
 
 
+def own_exchange(
+    cluster: Cluster, method: str, ranks: int, tokens: float, top_k: int, row_bytes: float, slowest: Figure
+) -> Figure:
+    """One way of dsjax's own dispatch (`docs/dispatch.md`) as XLA's collectives: `gather`, `padded`, `ragged` or `auto`.
+
+    Rows to each other rank: all of the device's (`gather`), the default capacity (`padded`), those needed (`ragged`).
+    """
+    if ranks == 1:
+        return exact(0.0)
+    # The package brings JAX in, which a plan with the published kernels does without.
+    from sharding.dispatch.choice import choose_method
+    from sharding.dispatch.config import default_capacity
+
+    whole = max(1, math.ceil(tokens))
+    if method == "auto":
+        method = choose_method(whole, top_k, ranks, "gpu")
+    each = exact(float(whole))
+    if method == "padded":
+        each = exact(float(default_capacity(whole, top_k, ranks)))
+    elif method == "ragged":
+        each = slowest * (tokens * (1 - (1 - 1 / ranks) ** top_k))
+    near = min(cluster.domain, ranks)
+    share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
+    rows = (each * ((near - 1) * row_bytes)).named("bytes to neighbours", "B")
+    time = rows * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
+    if ranks > near:
+        away = (each * ((ranks - near) * row_bytes)).named("bytes to other hosts", "B")
+        time = largest(time, away / (share * cluster.network_bandwidth)) + network_latency(cluster)
+    collectives = 2 if method == "ragged" else 1  # sizes go before rows
+    return time + assumed(30e-6, 15e-6, 80e-6, "a collective, fixed part", "NCCL, launched by XLA", "s") * collectives
+
+
 def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
     """Mean number of hosts that hold one of a token's experts, its own among them.
 

@@ -30,6 +30,8 @@ def serve_options(model: str, instance: Instance, batch: float, prefill_tokens: 
         found["--weights"] = "fp8"
     if instance.layout.mesh.ep_size > 1 and options.precision.wire < 2:
         found["--dispatch-wire"] = "fp8"
+    if options.dispatch != "deepep":
+        found["--dispatch"] = options.dispatch
     if instance.layout.redundant:
         found["--redundant-experts"] = str(instance.layout.redundant)
     return found
@@ -43,6 +45,10 @@ def command(options: dict[str, str]) -> str:
 def notes(candidate: Candidate) -> list[str]:
     """What the estimate counts on that the commands do not switch on."""
     found = []
+    if candidate.decode.options.dispatch == "deepep":
+        found.append(
+            "The estimate has DeepEP's kernels for dispatch; --dispatch auto reckons with dsjax serve's own instead."
+        )
     if candidate.mode == "separated":
         found.append(
             "Prefill and decode are separate services: moving the cache between them is not an option of dsjax serve."

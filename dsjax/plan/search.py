@@ -61,6 +61,7 @@ class Plan:
 
 def instances(question: Question) -> tuple[list[Layout], list[Instance], list[Instance]]:
     """(all layouts, instances with room for at least one request, instances without)."""
+    question.options.check(question.config, question.workload)
     block = 128 if question.options.precision.linear == FP8_BLOCK else None
     cluster = question.cluster
     found = list(
@@ -80,7 +81,6 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
 
 def search(question: Question) -> Plan:
     """Answer a question. Deterministic; no JAX."""
-    question.options.check(question.config)
     # Derivations are millions of small tuples without a cycle; looking for cycles among them costs more than making them.
     collecting = gc.isenabled()
     gc.disable()

@@ -10,7 +10,7 @@ from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, assumed, exact, largest
 from dsjax.plan.layout import Layout
-from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange
+from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange, own_exchange
 from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
 from dsjax.plan.precision import BF16, Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
@@ -23,7 +23,8 @@ class StepModel:
     """What a step of one instance costs. All sizes are of one DP rank, all times seconds.
 
     overlap: two-batch overlap: the halves of a batch alternate between computing and communicating.
-    balanced: experts are placed by their load (any redundant experts imply it).
+    balanced: experts are placed by their load (any redundant experts imply it). dispatch: `deepep`, DeepEP's kernels as
+    published, or one of dsjax's own methods.
     """
 
     config: ModelConfig
@@ -33,6 +34,7 @@ class StepModel:
     skew: Skew = DEFAULT_SKEW
     overlap: bool = False
     balanced: bool = False
+    dispatch: str = "deepep"
     chip: Chip = field(init=False)
 
     def __post_init__(self):
@@ -197,6 +199,9 @@ class StepModel:
         ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
         width, top_k = config.hidden_size, config.num_experts_per_tok
         there, back = width * self.precision.wire, width * BF16
+        if self.dispatch != "deepep":
+            rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
+            return tuple(own_exchange(cluster, self.dispatch, ranks, own, top_k, row, slowest) for row in rows)
         if decode:
             return (
                 low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False),

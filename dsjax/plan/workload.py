@@ -10,6 +10,8 @@ from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.precision import PRECISIONS, Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 
+DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged")
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -105,7 +107,8 @@ class Objective:
         for name, flag in (("ttft", "--ttft-ms"), ("tpot", "--tpot-ms"), ("throughput", "--throughput")):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise UserError(f"{flag} is {value}, expected more than 0")
+                given = value if name == "throughput" else value * 1e3
+                raise UserError(f"{flag} is {given:g}, expected more than 0")
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class Options:
     """Choices: precision; MTP drafts and the chance that each is accepted; redundant experts (None: tried); skew.
 
     overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
-    most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all.
+    most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of
+    dsjax's own methods, priced as XLA's collectives.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -125,8 +129,11 @@ class Options:
     modes: tuple[str, ...] = ("aggregated", "separated")
     prefill_tokens: int = 16384
     max_devices: int | None = None
+    dispatch: str = "deepep"
 
     def __post_init__(self):
+        if self.dispatch not in DISPATCHES:
+            raise UserError(f"--dispatch is {self.dispatch!r}, expected one of {', '.join(DISPATCHES)}")
         if self.overlap not in ("auto", "on", "off"):
             raise UserError(f"--two-batch-overlap is {self.overlap!r}, expected auto, on or off")
         if not 0 <= self.acceptance <= 1:
@@ -142,8 +149,13 @@ class Options:
             if value is not None and value < least:
                 raise UserError(f"{flag} is {value}, expected at least {least}")
 
-    def check(self, config: ModelConfig) -> None:
-        """Raise `UserError` where the model has no MTP module for the drafts asked for."""
+    def check(self, config: ModelConfig, workload: Workload) -> None:
+        """Raise `UserError` where the model has no MTP module for drafts, or no positions for the mean request."""
+        if workload.held > config.max_position_embeddings:
+            raise UserError(
+                f"--input and --output are {workload.held:g} tokens together, but the model has positions for "
+                f"{config.max_position_embeddings}; give shorter ones"
+            )
         if self.drafts and not config.num_nextn_predict_layers:
             raise UserError(
                 "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out"

@@ -60,7 +60,9 @@ def test_pictures_are_drawn(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("options", [Options(), Options(modes=("separated",)), Options(redundant=32)])
+@pytest.mark.parametrize(
+    "options", [Options(), Options(modes=("separated",)), Options(redundant=32), Options(dispatch="auto")]
+)
 def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
     question = ask("h200-16", objective=Objective(tpot=0.05), options=options)
     made = recipe("demo", question, search(question).winner)

@@ -171,9 +171,15 @@ def test_json_is_complete_and_has_intervals(ask):
         (lambda: Lengths.parse("0", "--input"), "at least 1 token"),
         (lambda: Objective(tpot=0.0), "--tpot-ms"),
         (lambda: Options(overlap="yes"), "auto, on or off"),
+        (lambda: Options(dispatch="magic"), "--dispatch is 'magic'"),
         (lambda: Options(acceptance=2.0), "--mtp-acceptance"),
     ],
 )
 def test_wrong_wishes_say_what_was_expected(make, message):
     with pytest.raises(UserError, match=message):
         make()
+
+
+def test_a_request_longer_than_the_models_positions_is_refused(ask):
+    with pytest.raises(UserError, match="positions for 163840"):
+        search(ask(prompt=163_000, output=1000))

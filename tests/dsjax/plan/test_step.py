@@ -110,3 +110,14 @@ def test_skew_is_read_from_a_trace(tmp_path):
     assert skew.low == 0
     assert skew.high == pytest.approx(3**0.5)
     assert read_skew("zipf:0.5").variation == zipf_variation(0.5)
+
+
+@pytest.mark.parametrize(("method", "rows"), [("gather", 32), ("padded", 24), ("ragged", 32 * (1 - (31 / 32) ** 8))])
+def test_own_dispatch_sends_the_rows_that_its_page_says(model, method, rows):
+    # padded: mean 7.18 + 4 standard deviations 9.4 = 16.7, rounded up to a multiple of 8.
+    step = model(dispatch=method, skew=UNIFORM, redundant=0)
+    busiest = step.skew.slowest(32, 8, 32 * 8, balanced=False).value if method == "ragged" else 1
+    row = 7168 + 224 + 52
+    there = step.decode(32, 2000).part("dispatch")
+    assert there.part("bytes to other hosts").value == pytest.approx(rows * busiest * 24 * row)
+    assert there.part("bytes to neighbours").value == pytest.approx(rows * busiest * 7 * row)

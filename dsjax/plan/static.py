@@ -1,0 +1,103 @@
+"""The static modes: one batch, the same for every layout; prefill alone, decode alone, or one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dsjax.plan.figure import Figure
+from dsjax.plan.instance import Instance
+from dsjax.plan.search import Question, instances
+
+STATIC_MODES = ("static", "static_ctx", "static_gen")
+
+
+@dataclass(frozen=True)
+class StaticResult:
+    """A batch of each DP rank on one instance. ttft: its prompts, one after another in steps of `--prefill-tokens`; tpot: of
+    its decode; rate: tokens a second a device, prompt tokens in `static_ctx`, output tokens otherwise. None: not part of the mode.
+    """
+
+    instance: Instance
+    batch: int
+    ttft: Figure | None
+    tpot: Figure | None
+    rate: Figure
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields; figures as `Figure.to_json`."""
+        layout = self.instance.layout
+        return {
+            "mesh": str(layout.mesh),
+            "kind": layout.kind,
+            "redundant_experts": layout.redundant,
+            "devices": layout.devices,
+            "batch_per_dp_rank": self.batch,
+            "max_batch_per_dp_rank": self.instance.max_batch,
+            "cache_tokens_per_dp_rank": self.instance.memory.cache_tokens.to_json(),
+            "ttft_s": self.ttft and self.ttft.to_json(),
+            "tpot_s": self.tpot and self.tpot.to_json(),
+            "tokens_per_s_device": self.rate.to_json(),
+        }
+
+
+def static(question: Question, mode: str, batch: int | None) -> list[StaticResult]:
+    """Every layout with room for the batch, most tokens a second a device first; batch None: as many as each holds."""
+    _, fitting, _ = instances(question)
+    found = [_result(i, mode, batch or i.max_batch) for i in fitting if (batch or 1) <= i.max_batch]
+    return sorted(found, key=lambda r: -r.rate.value)
+
+
+def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
+    work = instance.workload
+    tokens = min(batch * work.computed, instance.options.prefill_tokens)
+    ttft = tpot = None
+    users = batch * instance.replicas / instance.layout.devices
+    if mode != "static_gen":
+        ttft = (instance.prompt_seconds(tokens) * batch).named("TTFT", "s")
+    if mode != "static_ctx":
+        tpot = instance.tpot(batch).named("TPOT", "s")
+    if tpot is None:
+        rate = users * work.computed / ttft
+    elif ttft is None:
+        rate = users / tpot
+    else:
+        rate = users * work.output.mean / (ttft + tpot * max(work.output.mean - 1, 0))
+    return StaticResult(instance, batch, ttft, tpot, rate)
+
+
+def show_static(console: Console, found: list[StaticResult], mode: str, rows: int) -> None:
+    """The table."""
+    table = Table(title=f"{mode}: most tokens a second a device first", title_justify="left")
+    table.add_column("layout")
+    for name in (
+        "devices",
+        "batch",
+        "of at most",
+        "TTFT s",
+        "TPOT ms",
+        "prompt tokens/s" if mode == "static_ctx" else "tokens/s",
+    ):
+        table.add_column(name + (" a device" if name.endswith("tokens/s") else ""), justify="right", no_wrap=True)
+    for result in found[:rows]:
+        layout = result.instance.layout
+        table.add_row(
+            f"{layout}\n{layout.kind}",
+            str(layout.devices),
+            str(result.batch),
+            str(result.instance.max_batch),
+            _ranged(result.ttft, 1, 2),
+            _ranged(result.tpot, 1e3, 1),
+            _ranged(result.rate, 1, 0),
+        )
+    console.print(table if found else "no layout has room for that batch")
+
+
+def _ranged(figure: Figure | None, factor: float, digits: int) -> str:
+    if figure is None:
+        return ""
+    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure.value, figure.high))
+    return f"{value}\n{low}–{high}"
