@@ -4,10 +4,10 @@ import typer
 
 from dsjax.bench.serve.command import serve
 
-bench = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bench = typer.Typer(name="bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench.command("serve")(serve)
 
 
 @bench.callback()
 def group() -> None:
-    """Measure: serve puts load on a server."""
+    """Measure: `serve` puts load on a server, and prints what `vllm bench serve` prints."""

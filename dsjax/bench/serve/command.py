@@ -29,7 +29,7 @@ def serve(
     workload: WorkloadOptions,
     load: LoadOptions,
     report: ReportOptions,
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="METRIC:MS")] = None,
 ) -> None:
     """Put load on an OpenAI-compatible server, and print what `vllm bench serve` prints.
 
