@@ -63,21 +63,32 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        session: str | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs come in the prompts' order.
 
         prompts: texts, or dicts with ``prompt_token_ids``; one or several. sampling_params: for all, or one for each.
+        priority: one for each prompt, lower first, with ``scheduling_policy="priority"``. cache_salt: pages of the cache are
+        shared only with prompts of the same salt. session: prompts of one session run on one DP rank.
 
         Raises:
             UserError: a prompt or parameter that cannot be; nothing is run then.
         """
         prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         params = self._params_for(prompts, sampling_params)
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise UserError(f"found {len(priorities)} priorities for {len(prompts)} prompts; give one for each")
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
         outputs: dict[str, RequestOutput] = {}
         try:
-            for request_id, prompt, param in zip(ids, prompts, params, strict=True):
-                self.engine.add_request(request_id, prompt, param)
+            for request_id, prompt, param, place in zip(ids, prompts, params, priorities, strict=True):
+                self.engine.add_request(
+                    request_id, prompt, param, priority=place, cache_salt=cache_salt, session=session
+                )
             while self.engine.has_unfinished():
                 outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
         except BaseException:

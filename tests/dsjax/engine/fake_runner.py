@@ -67,19 +67,24 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> StepPlan:
         assert self.pending is None, "no second step is launched before the first is collected"
         self.pending = plan
+        time.sleep(self.step_seconds / 2)
         return plan
 
     def collect(self, plan: StepPlan) -> dict[str, RowResult]:
         assert self.pending is plan
-        self.pending = None
+        try:
+            return self._compute(plan)
+        finally:
+            self.pending = None
+
+    def _compute(self, plan: StepPlan) -> dict[str, RowResult]:
         assert len(plan.ranks) == self.limits.num_ranks, "every rank takes part in every step"
         if self.fail_at_step is not None and self.steps >= self.fail_at_step:
             raise RuntimeError("the fake device is lost")
         self.steps += 1
         if self.keep_plans:
             self.plans.append(plan)
-        if self.step_seconds:
-            time.sleep(self.step_seconds)
+        time.sleep(self.step_seconds / 2)
         results = {}
         for rank, rank_plan in enumerate(plan.ranks):
             assert len(rank_plan.decodes) <= self.limits.max_rows_decode

@@ -1,6 +1,7 @@
 """The engine's thread: outputs arrive, disconnects free pages, death is heard by all."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -103,6 +104,133 @@ def test_when_the_thread_dies_every_stream_gets_an_error_and_the_owner_is_told()
         assert deaths == [True]
         with pytest.raises(EngineDeadError):
             await engine.submit("late", [[1]], FINAL)
+        await engine.shutdown()
+
+    run(main())
+
+
+def test_a_call_runs_in_the_engine_s_thread_between_steps_and_gives_its_result_or_its_error():
+    async def main():
+        engine, runner = make(step_seconds=0.01)
+        engine.start()
+        assert await engine.call(lambda core: core.flush_prefix_cache()) is True
+        stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
+        await anext(stream)
+        seen = await engine.call(lambda core: (threading.current_thread().name, runner.pending, core.loads()))
+        assert seen[:2] == ("dsjax-engine", None)
+        assert seen[2][0].running == 1
+        with pytest.raises(ZeroDivisionError):
+            await engine.call(lambda core: 1 // 0)
+        assert engine.running, "an error in a call is its caller's"
+        stream.close()
+        await engine.shutdown()
+        with pytest.raises(EngineDeadError):
+            await engine.call(lambda core: None)
+
+    run(main())
+
+
+def test_a_call_that_waits_when_the_engine_dies_gets_an_error():
+    async def main():
+        engine, runner = make(step_seconds=0.3)
+        runner.fail_at_step = 1
+        engine.start()
+        stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
+        await anext(stream)
+        await until(lambda: (runner.steps == 1 and runner.pending is not None) or engine.error is not None)
+        with pytest.raises(EngineDeadError):
+            await engine.call(lambda core: None)
+        with pytest.raises(EngineDeadError):
+            await anext(stream)
+        assert engine.step_started is None
+        await engine.shutdown()
+
+    run(main())
+
+
+def test_observers_hear_of_every_step_and_of_every_output_that_was_delivered():
+    class Observer:
+        steps, outputs, made = [], [], 0
+
+        def on_step(self, stats):
+            assert threading.current_thread() is threading.main_thread()
+            self.steps.append(stats)
+
+        def on_updates(self, updates):
+            self.made += sum(update.result.finite for update in updates)
+
+        def on_ended(self, requests, reason):
+            raise AssertionError("both ended by themselves")
+
+        def on_outputs(self, outputs):
+            self.outputs += outputs
+
+    async def main():
+        engine, runner = make(num_ranks=2)
+        engine.observers.append(observer := Observer())
+        engine.start()
+        prompt = list(range(10))
+        for name in ("first", "again"):
+            assert (await collect(engine, name, [prompt]))[0] == expected_tokens(prompt, 12)
+        await engine.shutdown()
+        assert len(observer.steps) == runner.steps
+        assert observer.made == 24
+        assert [output.request_id for output in observer.outputs] == ["first", "again"]
+        assert [output.num_cached_tokens for output in observer.outputs] == [0, 8]
+        assert observer.outputs[1].metrics.num_cached_tokens == 8
+        # 10 prompt tokens in chunks of 8, then 2 that were not cached; each makes 12 tokens, the last of which is not computed.
+        assert sum(stats.num_prompt_tokens for stats in observer.steps) == 12
+        assert sum(stats.num_decode_tokens for stats in observer.steps) == 22
+        assert sum(stats.prefix_queries for stats in observer.steps) == 20
+        assert sum(stats.prefix_hits for stats in observer.steps) == 8
+        for stats in observer.steps:
+            assert stats.host_seconds.keys() == {"plan", "launch", "device", "enter"}
+            assert sum(stats.host_seconds.values()) == pytest.approx(stats.duration)
+            assert [load.rank for load in stats.ranks] == [0, 1]
+        assert observer.steps[-1].ranks[0][:5] == (0, 0, 0, 0, 0), "nothing runs, waits, or holds a page"
+
+    run(main())
+
+
+def test_requests_that_come_while_the_device_computes_are_in_the_next_step():
+    async def main():
+        engine, runner = make(step_seconds=0.05)
+        runner.keep_plans = True
+        engine.start()
+        first = await engine.submit("first", [[1, 2, 3]], SamplingParams(max_tokens=100))
+        await anext(first)
+        await until(lambda: runner.pending is not None)
+        steps = runner.steps
+        second = await engine.submit("second", [[4, 5]], SamplingParams(max_tokens=4))
+        await anext(second)
+        joined = next(i for i, plan in enumerate(runner.plans) if plan.ranks[0].prefills and i)
+        assert joined <= steps + 1
+        assert (engine.num_waiting, engine.waiting_tokens) == (0, 0)
+        await engine.shutdown()
+
+    run(main())
+
+
+def test_what_waits_is_counted_before_the_thread_has_taken_it():
+    async def main():
+        engine, _ = make()
+        engine._loop = asyncio.get_running_loop()  # the thread is not started
+        await engine.submit("a", [[1, 2, 3], [4, 5]], SamplingParams(n=2, max_tokens=4))
+        assert (engine.num_waiting, engine.waiting_tokens) == (4, 10)
+
+    run(main())
+
+
+def test_an_id_that_is_aborted_and_used_again_during_one_step_is_a_new_request():
+    async def main():
+        engine, runner = make(step_seconds=0.05)
+        engine.start()
+        stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
+        await anext(stream)
+        await until(lambda: runner.pending is not None)
+        stream.close()
+        assert (await collect(engine, "r", [[7, 8]]))[0] == expected_tokens([7, 8], 12)
+        assert pages_in_use(engine) == 0
         await engine.shutdown()
 
     run(main())
