@@ -3,15 +3,13 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import generate_latest
-
 from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import RankLoad, StepStats
 from dsjax.serve.metrics_experts import ExpertMetrics
-from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Total
+from dsjax.serve.metrics_exposition import exposition
+from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Registry, Total
 from dsjax.serve.metrics_requests import RequestMetrics
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -41,7 +39,7 @@ class Metrics:
         experts_per_device: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.registry = CollectorRegistry()
+        self.registry = Registry()
         self._model = model_name
         self._ranks: list[Labels] = [(model_name, str(rank)) for rank in range(num_ranks)]
         self._loads: Sequence[RankLoad] = ()
@@ -130,13 +128,9 @@ class Metrics:
 
     # What is shown.
 
-    def render(self, names: Iterable[str] = (), encode: Callable[..., bytes] = generate_latest) -> bytes:
-        """The exposition, of everything or of the samples with these names; unknown names give nothing.
-
-        encode: prometheus_client's encoder of the text format or of OpenMetrics.
-        """
-        wanted = list(names)
-        return encode(self.registry.restricted_registry(wanted) if wanted else self.registry)
+    def render(self, names: Iterable[str] = (), *, openmetrics: bool = False) -> bytes:
+        """The exposition, of everything or of the samples with these names; unknown names give nothing."""
+        return exposition(self.registry.families, frozenset(names), openmetrics=openmetrics)
 
     def _add_loads(self, labels: tuple[str, str]) -> None:
         def gauge(name: str, documentation: str, value: Callable[[RankLoad], float]) -> None:

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
 from dsjax.engine.stats import ExpertCounts
-from dsjax.serve.metrics_families import Gauge, Labels, Total
+from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total
 
 _Samples = Iterable[tuple[Labels, float]]
 
@@ -22,7 +21,7 @@ class ExpertMetrics:
             group; the label `ep_rank` says which.
     """
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, experts_per_device: int):
+    def __init__(self, registry: Registry, model_name: str, experts_per_device: int):
         self._model, self._per_device = model_name, experts_per_device
         self._counts: ExpertCounts | None = None
 

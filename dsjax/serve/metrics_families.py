@@ -1,82 +1,108 @@
 """Families of metrics kept as plain numbers, which become samples only when somebody scrapes.
 
-prometheus_client's own counters and histograms take a lock and walk their buckets for each observation: a millisecond or
-two a step with 1,024 running requests. These take a count with each value, so that requests which waited equally long
-are entered together, and gauges are read from the engine's latest state at the scrape.
+prometheus_client's own histograms take a lock and walk their buckets for each observation, which adds up to a millisecond a
+step with 1,024 running requests. These take a count with each value, so that requests which waited equally long are
+entered together, and gauges are read from the engine's latest state at the scrape.
 """
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
 Labels = tuple[str, ...]
+Sample = tuple[str, Labels, float]
+"""(what follows the family's name, label values, value). A bucket has one label more than its family: `le`, last."""
 
 
-class Counter(Collector):
-    """Sums that only grow, by label values. `name` is without `_total`, which the exposition adds."""
+class Registry(CollectorRegistry):
+    """prometheus_client's, which also remembers its families in their order."""
 
-    def __init__(self, registry: CollectorRegistry, name: str, documentation: str, labelnames: Sequence[str]):
-        self.name, self._documentation, self._labelnames = name, documentation, tuple(labelnames)
-        self._values: dict[Labels, float] = {}
+    def __init__(self):
+        super().__init__()
+        self.families: list[Family] = []
+
+    def register(self, collector: Collector) -> None:
+        """Add a family; its names must be new."""
+        super().register(collector)
+        self.families.append(collector)
+
+
+class Family(Collector):
+    """A name, its label names, and samples. `name` of a counter is without `_total`, which its samples add."""
+
+    kind: str
+
+    def __init__(self, registry: Registry, name: str, documentation: str, labelnames: Sequence[str]):
+        self.name, self.documentation, self.labelnames = name, documentation, tuple(labelnames)
         registry.register(self)
+
+    def samples(self) -> Iterable[Sample]:
+        """All of them, as they are now. May be called while another thread adds some."""
+        raise NotImplementedError
+
+    def describe(self) -> Iterable[Metric]:
+        """The family without samples: how the registry learns the names."""
+        yield Metric(self.name, self.documentation, self.kind)
+
+    def collect(self) -> Iterable[Metric]:
+        """The family as prometheus_client has it."""
+        (family,) = self.describe()
+        for suffix, labels, value in self.samples():
+            names = (*self.labelnames, "le")[: len(labels)]
+            family.add_sample(self.name + suffix, dict(zip(names, labels, strict=True)), value)
+        yield family
+
+
+class Counter(Family):
+    """Sums that only grow, by label values."""
+
+    kind = "counter"
+
+    def __init__(self, registry: Registry, name: str, documentation: str, labelnames: Sequence[str]):
+        super().__init__(registry, name, documentation, labelnames)
+        self._values: dict[Labels, float] = {}
 
     def add(self, labels: Labels, amount: float = 1) -> None:
         """Add to one sum; 0 makes it visible, so that a rate over its first increase is right."""
         self._values[labels] = self._values.get(labels, 0) + amount
 
-    def describe(self) -> Iterable[CounterMetricFamily]:
-        """The family without samples: how the registry learns the name."""
-        yield CounterMetricFamily(self.name, self._documentation, labels=self._labelnames)
-
-    def collect(self) -> Iterable[CounterMetricFamily]:
-        """All sums."""
-        (family,) = self.describe()
+    def samples(self) -> Iterable[Sample]:
+        """The sums."""
         for labels, value in self._values.copy().items():
-            family.add_metric(labels, value)
-        yield family
+            yield "_total", labels, value
 
 
-class _ReadAtScrape(Collector):
-    """Samples that `read` gives at the scrape: pairs of label values and a number."""
+class Gauge(Family):
+    """What is so now: `read` gives pairs of label values and a number at the scrape."""
 
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    kind = "gauge"
+    _suffix = ""
 
     def __init__(
         self,
-        registry: CollectorRegistry,
+        registry: Registry,
         name: str,
         documentation: str,
         labelnames: Sequence[str],
         read: Callable[[], Iterable[tuple[Labels, float]]],
     ):
-        self.name, self._documentation, self._labelnames, self._read = name, documentation, tuple(labelnames), read
-        registry.register(self)
+        super().__init__(registry, name, documentation, labelnames)
+        self._read = read
 
-    def describe(self) -> Iterable[Metric]:
-        """The family without samples."""
-        yield self.family(self.name, self._documentation, labels=self._labelnames)
-
-    def collect(self) -> Iterable[Metric]:
+    def samples(self) -> Iterable[Sample]:
         """What `read` gives."""
-        (family,) = self.describe()
         for labels, value in self._read():
-            family.add_metric(labels, value)
-        yield family
+            yield self._suffix, labels, value
 
 
-class Gauge(_ReadAtScrape):
-    """What is so now."""
+class Total(Gauge):
+    """Sums that somebody else keeps, read at the scrape."""
 
-    family = GaugeMetricFamily
-
-
-class Total(_ReadAtScrape):
-    """A sum that somebody else keeps. `name` is without `_total`."""
-
-    family = CounterMetricFamily
+    kind = "counter"
+    _suffix = "_total"
 
 
 class _Buckets:
@@ -89,47 +115,38 @@ class _Buckets:
         self.sum = 0.0
 
 
-class Histogram(Collector):
+class Histogram(Family):
     """Histograms by label values, of one set of upper bounds; +Inf is added."""
 
+    kind = "histogram"
+
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        name: str,
-        documentation: str,
-        labelnames: Sequence[str],
-        bounds: Sequence[float],
+        self, registry: Registry, name: str, documentation: str, labelnames: Sequence[str], bounds: Sequence[float]
     ):
         if list(bounds) != sorted(set(bounds)):
             raise ValueError(f"{name}: found bounds {bounds}, expected them to rise")
-        self.name, self._documentation, self._labelnames = name, documentation, tuple(labelnames)
+        super().__init__(registry, name, documentation, labelnames)
         self._bounds = [float(bound) for bound in bounds]
-        self._names = [*map(floatToGoString, self._bounds), "+Inf"]
+        self._bound_names = [*map(floatToGoString, self._bounds), "+Inf"]
         self._children: dict[Labels, _Buckets] = {}
-        registry.register(self)
 
     def observe(self, labels: Labels, value: float, count: int = 1) -> None:
         """Enter `count` observations of `value`; a value equal to a bound belongs to it, as in Prometheus."""
         child = self._children.get(labels)
         if child is None:
-            child = self._children[labels] = _Buckets(len(self._names))
+            child = self._children[labels] = _Buckets(len(self._bound_names))
         child.counts[bisect.bisect_left(self._bounds, value)] += count
         child.sum += value * count
 
-    def describe(self) -> Iterable[HistogramMetricFamily]:
-        """The family without samples."""
-        yield HistogramMetricFamily(self.name, self._documentation, labels=self._labelnames)
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        """All histograms, cumulative."""
-        (family,) = self.describe()
+    def samples(self) -> Iterable[Sample]:
+        """Cumulative buckets, then count and sum."""
         for labels, child in self._children.copy().items():
-            total, buckets = 0, []
-            for name, count in zip(self._names, child.counts.copy(), strict=True):
+            total = 0
+            for bound, count in zip(self._bound_names, child.counts.copy(), strict=True):
                 total += count
-                buckets.append((name, total))
-            family.add_metric(labels, buckets, child.sum)
-        yield family
+                yield "_bucket", (*labels, bound), total
+            yield "_count", labels, total
+            yield "_sum", labels, child.sum
 
 
 def one_two_five(most: int) -> list[int]:

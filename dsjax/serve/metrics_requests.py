@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry
-
 from dsjax.engine.plan import NO_TOKEN
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
-from dsjax.serve.metrics_families import Counter, Histogram, Labels, one_two_five
+from dsjax.serve.metrics_families import Counter, Histogram, Labels, Registry, one_two_five
 
 # vLLM's bounds, in seconds.
 FIRST_TOKEN_SECONDS = (
@@ -50,7 +48,7 @@ class RequestMetrics:
 
     def __init__(
         self,
-        registry: CollectorRegistry,
+        registry: Registry,
         ranks: Sequence[Labels],
         max_model_len: int,
         clock: Callable[[], float],

@@ -161,8 +161,8 @@ def test_an_aborted_last_request_is_no_longer_shown_as_running(start_server):
     with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 1.0' in server.get("/metrics").text
+        assert 'vllm:num_requests_running{model_name="tiny",engine="0"} 1\n' in server.get("/metrics").text
     wait_until(lambda: server.pages_in_use == 0)
     text = server.get("/metrics").text
-    assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in text
-    assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 1.0' in text
+    assert 'vllm:num_requests_running{model_name="tiny",engine="0"} 0\n' in text
+    assert 'vllm:request_success_total{model_name="tiny",engine="0",finished_reason="abort"} 1\n' in text

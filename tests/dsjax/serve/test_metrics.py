@@ -4,6 +4,9 @@ import time
 
 import httpx
 import pytest
+from prometheus_client.exposition import generate_latest as text_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
@@ -240,6 +243,34 @@ def test_names_and_bounds_are_vllms(metrics, clock):
     assert bounds("iteration_tokens_total") == [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
     assert bounds("request_prompt_tokens") == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
     assert one_two_five(100) == [1, 2, 5, 10, 20, 50, 100]
+
+
+def filled() -> Metrics:
+    """Every family has samples, some with odd labels and numbers."""
+    metrics = Metrics('a "model"\\n\nof lines', 2, 100, experts_per_device=2)
+    one = request("a", rank=1)
+    metrics.on_updates([token(one)])
+    metrics.on_updates([token(one, FinishReason.STOP)])
+    metrics.on_step(step([load(0), load(1, used=1, usable=3)], decode=1, experts=experts([[1, 2, 3, 4]])))
+    metrics.on_rejected("x")
+    metrics.on_response("/v1/{name}", "GET", 200)
+    return metrics
+
+
+def test_the_exposition_is_prometheus_clients_in_both_formats():
+    metrics = filled()
+    for ours, theirs, read in (
+        (metrics.render(), text_encoder(metrics.registry, ALLOWUTF8), read_text),
+        (metrics.render(openmetrics=True), openmetrics_encoder(metrics.registry, ALLOWUTF8), read_openmetrics),
+    ):
+        found, expected = list(read(ours.decode())), list(read(theirs.decode()))
+        assert len(found) > 40
+        assert all(family.samples for family in found)
+        assert [(f.name, f.type, f.documentation) for f in found] == [
+            (f.name, f.type, f.documentation) for f in expected
+        ]
+        assert samples(found) == samples(expected)
+        assert len(ours.splitlines()) == len(theirs.splitlines())
 
 
 def samples(families) -> set[tuple]:
