@@ -133,6 +133,30 @@ def test_every_token_can_be_drawn_where_all_are_kept_beside_a_truncated_row():
     assert jax.jit(_threshold)(logits, rows).tolist() == [[-60.0, 0.0]]
 
 
+def test_what_is_kept_is_what_sorting_in_float64_keeps():
+    rng = np.random.default_rng(3)
+    for kind in range(6):
+        logits = (rng.normal(size=(1, 64, 300)) * rng.choice([0.1, 1, 10])).astype(np.float32)
+        logits = np.round(logits) if kind % 3 == 0 else logits  # ties
+        logits[..., :: 3 if kind % 2 else 1000] = -np.inf  # dropped before
+        rows = SamplingRows.greedy(1, 64)
+        rows.top_p[:] = rng.choice([0.01, 0.3, 0.9, 0.999, 1], size=(1, 64))
+        rows.top_k[:] = rng.choice([0, 1, 3, 50, 300, 500], size=(1, 64))
+        found = np.asarray(jax.jit(_threshold)(logits, rows))[0]
+        for least, x, top_p, top_k in zip(
+            found, logits[0].astype(np.float64), rows.top_p[0], rows.top_k[0], strict=True
+        ):
+            values = np.unique(x)[::-1]
+            enough = [np.sum(x >= value) >= (top_k or 300) for value in values]
+            values = values[: enough.index(True) + 1] if True in enough else values
+            probs = np.exp(x - x.max()) * (x >= values[-1])
+            mass = np.array([probs[x >= value].sum() for value in values]) / probs.sum()
+            reached = mass >= top_p
+            expected = values[np.argmax(reached)] if reached.any() and top_p < 1 else values[-1]
+            differing = (x >= min(least, expected)) & (x < max(least, expected))
+            assert probs[differing].sum() / probs.sum() < 1e-6  # float32's sums of 300 numbers
+
+
 def test_equals_of_the_last_token_kept_are_kept_too():
     logits = np.full(V, -9.0, np.float32)
     logits[[3, 8, 11]] = [2.0, 1.0, 1.0]
