@@ -127,8 +127,10 @@ def _send(
         findings.statuses[response.status_code] += 1
         try:
             case.validate_response(response, checks=CHECKS)
-        except AssertionError as error:
-            findings.wrong.append(f"{operation.label}: {str(error)[:600]} … {case.as_curl_command()[:600]}")
+        except (AssertionError, BaseExceptionGroup) as error:  # one failed check, or several
+            parts = getattr(error, "exceptions", (error,))
+            text = "; ".join(f"{type(each).__name__}: {str(each)[:300]}" for each in parts)
+            findings.wrong.append(f"{operation.label}: {text} … {case.as_curl_command()[:600]}")
 
     try:
         one()
