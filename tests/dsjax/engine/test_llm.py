@@ -279,6 +279,66 @@ def test_a_request_that_is_not_finite_fails_alone_and_leaves_nothing_in_its_page
         assert tokens_of(after) == expected
 
 
+def test_a_logits_call_that_is_not_finite_leaves_nothing_in_its_pages(llm, poisoned):
+    expected = tokens_of(llm.generate(prompt(13), greedy(4), cache_salt="before"))
+    (logits,) = llm.logits([[poisoned] * 40])
+    assert not np.isfinite(logits).any()
+    llm.engine.flush_prefix_cache()
+    after = llm.generate(prompt(13), greedy(4))
+    assert tokens_of(after) == expected
+
+
+def test_a_request_that_is_not_finite_spoils_no_page_that_it_shared(llm, poisoned):
+    shared = prompt(24, seed=5)["prompt_token_ids"]
+    good = {"prompt_token_ids": [*shared, 3, 4]}
+    expected = tokens_of(llm.generate(good, greedy(9), cache_salt="alone"))
+    llm.generate({"prompt_token_ids": shared}, greedy(1))
+    failed, beside = llm.generate([{"prompt_token_ids": [*shared, 3, poisoned]}, good], greedy(9))
+    assert failed.num_cached_tokens == beside.num_cached_tokens == 24
+    assert failed.outputs[0].finish_reason == "error"
+    assert tokens_of([beside]) == expected
+    assert tokens_of(llm.generate(good, greedy(9))) == expected
+
+
+@pytest.mark.parametrize("params", [greedy(8), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)])
+def test_what_is_read_from_the_prefix_cache_changes_no_token(llm, on_four, params):
+    found = []
+    for made in (llm, on_four):
+        for salt, lengths in (("one", (33,)), ("two", (20, 33)), ("three", (33, 33))):
+            for length in lengths:
+                (output,) = made.generate(
+                    {"prompt_token_ids": prompt(33)["prompt_token_ids"][:length]},
+                    params,
+                    cache_salt=f"{salt} {params.seed}",
+                    session="here",
+                )
+            found.append((output.num_cached_tokens, output.outputs[0].token_ids))
+        made.engine.flush_prefix_cache()
+    assert [cached for cached, _ in found] == [0, 20, 32] * 2
+    assert all(tokens == found[0][1] for _, tokens in found)
+
+
+def test_completions_of_one_prompt_compute_it_once(llm):
+    rank = llm.engine.core.scheduler.ranks[0]
+    before = (rank.prefix_queries, rank.prefix_hits)
+    (output,) = llm.generate(prompt(29, seed=9), SamplingParams(n=4, max_tokens=2, ignore_eos=True), cache_salt="n")
+    assert (rank.prefix_queries - before[0], rank.prefix_hits - before[1]) == (4 * 29, 3 * 28)
+    assert (output.num_cached_tokens, output.metrics.num_prompt_tokens) == (0, 29)
+
+
+def test_priorities_order_what_waits(checkpoint):
+    one = load(checkpoint, max_num_seqs=1, scheduling_policy="priority")
+    one.runner.buckets = Buckets(decode=(1,), prefill=(Rectangle(1, 16),), mixed=False)
+    try:
+        outputs = one.generate([prompt(n) for n in (9, 5, 7)], greedy(2), priority=[2, 1, 0])
+        ended = [output.metrics.finish_time for output in outputs]
+        assert sorted(ended) == ended[::-1]
+        with pytest.raises(UserError, match="found 1 priorities for 2 prompts"):
+            one.generate([prompt(2)] * 2, greedy(), priority=[1])
+    finally:
+        one.shutdown()
+
+
 @pytest.mark.parametrize(("decode", "mixed"), [((1, 2), False), ((2,), True)])
 def test_after_warming_up_nothing_more_is_compiled(checkpoint, decode, mixed):
     warm = load(checkpoint, max_num_seqs=2)
