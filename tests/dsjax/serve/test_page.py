@@ -11,6 +11,7 @@ from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax.engine.request import FinishReason
 from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions
 from dsjax.serve.page.routes import PAGE_PATHS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -210,6 +211,22 @@ def test_a_key_typed_into_the_page_opens_it_and_a_refusal_is_said(browser, serve
         sync_api.expect(page.locator("#tiles dd").first).to_be_visible()
         page.click("#record")
         sync_api.expect(notice).to_contain_text("admin endpoints are closed")
+
+
+def test_on_a_real_server_with_keys_the_browsers_password_reads_and_the_typed_key_asks(browser, start_server):
+    metrics = Metrics("tiny", 4, 128)
+    server = start_server(num_ranks=4, metrics=metrics, options=ServeOptions(api_keys=("secret",)))
+    with opened(browser, server, http_credentials={"username": "anyone", "password": "secret"}) as page:
+        sync_api.expect(page.locator("#tiles dd").first).to_have_text("0")
+        page.check("input[value=completion]")
+        send(page, "ab")
+        sync_api.expect(page.locator(".turn.failed footer")).to_contain_text("no valid key was given")
+        page.fill("#key", "secret")
+        page.evaluate("document.querySelector('.knobs').open = true")
+        page.fill("#max_tokens", "6")
+        send(page, "ab")
+        sync_api.expect(page.locator(".turn footer").nth(3)).to_contain_text("tokens · first after")
+        sync_api.expect(page.locator("#pages rect")).to_have_count(8)
 
 
 def test_a_server_that_is_not_ready_is_said_and_then_forgotten(browser, server):
