@@ -66,8 +66,10 @@ class Remedy:
 class Forbidden:
     """Why no candidate meets the objectives.
 
-    bound: `memory`, `ttft`, `tpot`, `throughput`, or `together` where each can be met alone. wanted, best: seconds, tokens
-    a second or bytes; by: the deployment that comes nearest. remedies: single resources that would do, smallest factor first.
+    bound: `memory`, `concurrency` (more requests at once than caches hold), `ttft`, `tpot`, `throughput`, or `together` where
+    each can be met alone. wanted, best: bytes, requests, seconds or tokens a second; by: the deployment that comes nearest.
+    remedies: single resources that would do, smallest factor first. floor: what the nearest would reach with 64 times of
+    everything: launches, host and fixed costs remain.
     """
 
     bound: str
@@ -82,15 +84,15 @@ def forbidden(plan: Plan) -> list[Forbidden]:
     """The bounds that forbid a plan without a winner; empty where there is one."""
     if plan.winner:
         return []
-    if not plan.missed:
-        return [_no_room(plan)]
-    objective, found = plan.question.objective, []
+    if not plan.every:
+        return [_no_room_for_all(plan) if plan.fitting else _no_room(plan)]
+    objective, found = plan.question.bounds, []
     for name, metric in _METRICS.items():
         wanted = getattr(objective, name)
         if wanted is None:
             continue
         alone = dataclasses.replace(Objective(), **{name: wanted})
-        nearest = min(plan.missed, key=lambda c, m=metric: m(c) if name != "throughput" else -m(c))
+        nearest = min(plan.every, key=lambda c, m=metric: m(c) if name != "throughput" else -m(c))
         if not nearest.meets(alone):
             endless = metric(on(nearest, _of_everything(plan.question.cluster, _FACTORS[-1])))
             remedies = _remedies(plan, alone)
@@ -115,7 +117,7 @@ _METRICS: dict[str, Callable[[Candidate], float]] = {
 
 def _remedies(plan: Plan, objective: Objective) -> list[Remedy]:
     question, found = plan.question, []
-    near = sorted(plan.missed, key=lambda c: max(c.misses(objective).values(), default=0))[:_NEAREST]
+    near = sorted(plan.every, key=lambda c: max(c.misses(objective).values(), default=0))[:_NEAREST]
     for resource in RESOURCES:
         for factor in _FACTORS:
             cluster = question.cluster.scaled(resource, factor)
@@ -146,6 +148,16 @@ def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:
         if search(wider).winner:
             return [Remedy("hosts", float(factor))]
     return []
+
+
+def _no_room_for_all(plan: Plan) -> Forbidden:
+    """No layout's caches hold the requests in flight."""
+
+    def held(instance: Instance) -> int:
+        return instance.max_batch * instance.replicas * (plan.question.devices // instance.layout.devices)
+
+    most, wanted = max(plan.fitting, key=held), plan.question.workload.concurrency
+    return Forbidden("concurrency", wanted, held(most), str(most.layout), [Remedy("cache", wanted / held(most))])
 
 
 def _no_room(plan: Plan) -> Forbidden:

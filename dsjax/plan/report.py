@@ -27,7 +27,7 @@ def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep]) -> dict[str,
         "layouts_too_large": len(plan.too_large),
         "ranked": [_with_bottleneck(c) for c in plan.ranked[:rows]],
         "missed": [
-            {**_with_bottleneck(c), "misses": c.misses(question.objective)}
+            {**_with_bottleneck(c), "misses": c.misses(question.bounds)}
             for c in plan.missed[: 0 if plan.winner else rows]
         ],
         "frontier": [c.to_json() for c in plan.frontier],
@@ -79,7 +79,7 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
     for name in (f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("first bottleneck")
-    objective = plan.question.objective
+    objective = plan.question.bounds
     for number, candidate in enumerate(candidates, 1):
         sure = "✓" if candidate.meets(objective, sure=True) else "~" if candidate.meets(objective) else "✗"
         table.add_row(
@@ -149,6 +149,9 @@ def sentence(reason: Forbidden) -> str:
             f"memory forbids it: the smallest layout ({reason.by}) needs {reason.wanted / 1e9:.1f} GB a device for weights, one "
             f"request and what is set aside; a device has {reason.best / 1e9:.1f} GB. {would}"
         )
+    if reason.bound == "concurrency":
+        held = f"caches hold {reason.best:g} at most, with {reason.by}"
+        return f"memory forbids it: {reason.wanted:g} requests at once wanted, {held}. {would}"
     if reason.bound == "throughput":
         return f"throughput forbids it: {reason.wanted:,.0f} tokens/s wanted, {reason.best:,.0f} at best, by {reason.by}. {would}"
     if reason.bound == "together":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 from collections.abc import Iterable
@@ -34,6 +35,14 @@ class Question:
         """Devices that may be used."""
         return min(self.cluster.num_devices, self.options.max_devices or self.cluster.num_devices)
 
+    @property
+    def bounds(self) -> Objective:
+        """The objectives, with the throughput that the rate asks for."""
+        rate, wanted = self.workload.rate, self.objective.throughput
+        if rate is None:
+            return self.objective
+        return dataclasses.replace(self.objective, throughput=max(rate * self.workload.output.mean, wanted or 0))
+
     def instance(self, layout: Layout, steps: dict) -> Instance:
         """A layout, asked about this workload; steps: shared by all layouts of the same unit."""
         return Instance(self.config, self.cluster, layout, self.options, self.workload, steps)
@@ -43,7 +52,8 @@ class Question:
 class Plan:
     """The answer: candidates that meet the objectives, best first; the others, nearest first; layouts that do not fit.
 
-    considered: layouts looked at; too_large: those whose weights leave no room for one request.
+    considered: layouts looked at; fitting, too_large: those with and without room for one request beside the weights. every: all
+    candidates, not only the best of each layout, where none meets the objectives.
     """
 
     question: Question
@@ -51,7 +61,9 @@ class Plan:
     missed: list[Candidate]
     frontier: list[Candidate]
     considered: list[Layout]
+    fitting: list[Instance]
     too_large: list[Instance]
+    every: list[Candidate]
 
     @property
     def winner(self) -> Candidate | None:
@@ -98,12 +110,13 @@ def _search(question: Question) -> Plan:
         candidates += _aggregated(question, fitting)
     if "separated" in question.options.modes:
         candidates += _separated(question, fitting)
-    objective = question.objective
+    objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]
     ranked = _best_of_each(sorted(met, key=_order(question)))
     missed = _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *_order(question)(c))))
-    return Plan(question, ranked, missed, frontier(candidates), found, too_large)
+    every = [] if ranked else candidates
+    return Plan(question, ranked, missed, frontier(candidates), found, fitting, too_large, every)
 
 
 def _order(question: Question):
@@ -142,20 +155,13 @@ def _counts(question: Question, instance: Instance) -> list[int]:
     return sorted({max(1, most // divisor) for divisor in (1, 2, 4, 8)}, reverse=True)
 
 
-def _keeps_up(question: Question, candidate: Candidate) -> bool:
-    rate = question.workload.rate
-    return rate is None or candidate.throughput.value >= rate * question.workload.output.mean
-
-
 def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     found = []
     for instance in fitting:
         tokens = _prefill_size(question, instance)
         for count in _counts(question, instance):
             for batch in _batches(question, instance, count):
-                candidate = aggregated(instance, count, batch, tokens)
-                if _keeps_up(question, candidate):
-                    found.append(candidate)
+                found.append(aggregated(instance, count, batch, tokens))
     return found
 
 
@@ -185,9 +191,7 @@ def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
                 here = batch if users is None else users / (instance.replicas * right)
                 if here > instance.max_batch:
                     continue
-                candidate = separated(pool, left, instance, right, here)
-                if _keeps_up(question, candidate):
-                    found.append(candidate)
+                found.append(separated(pool, left, instance, right, here))
     return found
 
 

@@ -15,6 +15,9 @@ from dsjax.plan.search import search
 from dsjax.plan.sweep import sweep
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
 
+# Fewer layouts, where a test is not about them.
+FEW = Options(modes=("aggregated",), redundant=0, overlap="off")
+
 
 def test_ranked_candidates_meet_the_objectives_on_the_devices_at_hand_and_in_memory(ask):
     question = ask("h100-32", objective=Objective(ttft=2.0, tpot=0.05))
@@ -63,7 +66,7 @@ def test_separated_rates_match_both_sides(ask):
 
 
 def test_an_impossible_tpot_is_named_with_the_hardware_that_would_do(ask):
-    reasons = forbidden(search(ask(objective=Objective(tpot=0.0055))))
+    reasons = forbidden(search(ask(objective=Objective(tpot=0.0055), options=FEW)))
     assert [reason.bound for reason in reasons] == ["tpot"]
     assert reasons[0].best > 0.0055
     assert reasons[0].remedies
@@ -72,14 +75,14 @@ def test_an_impossible_tpot_is_named_with_the_hardware_that_would_do(ask):
 
 
 def test_where_no_hardware_helps_what_remains_is_said(ask):
-    (reason,) = forbidden(search(ask(objective=Objective(tpot=0.001))))
+    (reason,) = forbidden(search(ask(objective=Objective(tpot=0.001), options=FEW)))
     assert not reason.remedies
     assert 0.001 < reason.floor < reason.best
     assert "fixed costs remain" in sentence(reason)
 
 
 def test_a_remedy_that_is_named_does_it(ask):
-    question = ask(objective=Objective(tpot=0.0055))
+    question = ask(objective=Objective(tpot=0.0055), options=FEW)
     plan = search(question)
     named = {r.resource: r.factor for r in forbidden(plan)[0].remedies}
     assert "all of these together" in named
@@ -87,6 +90,28 @@ def test_a_remedy_that_is_named_does_it(ask):
     for resource in ("compute", "memory bandwidth", "scale-up", "network", "latency"):
         cluster = cluster.scaled(resource, named["all of these together"])
     assert any(on(candidate, cluster).tpot.value <= 0.0055 for candidate in plan.missed)
+
+
+def test_a_rate_that_cannot_be_kept_up_with_is_a_matter_of_throughput(ask):
+    reasons = forbidden(search(ask(rate=100.0, options=FEW)))
+    assert [reason.bound for reason in reasons] == ["throughput"]
+    assert reasons[0].wanted == 100 * 500
+    assert reasons[0].best < 50_000
+
+
+def test_more_requests_than_caches_hold_is_a_matter_of_memory(ask):
+    (reason,) = forbidden(search(ask(concurrency=1e6, options=FEW)))
+    assert reason.bound == "concurrency"
+    assert 100 < reason.best < 1e6
+    assert "requests at once wanted" in sentence(reason)
+
+
+def test_the_best_of_a_bound_is_the_best_of_all_candidates(ask):
+    tight = Objective(tpot=0.001, throughput=1e6)
+    reasons = {r.bound: r for r in forbidden(search(ask(objective=tight, options=FEW)))}
+    (alone,) = forbidden(search(ask(objective=Objective(tpot=0.001), options=FEW)))
+    assert reasons["tpot"].best == alone.best
+    assert set(reasons) == {"tpot", "throughput"}
 
 
 def test_weights_that_fit_nowhere_are_a_matter_of_memory(ask):
@@ -121,7 +146,7 @@ def test_an_accepted_draft_gives_more_at_small_batches(ask):
 
 
 def test_losing_hosts_never_gains(ask):
-    question = ask("h200-16", objective=Objective(tpot=0.05), options=Options(modes=("aggregated",)))
+    question = ask("h200-16", objective=Objective(tpot=0.05), options=FEW)
     found = sweep(question, search(question).winner, "loss-of-hosts")
     best = [p.best.throughput.value for p in found.points]
     assert [p.value for p in found.points] == [0, 1]
@@ -129,7 +154,7 @@ def test_losing_hosts_never_gains(ask):
 
 
 def test_a_slower_network_never_gains(ask):
-    question = ask("h200-16", options=Options(modes=("aggregated",)))
+    question = ask("h200-16", options=FEW)
     winner = search(question).winner
     for quantity, faster_first in (("latency", True), ("bandwidth", False)):
         rates = [p.same.throughput.value for p in sweep(question, winner, quantity).points]
