@@ -17,6 +17,7 @@ from sharding.errors import MeshError
         ({"mla_decode": "ABC"}, "--mla-decode is 'ABC'"),
         ({"model": None}, "--model is None, expected text"),
         ({"cache_tokens": "many"}, "--cache-tokens is 'many'"),
+        ({"enable_prefix_caching": "no"}, "--enable-prefix-caching is 'no', expected True or False"),
         ({"tensor_parallel_size": 8}, "unknown engine option tensor_parallel_size; the options are model"),
     ],
 )
@@ -32,6 +33,7 @@ def test_a_mesh_that_cannot_be_is_refused_at_once():
 
 def test_the_scheduler_uses_all_the_room_of_the_runner():
     limits = FakeRunner(max_rows_decode=5, max_chunk=7, pages_per_rank=9, page_size=3).limits
-    config = EngineArgs(max_num_batched_tokens=99, scheduling_policy="priority").scheduler_config(limits)
+    options = {"max_num_batched_tokens": 99, "scheduling_policy": "priority", "enable_prefix_caching": False}
+    config = EngineArgs(**options).scheduler_config(limits)
     assert (config.max_num_seqs, config.prefill_chunk, config.max_tokens_in_cache) == (5, 7, 24)
-    assert (config.max_num_batched_tokens, config.policy) == (99, "priority")
+    assert (config.max_num_batched_tokens, config.policy, config.prefix_caching) == (99, "priority", False)
