@@ -125,7 +125,9 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
         others.value / tpot.value, others.low / (others.low + own.high), others.high / (others.high + own.low)
     )
     busy.kinds = tpot.kinds
-    first = prompt.named("own prompt", "s") + _queue(instance.prefill_step(tokens), busy)
+    computed = instance.workload.computed
+    alone = instance.prefill_step(min(computed, tokens)) * max(1.0, computed / tokens)
+    first = alone.named("own prompt", "s") + _queue(instance.prefill_step(tokens), busy)
     ttft = (first + (instance.decode_step(batch) * 0.5).named("step in progress", "s")).named("TTFT", "s")
     users = exact(batch * instance.replicas * count, "requests at once")
     throughput = (users * output / (ttft + tpot * max(output - 1, 0) if output > 1 else ttft)).named(

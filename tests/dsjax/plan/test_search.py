@@ -49,6 +49,13 @@ def test_a_concurrency_is_served_and_obeys_littles_law(ask):
         assert candidate.throughput.value == pytest.approx(64 * 500 / stay)
 
 
+def test_a_first_token_waits_for_its_own_prompt_and_for_others(ask):
+    for candidate in search(ask(options=FEW)).ranked[:5]:
+        own = candidate.ttft.part("own prompt").value
+        assert own == candidate.decode.prefill_step(1000.0).value
+        assert candidate.ttft.value > own + candidate.ttft.part("step in progress").value
+
+
 def test_a_rate_is_kept_up_with_by_as_few_devices_as_do(ask):
     plan = search(ask("h200-16", objective=Objective(tpot=0.05), rate=5.0))
     assert plan.winner.throughput.value >= 5 * 500
