@@ -30,6 +30,9 @@ def dryrun(
     mla: Annotated[
         str | None, typer.Option(help="MLA form of this step: --mla-decode or --mla-prefill by another name.")
     ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Also find the largest batch, context and cache that fit, by compiling.")
+    ] = False,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
     ] = None,
@@ -45,7 +48,7 @@ def dryrun(
     from dsjax.dryrun.run import dry_run
     from dsjax.dryrun.tables import show
 
-    report = dry_run(DryRunArgs(engine=args, target=target, step=step, batch=batch, context=context))
+    report = dry_run(DryRunArgs(engine=args, target=target, step=step, batch=batch, context=context), search=fit)
     if json_file is None:
         show(Console(), report)
         return

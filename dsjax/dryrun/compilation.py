@@ -27,6 +27,10 @@ _CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive
 _PARTITIONED = "after_spmd-partitioning"
 
 
+class TooLarge(UserError):
+    """A step that the target's compiler finds too large for the device."""
+
+
 @dataclass(frozen=True)
 class CompiledStep:
     """A step, the descriptions it was compiled from, and the program.
@@ -60,8 +64,8 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
     """Compile the decode or prefill program that ``args`` describe, on a mesh of any devices.
 
     Raises:
-        UserError, MeshError: options, model and mesh that do not go together, before anything is traced; a step that the
-            target's compiler finds too large for the device.
+        UserError, MeshError: options, model and mesh that do not go together, before anything is traced.
+        TooLarge: the target's compiler refuses.
     """
     spec = MeshSpec.parse(args.engine.mesh)
     step = make_step(args.for_model(config), config, spec, mesh)
@@ -95,7 +99,7 @@ def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
-        raise UserError(
+        raise TooLarge(
             f"the step does not fit on {target}: {reason} Use more devices, --weights fp8, a smaller --batch or --context, "
             "or --target cpu, which says what weights and cache need"
         ) from error

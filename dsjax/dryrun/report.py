@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from dsjax.dryrun.fit import Fit
 from dsjax.dryrun.memory import DeviceMemory
 from dsjax.hardware import Hardware
 from sharding.program import ProgramCollective, ProgramCosts
@@ -17,6 +18,7 @@ class DryRunReport:
 
     request: what was compiled, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
     rank's cache. expert_flops: what the routed experts must compute under even routing, by arithmetic.
+    fit: the largest that fits; None where it was not searched.
     assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
     """
 
@@ -28,6 +30,7 @@ class DryRunReport:
     collectives: tuple[ProgramCollective, ...]
     costs: ProgramCosts
     expert_flops: float
+    fit: Fit | None
     assumptions: dict[str, str]
     notes: tuple[str, ...]
     seconds: dict[str, float]
@@ -53,6 +56,7 @@ class DryRunReport:
             "cache_tokens": self.cache_tokens,
             "collectives": [_collective(one) for one in self.collectives],
             "costs": {**dataclasses.asdict(self.costs), "expert_flops": self.expert_flops},
+            "fit": dataclasses.asdict(self.fit) if self.fit else None,
             "assumptions": self.assumptions,
             "notes": list(self.notes),
             "seconds": self.seconds,

@@ -8,9 +8,11 @@ from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, trip_counts
 from dsjax.dryrun.compilation import CompiledStep, compile_step
+from dsjax.dryrun.fit import fit
 from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
 from dsjax.dryrun.report import DryRunReport
 from dsjax.dryrun.topology import target_devices
+from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters
 from sharding import MeshSpec
@@ -20,12 +22,18 @@ CPU_HOST_DEVICES = 8
 """Devices of a host that the CPU target's emulated ones are divided into, for bytes inside and between hosts."""
 
 
-def dry_run(args: DryRunArgs) -> DryRunReport:
+def dry_run(args: DryRunArgs, *, search: bool = False) -> DryRunReport:
     """Compile the step that ``args`` describe for its target and read the program. Allocates nothing of the model's size.
+
+    search: also find the largest batch, context and cache that fit, which takes a dozen further compilations.
 
     Raises:
         UserError, MeshError: options, model, mesh and target that do not go together.
     """
+    if search and args.target == "cpu":
+        raise UserError(
+            "--fit needs an accelerator's memory and its compiler's temporaries; give a --target such as h200"
+        )
     config = load_config(args.engine.model)
     spec = MeshSpec.parse(args.engine.mesh)
     hardware = None if args.target == "cpu" else load_hardware(args.target)
@@ -40,6 +48,8 @@ def dry_run(args: DryRunArgs) -> DryRunReport:
     collectives = program_collectives(
         program, dict(mesh.shape), host_devices=_host_devices(hardware), dtypes=dtypes, trip_count=trips
     )
+    costs = program_costs(program, trip_count=trips)
+    reading = time.perf_counter() - started
     return DryRunReport(
         request=_request(args, compiled),
         hardware=hardware,
@@ -47,14 +57,15 @@ def dry_run(args: DryRunArgs) -> DryRunReport:
         memory=DeviceMemory.of(compiled),
         cache_tokens=(compiled.limits.pages_per_rank - 1) * step.page_size,
         collectives=collectives,
-        costs=program_costs(program, trip_count=trips),
+        costs=costs,
         expert_flops=expert_flops(config, shape.tokens / spec.tp_size),
+        fit=fit(args, config, mesh, hardware.memory_bytes) if search and hardware else None,
         assumptions=dict(TEXT),
         notes=tuple(_notes(hardware, compiled)),
         seconds={
             "lower": compiled.lower_seconds,
             "compile": compiled.compile_seconds,
-            "read": time.perf_counter() - started,
+            "read": reading,
         },
     )
 

@@ -20,6 +20,8 @@ def show(console: Console, report: DryRunReport) -> None:
     console.print(_memory(report))
     console.print(_collectives(report))
     console.print(_costs(report))
+    if report.fit:
+        console.print(_fit(report))
     for assumption in report.assumptions.values():
         console.print(f"[dim]assumed: {assumption}[/dim]", highlight=False)
     for note in report.notes:
@@ -118,6 +120,17 @@ def _costs(report: DryRunReport) -> Table:
     for target, times in costs.uncounted.items():
         table.add_row(f"  not counted: {target}", f"× {times:g}")
     table.add_row("lowered, compiled, read in", " + ".join(f"{s:.1f}" for s in report.seconds.values()) + " s")
+    return table
+
+
+def _fit(report: DryRunReport) -> Table:
+    found, r = report.fit, report.request
+    table = _table(
+        f"what fits into {found.room / 1e9:.4g} GB of a device ({found.compilations} programs compiled)", "", ""
+    )
+    table.add_row(f"rows of a DP rank at context {r['context']:,}", f"{found.batch:,}")
+    table.add_row(f"context of a row at {r['batch']} rows", f"{found.context:,}")
+    table.add_row(f"cache tokens of a DP rank beside {r['batch']} rows", f"{found.cache_tokens:,}")
     return table
 
 

@@ -1,0 +1,66 @@
+"""What fits is the largest that does: one more would not, and few programs are compiled to know."""
+
+import json
+import math
+
+import pytest
+from layouts import TINY
+
+from dsjax.config import load_config
+from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.compilation import compile_step
+from dsjax.dryrun.fit import fit, largest
+from dsjax.dryrun.memory import DeviceMemory
+from dsjax.dryrun.run import dry_run
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.cache import MEMORY_SHARE
+from dsjax.errors import UserError
+from sharding import MeshSpec
+
+
+@pytest.mark.parametrize("start", [1, 7, 1000])
+@pytest.mark.parametrize(("room", "answer"), [(99, 0), (110, 1), (1234, 113), (10_000_000, 5000)])
+def test_a_straight_line_takes_few_calls(start, room, answer):
+    asked = []
+
+    def size(n):
+        asked.append(n)
+        return 100 + 10 * n
+
+    assert largest(size, room, start, most=5000) == answer
+    assert len(asked) <= 14
+    assert len(set(asked)) == len(asked)
+
+
+def test_steps_and_refusals_are_searched_too():
+    assert largest(lambda n: 64 * -(-n // 64), 1000, 3, most=10_000) == 960
+    assert largest(lambda n: n if n <= 40 else math.inf, 1000, 3, most=10_000) == 40
+    assert largest(lambda n: 5 * n, 50, 1, most=100, least=20) == 0
+
+
+def test_one_more_row_or_page_would_not_fit(tmp_path, monkeypatch):
+    """Both neighbours of each answer are among the programs that were compiled."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config, mesh = load_config(tmp_path), MeshSpec.parse("dp=1").build()
+    args = DryRunArgs(engine=EngineArgs(model=str(tmp_path), page_size=4), batch=2, context=16)
+    totals = {}
+
+    def recorded(asked, config, mesh):
+        compiled = compile_step(asked, config, mesh)
+        totals[asked.rows, asked.row_tokens, asked.engine.cache_tokens] = DeviceMemory.of(compiled).total
+        return compiled
+
+    monkeypatch.setattr("dsjax.dryrun.fit.compile_step", recorded)
+    needed = DeviceMemory.of(compile_step(args, config, mesh)).total
+    found = fit(args, config, mesh, memory_bytes=round(1.2 * needed / MEMORY_SHARE))
+    assert found.compilations == len(totals) + 1  # two searches start from the same program
+    assert found.batch > 2
+    assert totals[found.batch, 16, None] <= found.room < totals[found.batch + 1, 16, None]
+    assert totals[2, 16, found.cache_tokens] <= found.room < totals[2, 16, found.cache_tokens + 4]
+    assert totals[2, found.context, None] <= found.room
+    assert found.context == config.max_position_embeddings or totals[2, found.context + 4, None] > found.room
+
+
+def test_the_cpu_target_has_no_memory_to_fit_into():
+    with pytest.raises(UserError, match="--fit needs an accelerator"):
+        dry_run(DryRunArgs(engine=EngineArgs(model="demo")), search=True)
