@@ -25,10 +25,9 @@ REQUEST_SECONDS = (
 class _Track:
     """What is known of a completion that goes on. Times are when the event loop got the token."""
 
-    __slots__ = ("first", "last", "request", "tokens")
+    __slots__ = ("first", "last", "tokens")
 
-    def __init__(self, request: Request, now: float):
-        self.request = request
+    def __init__(self, now: float):
         self.first = self.last = now
         self.tokens = 0
 
@@ -116,11 +115,16 @@ class RequestMetrics:
         gaps: dict[tuple[int, float], int] = {}
         made: dict[int, int] = {}
         for request, result, reason in updates:
-            if result is not None and result.finite and result.token_id != NO_TOKEN:
+            if result is None:
+                pass
+            elif not result.finite:
+                self._corrupted.add(self._ranks[request.rank])
+            elif result.error is None and result.token_id != NO_TOKEN:
                 track = tracks.get(request.request_id)
                 rank = request.rank
                 if track is None:
-                    track = self._start(request, now)
+                    track = tracks[request.request_id] = _Track(now)
+                    self._enter_first(request, now)
                 else:
                     # All that decoded in the step before waited equally long: one entry for them together.
                     gap = (rank, track.last)
@@ -141,21 +145,17 @@ class RequestMetrics:
         for request in requests:
             self._end(request, self._tracks.pop(request.request_id, None), reason, now)
 
-    def _start(self, request: Request, now: float) -> _Track:
-        track = self._tracks[request.request_id] = _Track(request, now)
+    def _enter_first(self, request: Request, now: float) -> None:
         rank = self._ranks[request.rank]
         self._first_token.observe(rank, now - request.arrival_time)
         for counter in (self._prompt_tokens, self._queries):
             counter.add(rank, request.num_prompt_tokens)
         for counter in (self._prompt_cached, self._hits):
             counter.add(rank, request.num_cached_tokens or 0)
-        return track
 
     def _end(self, request: Request, track: _Track | None, reason: FinishReason, now: float) -> None:
-        rank = self._ranks[request.rank]
+        rank = self._ranks[max(request.rank, 0)]  # -1: it left before the engine gave it a rank
         self._success.add((*rank, reason.value))
-        if reason is FinishReason.ERROR:
-            self._corrupted.add(rank)
         scheduled = request.first_scheduled_time
         if reason not in (FinishReason.STOP, FinishReason.LENGTH) or track is None or scheduled is None:
             return

@@ -37,7 +37,9 @@ export class Watch {
   }
 
   async get(path) {
-    const response = await fetch(path, { headers: this.headers(), cache: "no-store" });
+    const response = await fetch(path, { headers: this.headers(), cache: "no-store" }).catch(() => {
+      throw new Error("the server does not answer");
+    });
     if (response.status === 401) throw new Error("this server wants an API key: type it above");
     if (response.status === 503) throw new Error("the server is not ready: it warms up, or shuts down");
     if (!response.ok) throw new Error(`${path.split("?")[0]} answered ${response.status}`);
@@ -59,7 +61,7 @@ export class Watch {
       this.show(load.ranks, parse(text));
       this.onTrouble(null);
     } catch (error) {
-      this.onTrouble(error instanceof TypeError ? "the server does not answer" : error.message);
+      this.onTrouble(error.message);
     }
   }
 

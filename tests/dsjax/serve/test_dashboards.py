@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -98,7 +99,7 @@ def test_the_dashboard_shows_every_metric_that_there_is(exposed):
 
 def test_the_dashboard_is_what_its_table_makes():
     made = subprocess.run(
-        ["python3", "-c", "import json, make_dashboard; print(json.dumps(make_dashboard.dashboard()))"],
+        [sys.executable, "-c", "import json, make_dashboard; print(json.dumps(make_dashboard.dashboard()))"],
         cwd=ROOT / "tools",
         capture_output=True,
         text=True,

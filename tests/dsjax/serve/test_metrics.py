@@ -126,6 +126,18 @@ def test_ends_of_every_kind_are_counted_once(metrics, clock):
     assert histogram(metrics, "e2e_request_latency_seconds")[0] == 1, "aborts and failures are not latencies"
 
 
+def test_an_error_that_is_not_the_models_values_is_no_corruption_and_no_token(metrics, clock):
+    metrics.on_updates([Update(request("a", rank=2), RowResult(3, error="no legal token"), FinishReason.ERROR)])
+    assert value(metrics, "vllm:request_success_total", engine="2", finished_reason="error") == 1
+    assert value(metrics, "vllm:corrupted_requests_total", engine="2") == 0
+    assert value(metrics, "vllm:generation_tokens_total", engine="2") == 0
+
+
+def test_a_client_that_leaves_before_its_request_has_a_rank_is_counted(metrics):
+    metrics.on_ended([request("a", rank=-1, scheduled=None)], FinishReason.ABORT)
+    assert value(metrics, "vllm:request_success_total", engine="0", finished_reason="abort") == 1
+
+
 def test_parts_of_a_prompts_logprobs_are_not_tokens(metrics, clock):
     one = request("a", arrival=100.0)
     clock.now = 101.0
