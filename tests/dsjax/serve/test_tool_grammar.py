@@ -1,0 +1,44 @@
+"""The grammar of forced tool calls takes what the format writes, and nothing else."""
+
+import pytest
+from scripted_runner import tool_tokenizer
+from tiny_tokenizer import tiny_tokenizer
+
+from dsjax.engine.structured import GrammarCompiler
+from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.serve.tool_format import FORMATS, ToolFormat
+from dsjax.serve.tool_grammar import tool_grammar
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [{"function": {"name": "get", "parameters": SCHEMA}}, {"function": {"name": "put"}}]
+GET, PUT = ("get", '{"a": 5}'), ("put", '{"anything": []}')
+TOKENIZERS = {"tokens": tool_tokenizer(), "special tokens": tool_tokenizer(special=True), "text": tiny_tokenizer()}
+
+
+def takes(tokenizer, form: ToolFormat, text: str, several: bool = True) -> bool:
+    """Whether the grammar takes every token of the text, and may then end."""
+    grammar = tool_grammar(form, TOOLS, tokenizer, several=several)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    constraint = compiler.compile(StructuredOutputs(grammar=grammar))
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if constraint.complete or constraint.take(token) is not None:
+            return False
+    return constraint.take(tokenizer.eos_id) is None
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_calls_as_the_format_writes_them_are_taken(tokenizer, form):
+    assert takes(tokenizer, form, form.calls([GET]))
+    assert takes(tokenizer, form, form.calls([GET, PUT, GET]))
+    assert takes(tokenizer, form, form.calls([PUT]), several=False)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_anything_else_is_not(tokenizer, form):
+    wrong = ["no call", form.calls([("other", "{}")]), form.calls([("get", "{}")]), form.calls([("get", '{"a": "5"}')])]
+    wrong += ["so: " + form.calls([GET]), form.calls([GET]) + "done"]
+    for text in wrong:
+        assert not takes(tokenizer, form, text), text
+    assert not takes(tokenizer, form, form.calls([GET, PUT]), several=False)
