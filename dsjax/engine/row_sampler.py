@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import numpy as np
 from jaxtyping import Array
@@ -19,12 +17,8 @@ NOTHING_ALLOWED = (
 )
 
 
-class SampledRow(NamedTuple):
-    """A row that yields a token."""
-
-    rank: int
-    row: int
-    request: Request
+SampledRow = tuple[int, int, Request]
+"""(rank, row, request) of a row that yields a token. No class: a step makes one for every running request."""
 
 
 class RowSampler:
@@ -38,7 +32,7 @@ class RowSampler:
 
         greedy_tokens: ``[B, R]``, the step's; logits: ``[B, R, V]``. Both are computed already.
         """
-        wanting = [row for row in rows if needs_sampler(row.request)]
+        wanting = [row for row in rows if needs_sampler(row[2])]
         errors: dict[str, str] = {}
         scores: Scores | None = None
         if wanting:
@@ -46,24 +40,28 @@ class RowSampler:
             tokens, scores = sampled.tokens.tolist(), sampled.scores
         else:
             tokens = np.asarray(greedy_tokens).tolist()
-        return {
-            request.request_id: self._result(request, tokens[rank][row], scores, (rank, row), errors)
-            for rank, row, request in rows
-        }
+        results = {}
+        for rank, row, request in rows:
+            token = tokens[rank][row]
+            if token >= 0 and request.rules is None and request.params.logprobs is None:
+                results[request.request_id] = RowResult(token)
+            else:
+                results[request.request_id] = self._result(request, token, scores, (rank, row), errors)
+        return results
 
     def _draw(self, logits: Array, wanting: list[SampledRow], errors: dict[str, str]):
         num_rows = logits.shape[1]
         rows = SamplingRows.greedy(self._ranks, num_rows)
         for rank, row, request in wanting:
             rows.set(rank, row, request)
-        wanted = Wanted.by(row.request for row in wanting)
+        wanted = Wanted.by(request for _, _, request in wanting)
         changed = self._change(logits, wanting, errors)
         inputs = jax.device_put((rows, wanted), (self._programs.rows, self._programs.everywhere))
         return self._programs.sampler(num_rows)(logits, changed, *inputs)
 
     def _change(self, logits: Array, wanting: list[SampledRow], errors: dict[str, str]) -> Array:
         """The logits after every row's rules; the same array where no row has any."""
-        ruled = [row for row in wanting if row.request.rules is not None and row.request.rules.active(row.request)]
+        ruled = [row for row in wanting if row[2].rules is not None and row[2].rules.active(row[2])]
         if not ruled:
             return logits
         num_rows = logits.shape[1]

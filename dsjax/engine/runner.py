@@ -15,7 +15,7 @@ from dsjax.engine.expert_recorder import ExpertRecorder
 from dsjax.engine.host_rows import HostRows
 from dsjax.engine.plan import NO_TOKEN, Progress, RowResult, RunnerLimits, ScheduledRow, StepPlan
 from dsjax.engine.programs import Programs
-from dsjax.engine.row_sampler import RowSampler, SampledRow, read_score
+from dsjax.engine.row_sampler import RowSampler, read_score
 from dsjax.engine.sampler import Scores
 from dsjax.engine.stats import ExpertCounts, RunnerCounts
 from dsjax.engine.tables import PageTables
@@ -158,20 +158,22 @@ class MeshRunner:
     def _collect(self, pending: PendingLaunch, results: dict[str, RowResult]) -> None:
         jax.block_until_ready(pending.tokens)  # on all devices: reading them would wait for one of each tp group only
         self._recorder.add(pending.reports, pending.num_tokens)
-        sampled = [SampledRow(rank, row, what.request) for rank, row, what in pending.placed if what.sampled]
+        sampled = [(rank, row, what.request) for rank, row, what in pending.placed if what.sampled]
         found = self._sampler(pending.tokens, pending.logits, sampled)
         found |= self._not_finite(pending)
         if pending.scores is not None:
             self._add_scores(pending, found, results)
         results |= found
-        # Sealed pages were finite when computed, and others may read them.
-        failed = [
-            (rank, what.request.pages[what.request.num_sealed_pages :])
-            for rank, _, what in pending.placed
-            if (result := found.get(what.request.request_id)) and not result.finite
-        ]
+        failed = {request_id for request_id, result in found.items() if not result.finite}
         if failed:
-            self.clear_pages(failed)
+            # Sealed pages were finite when computed, and others may read them.
+            self.clear_pages(
+                [
+                    (rank, what.request.pages[what.request.num_sealed_pages :])
+                    for rank, _, what in pending.placed
+                    if what.request.request_id in failed
+                ]
+            )
 
     def _row_lists(self, launch: Launch):
         pairs = ((launch.decode, launch.decode_rows), (launch.prefill, launch.prefill_rows))

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import MAX_LOGPROBS
+from dsjax.engine.sampling_params import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 NOT_FINITE = -1
 """Instead of a token where a logit is NaN or infinite."""
@@ -105,8 +105,12 @@ class Wanted(NamedTuple):
 
 def needs_sampler(request: Request) -> bool:
     """Whether the greedy token of the step is not enough."""
-    params, rules = request.params, request.rules
-    return not params.greedy or params.logprobs is not None or (rules is not None and rules.active(request))
+    params, rules = request.params, request.rules  # no properties: asked of every running request in every step
+    return (
+        params.temperature >= GREEDY_TEMPERATURE
+        or params.logprobs is not None
+        or (rules is not None and rules.active(request))
+    )
 
 
 def sample(

@@ -227,23 +227,25 @@ class Scheduler:
                 token_id, tokens, reason = result.token_id, request.token_ids, None
                 if (
                     result.finite
+                    and result.error is None
                     and token_id not in request.stop_ids
                     and len(tokens) + 1 < request.max_total_tokens
                     and request.first_token_time is not None
                 ):
                     tokens.append(token_id)
+                    made += 1
                 else:
-                    reason = _enter(request, result, now)
+                    reason = _enter(rank, request, result, now)
                     if reason is not None:
                         finished.append(request)
-                made += result.finite
+                    made += not result.failed
                 updates.append(new_update((request, result, reason)))
             for row in prefills:
                 if row.request.status is running:
                     result = results[row.request.request_id] if row.sampled else results.get(row.request.request_id)
                     update = _enter_chunk(rank, row, result, now)
                     if update is not None:
-                        made += update.result.finite and update.result.token_id != NO_TOKEN
+                        made += not update.result.failed and update.result.token_id != NO_TOKEN
                         updates.append(update)
                         if update.finish_reason is not None:
                             finished.append(update.request)
@@ -260,7 +262,7 @@ def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult | None, now: f
     request, start, length = row
     sampled = row.sampled
     if result is not None and not result.finite:
-        return Update(request, result, _enter(request, result, now))
+        return Update(request, result, _enter(rank, request, result, now))
     request.num_computed_tokens = start + length
     rank.enter_chunk(request)
     if result is None:
@@ -271,13 +273,13 @@ def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult | None, now: f
         request.num_prompt_logprobs = max(request.num_prompt_logprobs, start + len(result.prompt_logprobs))
         result = result._replace(prompt_logprobs=new)
     if sampled:
-        return Update(request, result, _enter(request, result, now))
+        return Update(request, result, _enter(rank, request, result, now))
     return Update(request, result, None) if result.prompt_logprobs else None
 
 
-def _enter(request: Request, result: RowResult, now: float) -> FinishReason | None:
+def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> FinishReason | None:
     """Append the token, or fail; whether that ends the request."""
-    if result.finite and result.error is None:
+    if not result.failed:
         token_id, tokens = result.token_id, request.token_ids
         tokens.append(token_id)
         if request.first_token_time is None:
@@ -289,13 +291,20 @@ def _enter(request: Request, result: RowResult, now: float) -> FinishReason | No
             return None
     else:
         reason = FinishReason.ERROR
+        if not result.finite:
+            rank.spoil(request)
     _finish(request, reason, now)
     return reason
 
 
 def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
-    """Whether the token just appended ends the request. Stop strings are found later, where the text is made."""
-    if token_id in request.stop_ids and request.num_output_tokens > request.params.min_tokens:
+    """Whether the token just appended ends the request. Stop strings are found later, where the text is made.
+
+    Rules hold stop tokens back before `min_tokens`, except where a structured output is complete and allows nothing else.
+    """
+    if token_id in request.stop_ids and (
+        request.rules is not None or request.num_output_tokens > request.params.min_tokens
+    ):
         return FinishReason.STOP
     return FinishReason.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
 
