@@ -28,7 +28,8 @@ class ProgramCollective:
     operand: the arrays it is given, in the dtype in which they were meant to travel (see ``true_dtypes``).
     times: runs in one run of the program; data_dependent: see ``Executed``.
     bytes_inside, bytes_between: what a device sends each time to devices of its own host and to others, the most of any device.
-        Every device sends to every other directly; a ring sends as much in all. Of ``ragged-all-to-all``: at most.
+        Every device sends to every other directly; a ring sends as much in all. Of ``ragged-all-to-all`` the most that it can
+        be on the mean over devices.
     asynchronous: whether it is a start / done pair of the schedule; beside: scheduled operations between the two.
     op_name: the scopes of the model it belongs to; empty where XLA made it up.
     """
@@ -87,7 +88,7 @@ def program_collectives(
         if kind != "collective-permute" and max(map(len, groups), default=1) < 2:
             continue
         operand = _operand(one, inner, kind, dtypes)
-        inside, between = _most_sent(kind, groups, sum(shape.nbytes for shape in operand), host_devices)
+        inside, between = _most_sent(kind, groups, _travelling(one, kind, operand), host_devices)
         beside = _beside(one)
         found.append(
             ProgramCollective(
@@ -155,6 +156,18 @@ def _operand(one: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | No
     if dtype is None:
         return shapes
     return tuple(Shape(dtype, s.dims) if item_bits(dtype) < item_bits(s.dtype) else s for s in shapes)
+
+
+def _travelling(one: Executed, kind: str, operand: tuple[Shape, ...]) -> int:
+    """Bytes of the operand that can be on their way, the part for the device itself included.
+
+    A ragged exchange has buffers for the worst case. All devices together send what they receive, so that on the mean over
+    devices no more can be sent than the smaller of the two buffers holds.
+    """
+    size = sum(shape.nbytes for shape in operand)
+    if kind != "ragged-all-to-all":
+        return size
+    return min(size, one.computation.operations[one.operation.operands[1]].nbytes)
 
 
 def _elements(operation: Operation) -> int:

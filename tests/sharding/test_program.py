@@ -166,3 +166,20 @@ def test_start_and_done_pairs_tell_what_runs_beside():
     assert gather.op_name == "jit(run)/attend/all_gather"
     assert (exchange.kind, exchange.axes, exchange.beside) == ("all-to-all", ("dp", "tp"), ())
     assert (exchange.bytes_inside, exchange.bytes_between) == (3 * 8, 4 * 8)
+
+
+RAGGED = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[64,8], y: bf16[16,8], n: s32[4]) -> bf16[16,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %y = bf16[16,8]{1,0} parameter(1)
+  %n = s32[4]{0} parameter(2)
+  ROOT %r = bf16[16,8]{1,0} ragged-all-to-all(%x, %y, %n, %n, %n, %n), replica_groups={{0,1,2,3}}
+}
+"""
+
+
+def test_a_ragged_exchange_sends_no_more_than_its_smaller_buffer_holds():
+    (one,) = program_collectives(Program.parse(RAGGED), {"dp": 1, "ep": 4, "tp": 1}, host_devices=2)
+    assert (one.kind, one.axes, one.operand_bytes) == ("ragged-all-to-all", ("ep",), 64 * 8 * 2)
+    assert (one.bytes_inside, one.bytes_between) == (16 * 8 * 2 // 4, 2 * 16 * 8 * 2 // 4)
