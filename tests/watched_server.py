@@ -103,7 +103,7 @@ class WatchedServer:
         create_metrics_routes(app, self)
         create_page_routes(app, self)
         self._add(app)
-        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", log_config=None))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         while not self._server.started:
