@@ -40,6 +40,8 @@ def dryrun(
     """Compile the serving step at full size for machines that are not there; read memory, collectives and costs."""
     # The compilers of accelerators that are not there run beside JAX's CPU backend; a GPU that is there must stay untouched.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # XLA warns of each kernel that it cannot tune without the device; what goes wrong is raised.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if mla is not None:
         args = dataclasses.replace(args, **{f"mla_{step}": mla})
     if target == "cpu":
