@@ -8,7 +8,7 @@ from operator import attrgetter
 from dsjax.engine.pages import PagePool
 from dsjax.engine.plan import RankPlan, ScheduledRow
 from dsjax.engine.prefix_cache import extend_hashes
-from dsjax.engine.request import FinishReason, Request, Status
+from dsjax.engine.request import Request, Status
 
 _by_order = attrgetter("order")
 _MOST_PASSED = 16
@@ -82,14 +82,18 @@ class Rank:
         """Forget running requests that have just become `FINISHED`."""
         self.running = [request for request in self.running if request.status is Status.RUNNING]
         for request in finished:
-            if request.finish_reason is FinishReason.ERROR:
-                # What it read was finite when it was computed. Yet should it be at fault, nobody else may find it.
-                self.pool.forget(request.pages)
-            else:
-                self._seal(request)
+            self._seal(request)
             self._take_back(request)
             self._settle(request)
             self.load -= len(request.token_ids)
+
+    def spoil(self, request: Request) -> None:
+        """A request's values are not finite: nobody may find any of its pages any more.
+
+        What it read of others was finite when it was computed. Yet should it be at fault, it must not fail the next one too.
+        """
+        self.pool.forget(request.pages)
+        request.num_sealed_pages = len(request.pages)  # none is left to be sealed
 
     def enter_chunk(self, request: Request) -> None:
         """Note that a prompt has come further; `num_computed_tokens` says how far."""

@@ -167,6 +167,20 @@ def test_a_failed_request_takes_its_pages_out_of_the_cache_and_leaves_those_of_o
     assert again.num_cached_tokens == 0
 
 
+def test_a_request_that_fails_for_another_reason_leaves_its_pages_to_be_found():
+    core = make()
+    core.add(bad := request("bad", PROMPT, 9))
+    core.step()
+    collect = core.runner.collect
+    core.runner.collect = lambda plan: {"bad": collect(plan)["bad"]._replace(token_id=NO_TOKEN, error="no legal token")}
+    core.step()
+    core.runner.collect = collect
+    assert (bad.finish_reason, len(bad.token_ids), core.scheduler.ranks[0].load) == (FinishReason.ERROR, 21, 0)
+    assert core.stats().num_non_finite == 0
+    run(core, again := request("again", PROMPT))
+    assert again.num_cached_tokens == 16
+
+
 def test_a_chunk_that_is_not_finite_fails_the_prompt_before_its_pages_can_be_found():
     core = make(max_chunk=8)
     core.runner.non_finite.add("bad")

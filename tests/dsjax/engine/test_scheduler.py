@@ -159,15 +159,19 @@ def test_non_finite_logits_fail_that_request_alone():
     assert reasons == {"a": FinishReason.ERROR, "b": None}
 
 
-def test_a_stop_token_counts_only_after_min_tokens():
-    for min_tokens, expected in ((0, 1), (2, 3)):
-        scheduler = Scheduler(make_config(), num_ranks=1)
-        request = make_request("a", 2, stop_ids=frozenset([7]), params={"min_tokens": min_tokens})
+def test_a_stop_token_ends_the_request_and_before_min_tokens_the_runner_makes_none():
+    prompt = list(range(5))
+    free = expected_tokens(prompt, 6)
+    for min_tokens, expected in ((0, 1), (3, 6)):
+        runner = FakeRunner(page_size=4)
+        scheduler = Scheduler(SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=12), num_ranks=1)
+        request = make_request("a", 5, 6, stop_ids=frozenset(free[:1]), params={"min_tokens": min_tokens})
         scheduler.add(request)
         while scheduler.num_unfinished:
             plan = scheduler.schedule()
-            scheduler.update(plan, answer(plan, token=7))
+            scheduler.update(plan, runner.execute(plan))
         assert request.num_output_tokens == expected
+        assert (free[0] in request.output_token_ids) == (request.finish_reason is FinishReason.STOP)
 
 
 def test_an_abort_while_a_step_runs_is_passed_over_by_its_results():
