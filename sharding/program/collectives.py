@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sharding.program.groups import Groups, mesh_axes, replica_groups, source_target_pairs
@@ -225,12 +225,3 @@ def _beside(one: Executed) -> tuple[str, ...] | None:
 
 
 _FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
-
-
-def totals(collectives: Iterable[ProgramCollective]) -> dict[tuple[str, tuple[str, ...] | None], tuple[float, float]]:
-    """``(kind, axes)`` → runs and bytes sent by a device, in one run of the program."""
-    found: dict[tuple[str, tuple[str, ...] | None], tuple[float, float]] = {}
-    for one in collectives:
-        times, sent = found.get((one.kind, one.axes), (0.0, 0.0))
-        found[one.kind, one.axes] = times + one.times, sent + one.times * one.bytes_sent
-    return found
