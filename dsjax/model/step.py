@@ -80,10 +80,15 @@ class Step:
             return self._run(self.table.bind(params), cache, self._unpack(packed, shapes), every_token)
 
     def _run(self, model: Transformer, cache: Cache, groups: list[RowGroup], every_token: bool):
-        tokens = flatten([g.tokens for g in groups])
-        positions = flatten([g.positions for g in groups])
-        active = flatten([g.active for g in groups])
-        slots = flatten([g.slots(self.page_size) for g in groups])
+        tokens, positions, active, slots = (
+            self._whole(flatten(parts))
+            for parts in (
+                [g.tokens for g in groups],
+                [g.positions for g in groups],
+                [g.active for g in groups],
+                [g.slots(self.page_size) for g in groups],
+            )
+        )
         rotation = Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
 
         x = self._constrain(model.embed(tokens, self.dtype), self.spec.batch_axes)
@@ -115,9 +120,9 @@ class Step:
         def body(carry, weights):
             x, cache, layer = carry
             block: DecoderLayer = nnx.merge(graph, experts, weights)
-            attended, cache = self._attend(block, block.attn_norm(x), cache, layer, groups, slots, rotation)
+            attended, cache = self._attend(block, self._whole(block.attn_norm(x)), cache, layer, groups, slots, rotation)
             x = x + attended
-            y, report = self._feed_forward(block, layer - first, block.mlp_norm(x), active)
+            y, report = self._feed_forward(block, layer - first, self._whole(block.mlp_norm(x)), active)
             return (self._constrain(x + y, self.spec.batch_axes), cache, layer + 1), report
 
         (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), weights)
@@ -155,7 +160,7 @@ class Step:
         """Send active tokens to the physical copies of their experts and bring the weighted sums back."""
         B, T, D = x.shape
         K = routing.ids.shape[-1]
-        logical = routing.ids.reshape(B * T, K)
+        logical = self._whole(routing.ids).reshape(B * T, K)
         slots = assign_copies(self.placement.tables, logical, active.reshape(B * T), ranks=B)
         stack = experts.stored()
         specs = {name: self._expert_spec(experts, name) for name in stack}
@@ -164,9 +169,9 @@ class Step:
             self.spec,
             self.mesh,
             self.dispatch,
-            x.reshape(B * T, D),
-            slots,
-            routing.weights.reshape(B * T, K),
+            self._whole(x.reshape(B * T, D)),
+            self._whole(slots),
+            self._whole(self._whole(routing.weights).reshape(B * T, K)),
             stack | {"layer": index},
             product,
             specs | {"layer": P()},
@@ -190,6 +195,10 @@ class Step:
     @property
     def _platform(self) -> str:
         return self.mesh.devices.flat[0].platform
+
+    def _whole(self, array: Array) -> Array:
+        """Each DP rank's tokens, whole on each of its ``tp`` devices: dispatch splits them, and XLA would everything before it."""
+        return self._constrain(array, self.spec.batch_axes)
 
     def _constrain(self, array: Array, *axes) -> Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, P(*axes)))

@@ -50,6 +50,19 @@ def test_without_tensor_parallelism_only_dispatch_communicates():
             assert sum(times for times, _ in found.values()) == 4
 
 
+def test_with_tensor_parallelism_each_part_of_the_model_communicates_once():
+    budgets = json.loads(BUDGETS.read_text())
+    for layout in ("dp=4,tp=8", "tp=8", "tp=8,ep=1"):
+        for step in STEPS:
+            times = {name: times for name, (times, _) in budgets[layout][step].items()}
+            # Sums over heads and widths: the embedding, three layers' attention, one dense MLP, two layers' shared experts.
+            assert times.pop("all-reduce over tp, bf16") == 1 + 3 + 1 + 2
+            # The greedy token of a vocabulary that is spread out: largest and smallest logit, first place of the largest.
+            assert times.pop("all-reduce over tp, f32") + times.pop("all-reduce over tp, s32") == 3
+            # Two MoE layers: there, back, and the parts of a replica's tokens together again.
+            assert sum(times.values()) == 2 * 3, "XLA re-shards something: see Step._whole"
+
+
 def write(folder: Path) -> None:
     """Measure all budgets anew and write them down."""
     found = {layout: {step: budget(layout, step, folder) for step in STEPS} for layout in LAYOUTS}
