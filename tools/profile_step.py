@@ -79,7 +79,7 @@ def decode_step(llm, rows: int, context: int, pages: int):
 
     def run() -> None:
         inputs = jax.device_put(packed, runner.programs.rows)
-        found, _, runner.cache = program(runner.params, runner.cache, inputs)
+        found, _, runner.cache, _ = program(runner.params, runner.cache, inputs)
         np.asarray(jax.block_until_ready(found))
 
     return run, program.as_text()

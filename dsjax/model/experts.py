@@ -10,6 +10,7 @@ ever read by ``rows.take``, so that dispatch can hand over rows still packed, of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -41,6 +42,8 @@ class ExpertProduct:
         ``auto``, which decides by ``platform`` and static shapes.
     weight_dtype: what the stored weights mean; they are stored as unsigned integers on the CPU platform.
     platform: where the product runs (``cpu``, ``gpu``, ``tpu``).
+    mean_load: pairs of one expert under even routing; None: as if every pair of the ids were used, which after a dispatch with
+        room to spare is many times too much.
     tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). block: pairs of a round
         (``ragged_dot``). None: ``default_tile``, ``default_capacity``, ``default_block``.
     """
@@ -48,6 +51,7 @@ class ExpertProduct:
     implementation: Literal["auto", "tiles", "einsum", "ragged_dot"] = "auto"
     weight_dtype: np.dtype = np.dtype(np.float32)
     platform: str = "cpu"
+    mean_load: float | None = None
     tile: int | None = None
     capacity: int | None = None
     block: int | None = None
@@ -63,13 +67,14 @@ class ExpertProduct:
         with jax.named_scope("experts"):
             experts = Experts(params, self.weight_dtype, rows_ND.dtype)
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
+            mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
             chosen = self.implementation
             if chosen == "auto":
-                chosen = choose_implementation(self.platform, ids_NK.size, experts.count)
+                chosen = choose_implementation(self.platform, mean_load)
             if chosen == "tiles":
-                out = tiles(experts, rows_ND, pairs, self.tile or default_tile(ids_NK.size, experts.count))
+                out = tiles(experts, rows_ND, pairs, self.tile or default_tile(mean_load))
             elif chosen == "einsum":
-                capacity = self.capacity or default_capacity(ids_NK.size, experts.count)
+                capacity = self.capacity or default_capacity(mean_load)
                 out = einsum(experts, rows_ND, pairs, min(capacity, rows_ND.shape[0]))
             else:
                 out = ragged_dot(experts, rows_ND, pairs, min(self.block or default_block(ids_NK.shape), ids_NK.size))
@@ -217,7 +222,7 @@ def ragged_dot(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPair
     return lax.fori_loop(0, -(-end_X[-1] // block), one_block, jnp.zeros(rows_ND.shape, jnp.float32))
 
 
-def choose_implementation(platform: str, pairs: int, experts: int) -> str:
+def choose_implementation(platform: str, mean_load: float) -> str:
     """``auto``: on CPU always ``tiles``; elsewhere ``einsum`` up to 64 pairs an expert (decode), then ``ragged_dot``.
 
     The CPU choice is measured (``docs/dispatch.md``); that for accelerators is not, and follows the work: a batched product
@@ -225,23 +230,24 @@ def choose_implementation(platform: str, pairs: int, experts: int) -> str:
     """
     if platform == "cpu":
         return "tiles"
-    return "einsum" if pairs <= 64 * experts else "ragged_dot"
+    return "einsum" if mean_load <= 64 else "ragged_dot"
 
 
-def default_tile(pairs: int, experts: int) -> int:
-    """Rows of a tile: 4 to 64, by the most pairs an expert could have on average (measured on CPU: ``docs/dispatch.md``).
+def default_tile(mean_load: float) -> int:
+    """Rows of a tile: 4 to 64, by the pairs that an expert has on average (measured on CPU: ``docs/dispatch.md``).
 
     A tile costs one copy of its expert's weights and the product of all its rows, used or not: small tiles for few
-    rows, large ones for many. Where a rank holds few of many experts the true mean is lower than what shapes can tell; 16 to 64
-    then differ little.
+    rows, large ones for many.
     """
-    mean = pairs / experts
-    return next((tile for tile, most in ((4, 1), (8, 8), (16, 64), (32, 256)) if mean <= most), 64)
+    return next((tile for tile, most in ((4, 1), (8, 8), (16, 64), (32, 256)) if mean_load <= most), 64)
 
 
-def default_capacity(pairs: int, experts: int) -> int:
-    """Rows per expert of an ``einsum`` round: the mean load if every pair is used, rounded up to a multiple of 8."""
-    return 8 * -(-pairs // (8 * experts))
+def default_capacity(mean_load: float) -> int:
+    """Rows per expert of an ``einsum`` round: the mean load and four standard deviations, rounded up to a multiple of 8.
+
+    Under even routing a second round, which reads all weights again, is then rare.
+    """
+    return 8 * math.ceil((mean_load + 4 * mean_load**0.5) / 8)
 
 
 def default_block(shape: tuple[int, int]) -> int:

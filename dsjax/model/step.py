@@ -164,7 +164,11 @@ class Step:
         slots = assign_copies(self.placement.tables, logical, active.reshape(B * T), ranks=B)
         stack = experts.stored()
         specs = {name: self._expert_spec(experts, name) for name in stack}
-        product = ExpertProduct(weight_dtype=experts.down.weight.info.dtype, platform=self._platform)
+        product = ExpertProduct(
+            weight_dtype=experts.down.weight.info.dtype,
+            platform=self._platform,
+            mean_load=self._mean_load(B * T, K),
+        )
         y, report = dispatch(
             self.spec,
             self.mesh,
@@ -178,6 +182,12 @@ class Step:
             experts=self.placement.n_physical,
         )
         return self._constrain(y.reshape(B, T, D), self.spec.batch_axes), report
+
+    def _mean_load(self, tokens: int, top_k: int) -> float:
+        """Pairs of one physical expert in one product, if all ``tokens`` of the mesh are routed evenly."""
+        devices = self.spec.num_devices
+        own = tokens / devices if self.dispatch.chunk_tokens is None else min(tokens / devices, self.dispatch.chunk_tokens)
+        return own * self.spec.ep_size * top_k / self.placement.n_physical
 
     def _spread_heads(self, p: Projections) -> Projections:
         batch, heads = self.spec.batch_axes, self.rules.spec(("heads",))[0]

@@ -161,8 +161,8 @@ def test_experts_behind_a_dispatch_equal_the_loop(layout, method):
 
 
 def test_the_choice_follows_platform_and_load():
-    assert choose_implementation("cpu", pairs=2048, experts=64) == "tiles"
-    assert choose_implementation("gpu", pairs=256, experts=8) == "einsum"
-    assert choose_implementation("gpu", pairs=32768, experts=8) == "ragged_dot"
+    assert choose_implementation("cpu", mean_load=32) == "tiles"
+    assert choose_implementation("gpu", mean_load=32) == "einsum"
+    assert choose_implementation("gpu", mean_load=4096) == "ragged_dot"
     with pytest.raises(ValueError, match="'fastest'; expected one of"):
         ExpertProduct("fastest")

@@ -237,3 +237,18 @@ def test_an_fp8_wire_moves_logits_by_its_rounding_only():
     # e4m3 has 3 mantissa bits: values are off by up to 2⁻⁴ of themselves, sums of many by a small part of that.
     difference = np.abs(found[0][:, 0] - found[1][:, 0]).max()
     assert 0 < difference <= 2**-4 * np.abs(found[0][:, 0]).max()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "load"),
+    [
+        ("dp=8", {}, 8 * 4 / 32 * 8),  # 8 ranks of 8 tokens, 4 experts each, of 32
+        ("dp=8,ep=2", {}, 2 * 8 * 4 / 32),  # a copy of the experts sees the tokens of its own two ranks
+        ("dp=2,tp=4", {}, 2 * 8 * 4 / 32),  # a replica's tokens are split over its devices, not repeated
+        ("dp=8", {"moe_chunk_tokens": 2}, 8 * 2 * 4 / 32),
+    ],
+)
+def test_the_expert_product_is_chosen_for_the_pairs_that_even_routing_brings(mesh, options, load):
+    spec = MeshSpec.parse(mesh)
+    step = make_step(EngineArgs(mesh=mesh, **options), ModelConfig.from_dict(TINY), spec, spec.build())
+    assert step._mean_load(8 * spec.dp_size, TINY["num_experts_per_tok"]) == load
