@@ -120,7 +120,9 @@ class Step:
         def body(carry, weights):
             x, cache, layer = carry
             block: DecoderLayer = nnx.merge(graph, experts, weights)
-            attended, cache = self._attend(block, self._whole(block.attn_norm(x)), cache, layer, groups, slots, rotation)
+            attended, cache = self._attend(
+                block, self._whole(block.attn_norm(x)), cache, layer, groups, slots, rotation
+            )
             x = x + attended
             y, report = self._feed_forward(block, layer - first, self._whole(block.mlp_norm(x)), active)
             return (self._constrain(x + y, self.spec.batch_axes), cache, layer + 1), report
@@ -186,7 +188,11 @@ class Step:
     def _mean_load(self, tokens: int, top_k: int) -> float:
         """Pairs of one physical expert in one product, if all ``tokens`` of the mesh are routed evenly."""
         devices = self.spec.num_devices
-        own = tokens / devices if self.dispatch.chunk_tokens is None else min(tokens / devices, self.dispatch.chunk_tokens)
+        own = (
+            tokens / devices
+            if self.dispatch.chunk_tokens is None
+            else min(tokens / devices, self.dispatch.chunk_tokens)
+        )
         return own * self.spec.ep_size * top_k / self.placement.n_physical
 
     def _spread_heads(self, p: Projections) -> Projections:
