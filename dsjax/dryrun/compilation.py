@@ -15,6 +15,7 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.engine import cache as device_cache
 from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
+from dsjax.engine.compile_cache import without_compile_cache
 from dsjax.engine.plan import RunnerLimits
 from dsjax.engine.programs import Programs
 from dsjax.errors import UserError
@@ -81,7 +82,8 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
     if mesh.devices.flat[0].platform == "cpu":
         with tempfile.TemporaryDirectory(prefix="dsjax-dryrun-") as folder:
             dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
-            compiled = lowered.compile(compiler_options=_CPU_OPTIONS | dump)
+            with without_compile_cache():
+                compiled = lowered.compile(compiler_options=_CPU_OPTIONS | dump)
             texts = [path.read_text(encoding="utf-8") for path in Path(folder).glob(f"*{_PARTITIONED}*.txt")]
         partitioned = texts[0] if len(texts) == 1 else None
     else:

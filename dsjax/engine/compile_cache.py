@@ -2,9 +2,12 @@
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 LEAST_SECONDS = 0.2
 """Programs that compile faster are not worth a file."""
@@ -27,3 +30,19 @@ def enable_compile_cache() -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     return folder
+
+
+@contextmanager
+def without_compile_cache() -> Iterator[None]:
+    """Compile in earnest, for whoever reads what the compiler writes beside its result."""
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None:
+        yield
+        return
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # JAX asks once whether there is one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()

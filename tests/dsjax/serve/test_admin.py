@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from conftest import wait_until
+from live_server import wait_until
 from scripted_runner import ScriptedRunner, tool_tokenizer
 
 from dsjax.serve.options import ServeOptions

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from conftest import wait_until
+from live_server import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from watched_server import experts, load, step
 
@@ -25,7 +25,7 @@ WORDS = {"by", "without", "on", "ignoring", "and", "or", "unless", "bool", "scal
 @pytest.fixture(scope="module")
 def exposed():
     """Sample name to its label names, of a server that has answered, refused and recorded."""
-    from conftest import LiveServer
+    from live_server import LiveServer
 
     metrics = Metrics("tiny", 4, 128, experts_per_device=2)
     server = LiveServer(num_ranks=4, max_rows_decode=8, max_chunk=16, pages_per_rank=257, metrics=metrics)

@@ -9,7 +9,7 @@ import time
 
 import httpx
 import pytest
-from conftest import wait_until
+from live_server import wait_until
 
 from dsjax.errors import UserError
 from dsjax.serve.keys import ADMIN_PATHS
@@ -49,7 +49,7 @@ def guarded(module_servers):
 
 @pytest.fixture(scope="module")
 def module_servers():
-    from conftest import LiveServer
+    from live_server import LiveServer
 
     started = []
 

@@ -12,7 +12,7 @@ import time
 
 import httpx
 import pytest
-from conftest import LiveServer, wait_until
+from live_server import LiveServer, wait_until
 
 from dsjax.serve.options import ServeOptions
 

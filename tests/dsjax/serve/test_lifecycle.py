@@ -7,7 +7,7 @@ import threading
 
 import httpx
 import pytest
-from conftest import wait_until
+from live_server import wait_until
 
 from dsjax.errors import UserError
 from dsjax.serve.server import bind

@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from conftest import wait_until
+from live_server import wait_until
 
 from dsjax.serve.metrics import Metrics
 

@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = """
 import sys
-from conftest import FakeRunner, LLMEngine, AsyncEngine, SchedulerConfig, Serving, Server, bind, tiny_tokenizer
+from live_server import FakeRunner, LLMEngine, AsyncEngine, SchedulerConfig, Serving, Server, bind, tiny_tokenizer
 runner = FakeRunner(step_seconds=float(sys.argv[1]))
 config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=32)
 serving = Serving(AsyncEngine(LLMEngine(runner, tiny_tokenizer(), config)), ("tiny",), "tiny", 128)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import httpx
-from conftest import wait_until
+from live_server import wait_until
 
 from dsjax.engine.request import Request, Status
 from dsjax.engine.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ def test_steps_that_end_are_left_alone():
 
 SCRIPT = """
 import sys
-from conftest import *
+from live_server import *
 from dsjax.serve.options import ServeOptions
 runner = FakeRunner(step_seconds=1000)
 config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=32)

@@ -1,0 +1,83 @@
+"""A real server on a real port, over the fake runner of the engine's tests."""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from fake_runner import FakeRunner
+from tiny_tokenizer import tiny_tokenizer
+
+from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.engine import LLMEngine
+from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.serve.options import ServeOptions
+from dsjax.serve.server import Server, bind
+from dsjax.serve.serving import Phase, Serving
+
+
+class LiveServer:
+    """A server in a thread; `runner` is the fake device under it."""
+
+    def __init__(
+        self,
+        *,
+        shutdown_timeout: float = 5.0,
+        tokenizer=None,
+        eos=(),
+        options=None,
+        warm_up=None,
+        runner=None,
+        metrics=None,
+        **sizes,
+    ):
+        self.runner = runner or FakeRunner(**sizes)
+        config = SchedulerConfig.from_limits(self.runner.limits, max_num_batched_tokens=32)
+        self.llm_engine = LLMEngine(self.runner, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
+        self.engine = AsyncEngine(self.llm_engine)
+        self.serving = Serving(
+            self.engine, ("tiny", "alias"), "tiny", config.max_model_len, options or ServeOptions(), metrics=metrics
+        )
+        self.server = Server(self.serving, shutdown_timeout=shutdown_timeout, log_level="error", warm_up=warm_up)
+        listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.exit_code: int | None = None
+        self.failure: Exception | None = None
+        self._thread = threading.Thread(target=self._serve, args=(listener,), daemon=True)
+        self._thread.start()
+        wait_until(lambda: self.server.started and (warm_up or self.serving.phase is Phase.READY))
+
+    @property
+    def pages_in_use(self) -> int:
+        return sum(rank.pool.num_used for rank in self.llm_engine.core.scheduler.ranks)
+
+    def post(self, path: str, body=None, **options) -> httpx.Response:
+        return httpx.post(self.url + path, **({"json": body} if body is not None else {}), timeout=20, **options)
+
+    def get(self, path: str, **options) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=20, **options)
+
+    def signal(self) -> None:
+        self.server.handle_exit(15, None)
+
+    def join(self, seconds: float = 10.0) -> int | None:
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "the server hangs"
+        return self.exit_code
+
+    def _serve(self, listener) -> None:
+        try:
+            self.exit_code = self.server.serve_on(listener)
+        except Exception as error:
+            self.failure = error
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
