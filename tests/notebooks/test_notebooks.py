@@ -1,0 +1,65 @@
+"""Every notebook runs from its first cell to its last, in a kernel of its own; what is committed is small and was run."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from notebooks.execute import execute
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+SMALL = {
+    "1_mesh_layouts": "",
+    "2_mla_forms": 'TOKENS = 4\nCOMPARED = ("CC", "A_CC_ME")\nCONTEXT = 64',
+    "3_dispatch": 'MESH = "dp=8"\nSKEWS = (0.0, 1.0)',
+    "4_dry_run_671b": 'LAYOUTS = ("dp=8",)',
+    "5_planner": 'CLUSTER = "h200-8"\nMODES = ("aggregated",)',
+    "6_routing": 'MESH = "dp=2"\nMODULES = ("heapq",)\nTOKENS = 1024\nCHUNK = 256',
+}
+"""Sizes at which a test can wait for a notebook; the files themselves were run at their own."""
+MOST_BYTES = 300_000
+
+needs_jupyter = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("nbclient", "ipykernel", "matplotlib"))),
+    reason="needs nbclient, ipykernel and matplotlib: pip install -e '.[test]'",
+)
+
+
+def cells(name):
+    return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+
+
+def test_there_is_a_small_size_for_each_notebook():
+    assert list(SMALL) == NOTEBOOKS
+
+
+@needs_jupyter
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_runs_in_a_fresh_kernel(name):
+    notebook = execute(name, SMALL[name])
+    ran = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in ran)
+    pictures = [output for cell in ran for output in cell.outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) >= 2
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_what_readers_see_was_run_in_order_and_is_small(name):
+    code = [cell for cell in cells(name) if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_begins_with_words_and_one_import_line(name):
+    first, second, *_ = cells(name)
+    assert first["cell_type"] == "markdown"
+    assert "".join(first["source"]).startswith("# ")
+    line = "".join(second["source"])
+    assert line.startswith(("import ", "from "))
+    assert "\n" not in line.strip()
