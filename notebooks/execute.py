@@ -21,10 +21,11 @@ MOST_SECONDS = 600
 _PALETTE = 128
 
 
-def execute(name: str, sizes: str = ""):
+def execute(name: str, sizes: str = "", xla_flags: str = ""):
     """Run a notebook from the source tree, on the CPU, and give it with its outputs.
 
-    sizes: Python assignments that replace those of the cell tagged ``parameters``.
+    sizes: Python assignments that replace those of the cell tagged ``parameters``. xla_flags: what XLA is told beside what the
+    notebook itself tells it.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised; the message has its traceback.
@@ -47,14 +48,14 @@ def execute(name: str, sizes: str = ""):
         resources={"metadata": {"path": str(FOLDER)}},
         record_timing=False,
     )
-    client.execute(env=_environment())
+    client.execute(env=_environment() | {"XLA_FLAGS": xla_flags})
     return notebook
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with the tree to import from, and without what it may have told its own JAX: a notebook says itself how
-    many devices it emulates."""
-    found = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
+    """This process's, with the tree to import from, and without the threads of its own JAX: a notebook says itself how many
+    devices it emulates."""
+    found = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
     paths = [str(FOLDER.parent), *filter(None, [found.get("PYTHONPATH")])]
     return found | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
 
