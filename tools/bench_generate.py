@@ -150,12 +150,8 @@ def _transformers(args: argparse.Namespace, experts: str):
         args.model, dtype=torch.float32, experts_implementation=experts
     )
     prompts = torch.tensor(_prompts(args, model.config.vocab_size))
-    settings = {
-        "max_new_tokens": args.new_tokens,
-        "min_new_tokens": args.new_tokens,
-        "do_sample": False,
-        "pad_token_id": 2,
-    }
+    model.generation_config.eos_token_id = None  # go on past it, as `ignore_eos` does; a least length would ban it
+    settings = {"max_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": 2}
 
     def run():
         with torch.inference_mode():
