@@ -110,9 +110,15 @@ def test_chat_answers_streamed_and_whole_alike(server):
         "max_tokens": 8,
         "temperature": 0,
     }
-    whole = client.chat.completions.create(**options).choices[0].message.content
-    parts = [part.choices[0].delta.content or "" for part in client.chat.completions.create(**options, stream=True)]
-    assert whole == "".join(parts) != ""
+    whole = text_of(client.chat.completions.create(**options).choices[0].message)
+    parts = [text_of(part.choices[0].delta) for part in client.chat.completions.create(**options, stream=True)]
+    assert whole == tuple(map("".join, zip(*parts, strict=True)))
+    assert any(whole)
+
+
+def text_of(message) -> tuple[str, str]:
+    """Reasoning and answer of a message, or of a piece of one."""
+    return getattr(message, "reasoning_content", None) or "", message.content or ""
 
 
 def test_start_up_tells_mesh_bytes_capacity_and_address(server):
