@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dispatch_cases import K, coded_experts, codes
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 
 from sharding import MeshSpec
@@ -38,6 +39,17 @@ def compiled_dispatch(spec, config, dtype, folder):
     assert len(partitioned) == int(spec.num_devices > 1)  # a program of one device is not partitioned
     dtypes = true_dtypes(Program.parse(partitioned[0])) if partitioned else {}
     return Program.parse(text), dtypes, dict(mesh.shape)
+
+
+@pytest.fixture(autouse=True)
+def _no_compile_cache():
+    """A program that another test's engine has let JAX keep on disk is not compiled, and so not dumped."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -202,7 +202,15 @@ def test_ctrl_c_ends_it_cleanly_and_a_server_that_goes_away_is_waited_for(server
     command = [sys.executable, "-m", "dsjax", "top", "--url", server.url, "--interval", "0.1"]
     environment = {**os.environ, "COLUMNS": "100", "LINES": "40", "TERM": "xterm"}
     reading_end, writing_end = pty.openpty() if terminal else os.pipe()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=writing_end, stderr=writing_end)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=writing_end,
+        stderr=writing_end,
+        # A test run in a shell's background has Ctrl-C ignored, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(writing_end)
     seen = bytearray()
     reader = threading.Thread(target=_collect, args=(reading_end, seen), daemon=True)
