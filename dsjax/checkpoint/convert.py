@@ -37,7 +37,7 @@ def convert_checkpoint(
     destination: str | Path,
     *,
     to: Form,
-    weights: Weights | Literal["auto"] = "auto",
+    weights: Literal["auto", "bf16", "f32", "fp8"] = "auto",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: bool = False,

@@ -234,8 +234,8 @@ def test_both_names_of_reasoning_are_taken_on_input(start):
         assert server.post(CHAT, {"messages": history, "max_tokens": 1}).status_code == 200
 
 
-def test_a_form_binds_only_after_the_reasoning(start, monkeypatch):
-    server = start("why</think>{}")
+def forms_given(server, monkeypatch) -> list:
+    """The structured outputs of every request from now on, as the engine gets them."""
     seen = []
     submit = server.engine.submit
 
@@ -244,6 +244,12 @@ def test_a_form_binds_only_after_the_reasoning(start, monkeypatch):
         return await submit(request_id, prompts, params, **options)
 
     monkeypatch.setattr(server.engine, "submit", watched)
+    return seen
+
+
+def test_a_form_binds_only_after_the_reasoning(start, monkeypatch):
+    server = start("why</think>{}")
+    seen = forms_given(server, monkeypatch)
     close = server.engine.tokenizer.token_id("</think>")
     body = {"messages": MESSAGES, "temperature": 0, "response_format": {"type": "json_object"}}
     assert server.post(CHAT, body).status_code == 200
@@ -268,14 +274,7 @@ def test_a_form_binds_only_after_the_reasoning(start, monkeypatch):
 )
 def test_every_way_to_ask_for_a_form_reaches_the_engine(start, monkeypatch, fields, form):
     server = start()
-    seen = []
-    submit = server.engine.submit
-
-    async def watched(request_id, prompts, params, **options):
-        seen.append(params.structured_outputs)
-        return await submit(request_id, prompts, params, **options)
-
-    monkeypatch.setattr(server.engine, "submit", watched)
+    seen = forms_given(server, monkeypatch)
     answer = server.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 2, **fields})
     assert answer.status_code == 200, answer.text
     assert (seen[0].form if form else seen[0]) == form
@@ -318,14 +317,7 @@ def test_no_tool_is_called_when_none_may_be(start):
 )
 def test_forced_calls_are_a_grammar(start, monkeypatch, choice, names):
     server = start(f"</think>{CALL}")
-    seen = []
-    submit = server.engine.submit
-
-    async def watched(request_id, prompts, params, **options):
-        seen.append(params.structured_outputs)
-        return await submit(request_id, prompts, params, **options)
-
-    monkeypatch.setattr(server.engine, "submit", watched)
+    seen = forms_given(server, monkeypatch)
     answer = server.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "temperature": 0})
     assert answer.status_code == 200, answer.text
     assert [name for name in ("get_weather", "get_time") if f'"{name}"' in seen[0].grammar] == names
