@@ -49,8 +49,9 @@ def load(
         checkpoint: what ``open_checkpoint`` returned, or a directory.
         mesh, rules: where each parameter goes. Of a host's devices, each distinct shard is read once.
         weights: how matrices are kept: ``bf16``, ``f32``, ``mixed`` (routed experts in bf16, all else in float32), or ``fp8``
-            (with their block scales; a checkpoint that is not FP8 is quantised). An FP8 checkpoint is dequantised otherwise, exactly: ``float32(fp8) × scale``,
-            then rounded to the dtype. ``auto`` is ``f32`` for a float32 checkpoint, else ``bf16``.
+            (with their block scales; a checkpoint that is not FP8 is quantised). An FP8 checkpoint is dequantised
+            otherwise, exactly: ``float32(fp8) × scale``, then rounded to the dtype. ``auto`` is ``f32`` for a float32
+            checkpoint, else ``bf16``.
         placement: the logical expert of each physical slot; default: one copy of each, in order.
         mtp: whether to load the MTP modules, where the configuration has any.
         progress: whether to draw a progress bar on standard error.
