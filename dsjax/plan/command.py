@@ -37,6 +37,12 @@ def plan(
     dispatch: Annotated[
         str, typer.Option(help="deepep (as published), or dsjax's own: auto, gather, padded, ragged.")
     ] = "deepep",
+    compiled: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON of dsjax dryrun: its figures in place of assumptions where it is of a layout; repeatable."
+        ),
+    ] = None,
     two_batch_overlap: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
     mode: Annotated[
         str, typer.Option(help="aggregated, separated, both; or static, static_ctx, static_gen: one batch.")
@@ -45,6 +51,9 @@ def plan(
         int | None, typer.Option(help="Static modes: requests of a DP rank; default: all that fit.", min=1)
     ] = None,
     prefill_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a DP rank in a step.")] = 16384,
+    mesh: Annotated[
+        str | None, typer.Option(help="Plan with instances of this mesh only: dp=32, or dp=4,tp=8.")
+    ] = None,
     max_devices: Annotated[int | None, typer.Option(help="Use no more devices than this.")] = None,
     explain: Annotated[
         str | None, typer.Option(help="Derivation of the best: tpot, ttft, throughput or memory.")
@@ -61,6 +70,7 @@ def plan(
     """Find the layout for a cluster, a workload and objectives; every figure with its kind and interval."""
     from dsjax.config import load_config
     from dsjax.plan.cluster import load_cluster
+    from dsjax.plan.compiled import read_dry_run
     from dsjax.plan.explain import EXPLAINED
     from dsjax.plan.explain import explain as derive
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
@@ -72,6 +82,7 @@ def plan(
     from dsjax.plan.static import STATIC_MODES, show_static, static
     from dsjax.plan.sweep import sweep as run_sweep
     from dsjax.plan.workload import Lengths, Objective, Options, Workload
+    from sharding.mesh import MeshSpec
 
     if mode not in (*_MODES, *STATIC_MODES):
         raise UserError(f"--mode is {mode!r}, expected one of {', '.join((*_MODES, *STATIC_MODES))}")
@@ -102,6 +113,8 @@ def plan(
             prefill_tokens,
             max_devices,
             dispatch,
+            tuple(read_dry_run(path) for path in compiled or ()),
+            MeshSpec.parse(mesh) if mesh else None,
         ),
     )
     console = Console()

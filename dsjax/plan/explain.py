@@ -17,7 +17,20 @@ def explain(candidate: Candidate, what: str) -> str:
         lines += [f"  {memory.weights_total / 1e9:10.3f} GB  weights  (exact)"]
         lines += [f"  {memory.cache_per_token:,} B  a cached token  (exact)"]
         return "\n".join([*lines, *derivation(memory.cache_tokens, 1)])
-    return "\n".join([*lines, *derivation(getattr(candidate, what))])
+    return "\n".join([*lines, *derivation(getattr(candidate, what)), *_compiled(candidate)])
+
+
+def _compiled(candidate: Candidate) -> list[str]:
+    """The steps that were compiled: what the planner says of the same rows and context, and the timeline's prediction."""
+    lines = []
+    for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
+        for run in instance.dry_runs:
+            figure = instance.compiled_step(run)
+            ends = " … ".join(amount(end, "s") for end in (figure.low, figure.high))
+            said = f"{run.file}: {run.shape}: the planner says {amount(figure.value, 's')} [{ends}]"
+            predicted = "no timeline" if run.step_seconds is None else f"its timeline {amount(run.step_seconds, 's')}"
+            lines.append(f"{said}; {predicted} (compiled)")
+    return lines
 
 
 def derivation(figure: Figure, depth: int = 0) -> list[str]:

@@ -7,6 +7,8 @@ from functools import cached_property
 
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.compiled import DryRun
+from dsjax.plan.dry_runs import runs_of, wire_refusal
 from dsjax.plan.figure import Figure
 from dsjax.plan.layout import Layout
 from dsjax.plan.memory import Memory, memory
@@ -32,7 +34,14 @@ class Instance:
     def memory(self) -> Memory:
         """Of one device."""
         bytes_of_device = self.cluster.hardware.memory_bytes
-        return memory(self.config, self.layout, self.options.precision, bytes_of_device, self.options.drafts > 0)
+        precision, drafts = self.options.precision, self.options.drafts > 0
+        return memory(self.config, self.layout, precision, bytes_of_device, drafts, self.dry_runs)
+
+    @cached_property
+    def dry_runs(self) -> tuple[DryRun, ...]:
+        """Those that were compiled for this layout."""
+        options = self.options
+        return runs_of(options.compiled, self.layout, self.config, self.cluster, options.precision)
 
     @property
     def replicas(self) -> int:
@@ -51,12 +60,19 @@ class Instance:
 
     def _models(self) -> list[StepModel]:
         if "models" not in self.steps:
-            choices = {"auto": (False, True), "on": (True,), "off": (False,)}[self.options.overlap]
-            if self.layout.mesh.ep_size == 1:
+            options = self.options
+            arguments = (self.config, self.cluster, self.layout.unit, options.precision, options.skew)
+            programs = tuple(
+                run for run in self.dry_runs if wire_refusal(run, options.dispatch, options.precision) is None
+            )
+            choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
+            if (
+                self.layout.mesh.ep_size == 1 or programs
+            ):  # nothing to overlap; or the program that was compiled does not
                 choices = (False,)
-            arguments = (self.config, self.cluster, self.layout.unit, self.options.precision, self.options.skew)
             self.steps["models"] = [
-                StepModel(*arguments, overlap=overlap, dispatch=self.options.dispatch) for overlap in choices
+                StepModel(*arguments, overlap=overlap, dispatch=options.dispatch, dry_runs=programs)
+                for overlap in choices
             ]
         return self.steps["models"]
 
@@ -68,6 +84,13 @@ class Instance:
             times = [m.decode(batch, context, drafts=self.options.drafts, uneven=uneven) for m in self._models()]
             self.steps[key] = min(times, key=lambda time: time.value)
         return self.steps[key]
+
+    def compiled_step(self, run: DryRun) -> Figure:
+        """Seconds of the step that was compiled: the same rows and context, without overlap."""
+        model = self._models()[0]
+        if run.step == "decode":
+            return model.decode(run.rows, run.context)
+        return model.prefill(run.step_tokens, prompt=run.row_tokens, cached=run.context - run.row_tokens)
 
     def overlapped(self, batch: float) -> bool:
         """Whether `decode_step` overlaps two half batches."""
@@ -90,6 +113,8 @@ class Instance:
     def prefill_sizes(self) -> list[float]:
         """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit."""
         most = self.options.prefill_tokens
+        # Temporaries are known up to the step that was compiled, and grow with it.
+        most = min(most, max((run.step_tokens for run in self.dry_runs if run.step == "prefill"), default=most))
         one = min(self.workload.computed, most)
         sizes = {one} | {float(n) for n in (1024, 2048, 4096, 8192, 16384, 32768) if one < n <= most}
         return sorted(sizes | {float(max(one, min(most, one * (most // one))))})

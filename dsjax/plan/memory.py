@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
 from dsjax.model.parameter_counts import parameter_counts, router_bias_parameters
-from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.compiled import DryRun
+from dsjax.plan.figure import Figure, assumed, exact, largest
 from dsjax.plan.layout import Layout
 from dsjax.plan.precision import FP8_BLOCK, Precision
 
@@ -90,9 +91,26 @@ class Memory:
         return max(0, int(self.cache_tokens.value // tokens_each))
 
 
-def memory(config: ModelConfig, layout: Layout, precision: Precision, device_bytes: int, mtp: bool = False) -> Memory:
+def memory(
+    config: ModelConfig,
+    layout: Layout,
+    precision: Precision,
+    device_bytes: int,
+    mtp: bool = False,
+    dry_runs: tuple[DryRun, ...] = (),
+) -> Memory:
     """Memory of one device of a layout. Set aside: runtime, communication buffers, graphs and a step's temporaries."""
-    reserve = assumed(
+    weights = weight_bytes(config, layout, precision, mtp)
+    reserve = set_aside(device_bytes, dry_runs)
+    return Memory(weights, reserve, device_bytes, cache_bytes_per_token(config, precision))
+
+
+def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> Figure:
+    """What is not for weights and cache: assumed, or the larger step's temporaries as compiled and what a compiler cannot see.
+
+    With a dry run of one of the two steps only, not less than what is assumed.
+    """
+    usual = assumed(
         0.08 * device_bytes,
         0.05 * device_bytes,
         0.14 * device_bytes,
@@ -100,6 +118,18 @@ def memory(config: ModelConfig, layout: Layout, precision: Precision, device_byt
         "engines commonly give 86 to 95 % of a device to weights and cache",
         "B",
     )
-    return Memory(
-        weight_bytes(config, layout, precision, mtp), reserve, device_bytes, cache_bytes_per_token(config, precision)
+    if not dry_runs:
+        return usual
+    run = max(dry_runs, key=lambda one: one.temporaries)
+    unseen = assumed(
+        0.02 * device_bytes,
+        0.01 * device_bytes,
+        0.05 * device_bytes,
+        "runtime, communication buffers, fragmentation",
+        "what a compiler does not see",
+        "B",
     )
+    found = run.figure(run.temporaries, f"temporaries, the {run.step} step's", "B") + unseen
+    if len({one.step for one in dry_runs}) == 1:
+        found = largest(found, usual)
+    return found.named("set aside", "B")

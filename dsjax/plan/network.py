@@ -69,36 +69,48 @@ def normal_exchange(
     return time + assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s")
 
 
-def own_exchange(
-    cluster: Cluster, method: str, ranks: int, tokens: float, top_k: int, row_bytes: float, slowest: Figure
-) -> Figure:
-    """One way of dsjax's own dispatch (`docs/dispatch.md`) as XLA's collectives: `gather`, `padded`, `ragged` or `auto`.
-
-    Rows to each other rank: all of the device's (`gather`), the default capacity (`padded`), those needed (`ragged`).
-    """
-    if ranks == 1:
-        return exact(0.0)
+def own_method(dispatch: str, tokens: float, top_k: int, ranks: int) -> str:
+    """The method of dsjax's own dispatch for so many tokens of a device on an accelerator: `auto` is resolved."""
+    if dispatch != "auto":
+        return dispatch
     # The package brings JAX in, which a plan with the published kernels does without.
     from sharding.dispatch.choice import choose_method
+
+    return choose_method(max(1, math.ceil(tokens)), top_k, ranks, "gpu")
+
+
+def exchanged_rows(method: str, tokens: float, top_k: int, ranks: int) -> float:
+    """Rows of a device to each other rank: all of its (`gather`), the default capacity (`padded`), those needed (`ragged`)."""
     from sharding.dispatch.config import default_capacity
 
     whole = max(1, math.ceil(tokens))
-    if method == "auto":
-        method = choose_method(whole, top_k, ranks, "gpu")
-    each = exact(float(whole))
-    if method == "padded":
-        each = exact(float(default_capacity(whole, top_k, ranks)))
-    elif method == "ragged":
-        each = slowest * (tokens * (1 - (1 - 1 / ranks) ** top_k))
+    if method == "ragged":
+        return tokens * (1 - (1 - 1 / ranks) ** top_k)
+    return float(default_capacity(whole, top_k, ranks) if method == "padded" else whole)
+
+
+def own_exchange(
+    cluster: Cluster, method: str, ranks: int, tokens: float, top_k: int, row_bytes: float, slowest: Figure
+) -> Figure:
+    """One way of dsjax's own dispatch (`docs/dispatch.md`) as XLA's collectives: `gather`, `padded`, `ragged` or `auto`."""
+    if ranks == 1:
+        return exact(0.0)
+    method = own_method(method, tokens, top_k, ranks)
+    each = exact(exchanged_rows(method, tokens, top_k, ranks))
+    each = (each * slowest if method == "ragged" else each) * row_bytes
+    return xla_collective(cluster, ranks, each, 2 if method == "ragged" else 1)  # sizes go before rows
+
+
+def xla_collective(cluster: Cluster, ranks: int, each: Figure, count: int = 1) -> Figure:
+    """Seconds of a collective of XLA's in which a device sends `each` bytes to every other rank; `count` fixed parts."""
     near = min(cluster.domain, ranks)
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
-    rows = (each * ((near - 1) * row_bytes)).named("bytes to neighbours", "B")
+    rows = (each * (near - 1)).named("bytes to neighbours", "B")
     time = rows * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
     if ranks > near:
-        away = (each * ((ranks - near) * row_bytes)).named("bytes to other hosts", "B")
+        away = (each * (ranks - near)).named("bytes to other hosts", "B")
         time = largest(time, away / (share * cluster.network_bandwidth)) + network_latency(cluster)
-    collectives = 2 if method == "ragged" else 1  # sizes go before rows
-    return time + assumed(30e-6, 15e-6, 80e-6, "a collective, fixed part", "NCCL, launched by XLA", "s") * collectives
+    return time + assumed(30e-6, 15e-6, 80e-6, "a collective, fixed part", "NCCL, launched by XLA", "s") * count
 
 
 def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
@@ -119,17 +131,19 @@ def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
     return min(chosen * span * (1 - (1 - 1 / span) ** (top_k / chosen)), float(top_k))
 
 
-def all_reduce(cluster: Cluster, ranks: int, size: float) -> Figure:
+def all_reduce(cluster: Cluster, ranks: int, size: Figure | float) -> Figure:
     """Sum `size` bytes over `ranks` neighbouring devices (or scatter the sum and gather it again)."""
     if ranks == 1:
         return exact(0.0)
     near = min(cluster.domain, ranks)
     share = assumed(0.7, 0.5, 0.85, "all-reduce, share of scale-up link", "ring or multicast over NVLink or ICI")
-    time = exact(2 * size * (near - 1) / near, "summed bytes", "B") / (share * cluster.hardware.scale_up_bandwidth)
+    size = size if isinstance(size, Figure) else exact(size)
+    summed = (size * (2 * (near - 1) / near)).named("summed bytes", "B")
+    time = summed / (share * cluster.hardware.scale_up_bandwidth)
     time = time + assumed(8e-6, 4e-6, 15e-6, "all-reduce, fixed part", "small all-reduces within a host", "s")
     domains = cluster.domains_of(ranks)
     if domains > 1:
-        away = exact(2 * size / near * (domains - 1) / domains) / (normal_shares()[0] * cluster.network_bandwidth)
+        away = size * (2 / near * (domains - 1) / domains) / (normal_shares()[0] * cluster.network_bandwidth)
         time = time + away + network_latency(cluster) * (2 * math.ceil(math.log2(domains)))
     return time
 

@@ -17,7 +17,8 @@ from dsjax.plan.sweep import Sweep
 
 
 def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep]) -> dict[str, Any]:
-    """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "forbidden", "frontier", "winner", "sweeps"}`."""
+    """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "forbidden", "frontier", "winner", "sweeps"}`,
+    and "compiled" where dry runs were given."""
     question = plan.question
     return {
         "model": model,
@@ -44,6 +45,7 @@ def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep]) -> dict[str,
         ],
         "winner": recipe(model, question, plan.winner) if plan.winner else None,
         "sweeps": [s.to_json() for s in sweeps],
+        "compiled": [u.to_json() for u in plan.usages],
     }
 
 
@@ -61,6 +63,17 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
         "memory and one request",
         highlight=False,
     )
+    for found in plan.usages:
+        what = f"{found.run.file} ({found.run.mesh}, {found.run.shape}, {found.run.target}): "
+        console.print(
+            Text(what + ("taken: " if found.used else "not used: ") + found.text, "" if found.used else "yellow")
+        )
+    if any(found.used for found in plan.usages) and len(plan.considered) > 1:
+        console.print(
+            "Rows marked compiled count what XLA's program does beyond the published kernels; the others do not. Compare like "
+            "with like, or give --mesh.",
+            style="dim",
+        )
     if plan.winner:
         _table(console, "meet the objectives, best first", plan, plan.ranked[:rows])
         _show_winner(console, plan, model)
@@ -85,7 +98,8 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
         table.add_row(
             f"{number} {sure}",
             f"{candidate.name()}\n{candidate.decode.layout.kind}"
-            + (", two batches" if candidate.decode.overlapped(candidate.batch) else ""),
+            + (", two batches" if candidate.decode.overlapped(candidate.batch) else "")
+            + (", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""),
             str(candidate.devices),
             f"{candidate.batch:g}",
             _ranged(candidate.ttft, 1, 2),
@@ -112,8 +126,10 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     winner = plan.winner
     console.print(f"[bold]winner[/bold]: {winner.name()}, {winner.mode}", highlight=False)
     memory = winner.decode.memory
+    aside = memory.reserve
     console.print(
-        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), room for {memory.cache_tokens.value:,.0f} cached tokens "
+        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {aside.value / 1e9:.1f} GB set aside "
+        f"({Kind(aside.kinds).words()}), room for {memory.cache_tokens.value:,.0f} cached tokens "
         f"[{memory.cache_tokens.low:,.0f} … {memory.cache_tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests",
         highlight=False,
     )

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
+from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, PrefillPool, aggregated, prefill_pool, separated
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.dry_runs import Usage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import Layout, layouts
 from dsjax.plan.precision import FP8_BLOCK
@@ -66,6 +68,14 @@ class Plan:
     every: list[Candidate]
 
     @property
+    def usages(self) -> list[Usage]:
+        """What was taken of each dry run that was given."""
+        question, options = self.question, self.question.options
+        weights = {i.layout.unit: i.memory.weights_total for i in self.fitting + self.too_large}
+        about = (question.config, question.cluster, options.precision, options.dispatch, weights)
+        return [usage(run, *about) for run in options.compiled]
+
+    @property
     def winner(self) -> Candidate | None:
         """The best that meets the objectives."""
         return self.ranked[0] if self.ranked else None
@@ -86,6 +96,16 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
             copies=question.devices <= 64,
         )
     )
+    wanted = question.options.mesh
+    if wanted is not None:
+        possible, found = found, [layout for layout in found if layout.mesh == wanted]
+        if not found:
+            sizes = sorted({layout.devices for layout in possible})
+            raise UserError(
+                f"--mesh {wanted} is no layout of this plan: {wanted.num_devices} devices wanted, {question.devices} at hand in "
+                f"hosts of {cluster.devices_per_host}; instances of {', '.join(map(str, sizes))} devices are looked at, with "
+                f"{question.options.redundant if question.options.redundant is not None else 'the fewest'} redundant experts"
+            )
     steps: dict[Layout, dict] = {}
     made = [question.instance(layout, steps.setdefault(layout.unit, {})) for layout in found]
     return found, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from dsjax.config import ModelConfig
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, assumed, exact, largest
 from dsjax.plan.layout import Layout
 from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange, own_exchange
 from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
 from dsjax.plan.precision import BF16, Precision
+from dsjax.plan.program import excess, exchange_run, exchanges, nearest, tensor_parallel_sums
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 
 _COMMUNICATION = ("dispatch", "combine")
@@ -24,7 +26,7 @@ class StepModel:
 
     overlap: two-batch overlap: the halves of a batch alternate between computing and communicating.
     balanced: experts are placed by their load (any redundant experts imply it). dispatch: `deepep`, DeepEP's kernels as
-    published, or one of dsjax's own methods.
+    published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
     """
 
     config: ModelConfig
@@ -35,6 +37,7 @@ class StepModel:
     overlap: bool = False
     balanced: bool = False
     dispatch: str = "deepep"
+    dry_runs: tuple[DryRun, ...] = ()
     chip: Chip = field(init=False)
 
     def __post_init__(self):
@@ -115,10 +118,16 @@ class StepModel:
                 40e-6, 20e-6, 80e-6, "small kernels of a layer", "about 20 launches of a CUDA graph, 1 to 4 µs each"
             )
             found["small kernels"] = floor * layers
-        if tp > 1:
+        run = nearest(self.dry_runs, decode, tokens / tp) if layers == config.num_hidden_layers else None
+        if tp > 1 and run:
+            found["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, tokens / tp)
+        elif tp > 1:
             found["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
                 2 * layers
             )
+        beyond = excess(chip, config, run, tokens / tp) if run else None
+        if beyond:
+            found["products beyond the model's own"] = beyond
         if dense:
             found["dense MLP"] = self._mlp(tokens, config.intermediate_size // tp) * dense
         if moe:
@@ -200,6 +209,9 @@ class StepModel:
         width, top_k = config.hidden_size, config.num_experts_per_tok
         there, back = width * self.precision.wire, width * BF16
         if self.dispatch != "deepep":
+            run = exchange_run(self.dry_runs, decode, self.dispatch, top_k, ranks, own) if ranks > 1 else None
+            if run:
+                return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, own, slowest)
             rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
             return tuple(own_exchange(cluster, self.dispatch, ranks, own, top_k, row, slowest) for row in rows)
         if decode:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
+from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.precision import PRECISIONS, Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
+from sharding.mesh import MeshSpec
 
 DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged")
 
@@ -117,7 +119,8 @@ class Options:
 
     overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
     most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of
-    dsjax's own methods, priced as XLA's collectives.
+    dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
+    instance; None searches.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -130,6 +133,8 @@ class Options:
     prefill_tokens: int = 16384
     max_devices: int | None = None
     dispatch: str = "deepep"
+    compiled: tuple[DryRun, ...] = ()
+    mesh: MeshSpec | None = None
 
     def __post_init__(self):
         if self.dispatch not in DISPATCHES:

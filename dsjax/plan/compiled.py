@@ -1,0 +1,154 @@
+"""`DryRun`: what `dsjax dryrun --json` read from a compiled step, and which of it a plan may take."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsjax.config import ModelConfig
+from dsjax.errors import UserError
+from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.layout import Layout
+from sharding.errors import MeshError
+from sharding.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective of the program: bytes that a device sends to the others each time, and how often a step has it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    ranks: int
+    size: float
+    inside: float
+    between: float
+    times: float
+    dispatches: bool
+
+    @classmethod
+    def read(cls, one: Mapping[str, Any]) -> Sent:
+        """One entry of the JSON's `collectives`."""
+        dispatches = one["kind"] == "ragged-all-to-all" or "/dispatch/" in one["op_name"]
+        inside, between = float(one["bytes_inside"]), float(one["bytes_between"])
+        axes = tuple(one["axes"] or ())
+        return cls(one["kind"], axes, one["ranks"], inside + between, inside, between, one["times"], dispatches)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One JSON of `dsjax dryrun`; all figures are one device's, in one run of the step.
+
+    rows: of a DP rank; row_tokens: tokens of a row; context: positions of a row's page table; tokens: of a device.
+    temporaries: bytes beside weights and cache: temporaries, outputs that are no cache, and code where it was read.
+    flops: dtype → operations of matrix products. step_seconds: of the predicted timeline, where the file has one.
+    """
+
+    file: str
+    provenance: str
+    parameters: int
+    cache_bytes_per_token: float
+    weight_bytes: int
+    mesh: MeshSpec
+    physical_experts: int
+    target: str
+    step: str
+    rows: int
+    row_tokens: int
+    context: int
+    tokens: float
+    weights: str
+    kv_dtype: str
+    form: str
+    wire: str
+    temporaries: int
+    collectives: tuple[Sent, ...]
+    flops: Mapping[str, float]
+    step_seconds: float | None = None
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a DP rank in this step."""
+        return self.rows * self.row_tokens
+
+    @property
+    def exchanges(self) -> tuple[Sent, ...]:
+        """The dispatch's collectives, in the program's order: sizes or rows there, and last the way back."""
+        return tuple(c for c in self.collectives if c.dispatches)
+
+    @property
+    def method(self) -> str | None:
+        """Of the dispatch that was compiled: `gather`, `padded` or `ragged`; None where experts are not spread."""
+        kinds = {c.kind for c in self.exchanges}
+        known = {"ragged-all-to-all": "ragged", "all-to-all": "padded", "reduce-scatter": "gather"}
+        return next((method for kind, method in known.items() if kind in kinds), None)
+
+    @property
+    def shape(self) -> str:
+        """`decode of 128 rows at context 4,096`."""
+        rows = f"{self.rows} rows" if self.row_tokens == 1 else f"{self.rows} × {self.row_tokens} tokens"
+        return f"{self.step} of {rows} at context {self.context:,}"
+
+    def layout(self, config: ModelConfig) -> Layout:
+        """One copy of the experts: what a plan prices."""
+        return Layout(self.mesh, self.physical_experts - config.n_routed_experts).unit
+
+    def figure(self, value: float, name: str, unit: str = "") -> Figure:
+        """A number that was read from this program."""
+        return Figure(value, kinds=Kind.COMPILED, name=name, unit=unit, source=f"{self.provenance}: {self.shape}")
+
+
+def read_dry_run(path: str | Path) -> DryRun:
+    """Read one file.
+
+    Raises:
+        UserError: it cannot be read, or is not what `dsjax dryrun --json` writes.
+    """
+    path = Path(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat()
+        return _from_json(str(path), written, found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MeshError) as error:
+        reason = f"no field {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"--compiled {path}: {reason}; expected a file that `dsjax dryrun --model … --mesh … --target … --json FILE` wrote"
+        ) from error
+
+
+def _from_json(file: str, written: str, found: Mapping[str, Any]) -> DryRun:
+    memory, timeline = found["device_bytes"], found.get("timeline")
+    return DryRun(
+        file=file,
+        provenance=f"{Path(file).name}, dsjax dryrun --target {found['target']}, {_versions(found)}{written}",
+        parameters=found["parameters"]["total"],
+        cache_bytes_per_token=memory["cache"] / (found["cache_tokens"] + found["page_size"]),
+        weight_bytes=memory["weights_total"],
+        mesh=MeshSpec.parse(found["mesh"]),
+        physical_experts=found["physical_experts"],
+        target=found["target"],
+        step=found["step"],
+        rows=found["batch"],
+        row_tokens=found["chunk"],
+        context=found["context"],
+        tokens=found["tokens_per_device"],
+        weights=found["weights"],
+        kv_dtype=found["kv_dtype"],
+        form=found["mla"],
+        wire=found["dispatch_wire"],
+        temporaries=memory["temporaries"] + max(0, memory["outputs"] - memory["aliased"]) + (memory.get("code") or 0),
+        collectives=tuple(Sent.read(one) for one in found["collectives"]),
+        flops=dict(found["costs"]["flops_by_dtype"]),
+        step_seconds=timeline.get("step_seconds") if isinstance(timeline, dict) else None,
+    )
+
+
+def _versions(found: Mapping[str, Any]) -> str:
+    versions = found.get("versions")
+    if not isinstance(versions, dict):
+        return ""
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) + ", "

@@ -1,0 +1,99 @@
+"""Which dry runs say something of a plan: of its model, device, precision, layout and dispatch; and what was taken of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.config import ModelConfig
+from dsjax.model.parameter_counts import parameter_counts
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.compiled import DryRun
+from dsjax.plan.layout import Layout
+from dsjax.plan.precision import BF16, FP8_BLOCK, Precision
+
+
+def refusal(run: DryRun, config: ModelConfig, cluster: Cluster, precision: Precision) -> str | None:
+    """Why a dry run says nothing of this model, device and precision; None where it does."""
+    total, token = parameter_counts(config)["main_model"], cluster.hardware.key
+    if run.parameters != total:
+        return f"it is of a model of {run.parameters:,} parameters, the plan's has {total:,}"
+    if run.target != token:
+        return f"it was compiled for {run.target}, the cluster has {token}"
+    weights = {FP8_BLOCK: "fp8", BF16: "bfloat16"}.get(precision.linear)
+    if run.weights != weights or precision.expert != precision.linear:
+        return f"its weights are {run.weights}, the plan's precision is {precision.name}"
+    if run.kv_dtype != {BF16: "bfloat16"}.get(precision.cache):
+        return f"its cache is {run.kv_dtype}, the plan's has {precision.cache:g} bytes a value"
+    return None
+
+
+def wire_refusal(run: DryRun, dispatch: str, precision: Precision) -> str | None:
+    """Why a plan cannot take a dry run's exchanges; None where it can, or where there are none."""
+    if dispatch == "deepep":
+        return "the plan has DeepEP's kernels (--dispatch deepep), the program dsjax's own"
+    if run.method and dispatch not in ("auto", run.method):
+        return f"the program's dispatch is {run.method}, the plan's {dispatch}"
+    wire = "compute" if precision.wire == BF16 else "fp8"
+    if run.method and run.wire != wire:
+        return f"the program's wire is {run.wire}, the plan's {wire}: compile with --dispatch-wire {wire}"
+    return None
+
+
+def runs_of(
+    runs: Iterable[DryRun], layout: Layout, config: ModelConfig, cluster: Cluster, precision: Precision
+) -> tuple[DryRun, ...]:
+    """The dry runs of a layout (of its unit: copies of the experts never communicate)."""
+    return tuple(r for r in runs if refusal(r, config, cluster, precision) is None and r.layout(config) == layout.unit)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a plan took from a dry run; `used` is False where it took nothing. text: what, or why not."""
+
+    run: DryRun
+    used: bool
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        run = self.run
+        return {
+            "file": run.file,
+            "mesh": str(run.mesh),
+            "target": run.target,
+            "step": run.step,
+            "used": self.used,
+            "what": self.text,
+        }
+
+
+def usage(
+    run: DryRun,
+    config: ModelConfig,
+    cluster: Cluster,
+    precision: Precision,
+    dispatch: str,
+    weights: Mapping[Layout, int],
+) -> Usage:
+    """What a plan over these layouts (of units, with their weights' bytes) takes from a dry run."""
+    reason = refusal(run, config, cluster, precision)
+    layout = run.layout(config)
+    if reason is None and layout not in weights:
+        reason = f"no layout of this plan is {layout} of {layout.devices} devices"
+    if reason:
+        return Usage(run, False, reason)
+    ours = weights[layout]
+    agree = "to the byte" if ours == run.weight_bytes else f"to within {ours - run.weight_bytes:+,} bytes"
+    memory = f"temporaries {run.temporaries / 1e9:.2f} GB; its weights agree with the plan's {agree}"
+    other = wire_refusal(run, dispatch, precision)
+    if other:
+        return Usage(run, True, f"{memory}; not its exchanges and operations: {other}")
+    count = sum(sent.times for sent in run.collectives)
+    sent = sum(sent.times * sent.size for sent in run.collectives)
+    return Usage(
+        run,
+        True,
+        f"{memory}; {count:g} collectives that send {sent / 1e9:.3g} GB; {sum(run.flops.values()):.3g} operations",
+    )

@@ -1,0 +1,99 @@
+"""Times of what a compiled program does: its exchanges, its sums over `tp`, and products beyond the model's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from dsjax.config import ModelConfig
+from dsjax.model.mla_costs import mla_cost
+from dsjax.model.parameter_counts import expert_parameters
+from dsjax.plan.chip import Chip
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.compiled import DryRun
+from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.network import all_reduce, exchanged_rows, own_method, xla_collective
+
+
+def nearest(runs: Iterable[DryRun], decode: bool, tokens: float) -> DryRun | None:
+    """The dry run of that phase whose tokens a device are nearest."""
+    step = "decode" if decode else "prefill"
+    found = [run for run in runs if run.step == step]
+    return min(found, key=lambda run: abs(math.log(run.tokens / tokens)), default=None)
+
+
+def exchange_run(
+    runs: Iterable[DryRun], decode: bool, dispatch: str, top_k: int, ranks: int, tokens: float
+) -> DryRun | None:
+    """The dry run whose exchanges a step of so many tokens a device would have: of the method that it would choose."""
+    method = own_method(dispatch, tokens, top_k, ranks)
+    return nearest((run for run in runs if run.method == method), decode, tokens)
+
+
+def exchanges(
+    cluster: Cluster, run: DryRun, layers: int, top_k: int, ranks: int, tokens: float, slowest: Figure
+) -> tuple[Figure, Figure]:
+    """(there, back) of one layer: the collectives that were compiled, their bytes scaled to other tokens by the method's rows.
+
+    `ragged`: the program tells the most that rows can be; even routing's share of it, and the busiest rank, are reckoned.
+    """
+    then = (
+        run.tokens * top_k / ranks if run.method == "ragged" else exchanged_rows(run.method, run.tokens, top_k, ranks)
+    )
+    scale = exchanged_rows(run.method, tokens, top_k, ranks) / then
+    factor = exact(scale, "rows now ÷ rows compiled") * (slowest if run.method == "ragged" else 1.0)
+    times = []
+    for sent in run.exchanges:
+        count = run.figure(sent.times / layers, f"{sent.kind}, times a layer")
+        each = run.figure(sent.size / (sent.ranks - 1), f"{sent.kind}, bytes to each of {sent.ranks - 1} ranks", "B")
+        times.append(xla_collective(cluster, sent.ranks, each * factor) * count)
+    half = len(times) - len(times) // 2
+    return _sum(times[:half]), _sum(times[half:])
+
+
+def tensor_parallel_sums(cluster: Cluster, run: DryRun, tokens: float) -> Figure:
+    """All collectives of a step that `exchanges` leaves: bytes and times as compiled, bytes in proportion to tokens.
+
+    Where no whole experts are spread, the dispatch's own are sums over `tp` too.
+    """
+    total = exact(0.0)
+    for sent in run.collectives:
+        if not sent.dispatches or run.mesh.ep_size == 1:
+            # As the operand of an all-reduce, which sends 2 (n - 1) ÷ n of it.
+            operand = sent.size * sent.ranks / (2 * (sent.ranks - 1)) * tokens / run.tokens
+            size = run.figure(operand, f"{sent.kind} over {','.join(sent.axes)}, as summed bytes", "B")
+            total = total + all_reduce(cluster, sent.ranks, size) * run.figure(sent.times, "times a step")
+    return total
+
+
+def needed_flops(config: ModelConfig, run: DryRun) -> float:
+    """Operations of matrix products that a device has to do in the step that was compiled, under even routing."""
+    tp, tokens, width = run.mesh.tp_size, run.step_tokens, config.hidden_size
+    mla = mla_cost(config, run.form, rows=run.rows, chunk=run.row_tokens, context=run.context, tp=tp)
+    moe = config.num_moe_layers if config.is_moe else 0
+    dense = 3 * width * (config.intermediate_size // tp) * (config.num_hidden_layers - moe)
+    shared = config.n_shared_experts * expert_parameters(config) // tp * moe
+    router = config.n_routed_experts * width * moe
+    experts = run.tokens * config.num_experts_per_tok * expert_parameters(config) * moe
+    head = run.rows * width * (config.vocab_size // tp)
+    return mla.flops * config.num_hidden_layers + 2.0 * (tokens * (dense + shared + router) + experts + head)
+
+
+def excess(chip: Chip, config: ModelConfig, run: DryRun, tokens: float) -> Figure | None:
+    """Seconds of a step's products beyond those that the model needs: padded buffers, experts that are masked out.
+
+    None where the program counts no more than `needed_flops`; a loop of unknown length counts once, so that it can be less.
+    """
+    beyond = (sum(run.flops.values()) - needed_flops(config, run)) * tokens / run.tokens
+    if beyond <= 0:
+        return None
+    share = assumed(0.65, 0.4, 0.8, "XLA's products, share of peak", "at best 800 of 989 TFLOP/s in bf16, H200, 8192³")
+    flops = run.figure(beyond, "operations beyond the model's")
+    return flops / (share * chip.hardware.bf16_flops)
+
+
+def _sum(times: list[Figure]) -> Figure:
+    total = times[0]
+    for time in times[1:]:
+        total = total + time
+    return total

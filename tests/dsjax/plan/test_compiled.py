@@ -1,0 +1,169 @@
+"""Dry runs in a plan. The files under `dry_runs` are what `dsjax dryrun --model deepseek-v3 --target h200 --weights fp8
+--dispatch-wire fp8` wrote for `dp=8` (96 rows; 8,192 prompt tokens), `tp=8,ep=1` (64 rows) and `dp=32` (128 rows), JAX 0.10.2."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.run import dry_run
+from dsjax.engine.args import EngineArgs
+from dsjax.errors import UserError
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.compiled import read_dry_run
+from dsjax.plan.dry_runs import refusal
+from dsjax.plan.figure import Kind
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.memory import weight_bytes
+from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.program import needed_flops
+from dsjax.plan.search import search
+from dsjax.plan.skew import UNIFORM
+from dsjax.plan.step import StepModel
+from dsjax.plan.workload import Options
+from sharding.mesh import MeshSpec
+
+FILES = Path(__file__).parent / "dry_runs"
+NAMES = ("dp8-decode", "dp8-prefill", "tp8-decode", "dp32-decode")
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return {name: read_dry_run(FILES / f"{name}.json") for name in NAMES}
+
+
+@pytest.fixture
+def planned(ask, runs):
+    def make(*names, mesh="dp=8", dispatch="auto", cluster="h200-16", **kwargs):
+        options = Options(
+            compiled=tuple(runs[name] for name in names),
+            mesh=MeshSpec.parse(mesh),
+            redundant=0,
+            dispatch=dispatch,
+            modes=("aggregated",),
+            **kwargs,
+        )
+        return search(ask(cluster, options=options, hosts=4 if mesh == "dp=32" else None))
+
+    return make
+
+
+def test_weights_that_were_compiled_are_the_planners_to_the_byte(v3, runs):
+    for run in runs.values():
+        layout = parse_layout(str(run.mesh), 0, v3)
+        assert sum(weight_bytes(v3, layout, PRECISIONS["fp8"]).values()) == run.weight_bytes
+        assert run.cache_bytes_per_token == 70_272
+
+
+def test_operations_that_were_compiled_are_the_models_and_whole_multiples_of_its_experts(v3, runs):
+    # Everything else agrees to the last operation; the experts' rows are padded to a capacity or a block, and masked.
+    for name, times in (("tp8-decode", 8), ("dp8-decode", 4), ("dp32-decode", 32)):
+        run = runs[name]
+        experts = json.loads((FILES / f"{name}.json").read_text())["costs"]["expert_flops"]
+        assert sum(run.flops.values()) - needed_flops(v3, run) == pytest.approx((times - 1) * experts, rel=1e-9)
+
+
+def test_the_bytes_of_an_exchange_are_those_that_the_formula_says(v3, runs):
+    run = runs["dp32-decode"]
+    layout, cluster = parse_layout("dp=32", 0, v3), load_cluster("h200-16").resized(4)
+    arguments = (v3, cluster, layout, PRECISIONS["fp8"], UNIFORM)
+    formula = StepModel(*arguments, dispatch="auto").decode(128, 4096)
+    compiled = StepModel(*arguments, dispatch="auto", dry_runs=(run,)).decode(128, 4096)
+    for part in ("dispatch", "combine"):
+        for where in ("bytes to neighbours", "bytes to other hosts"):
+            read = compiled.part(part).part(where)
+            assert read.value == pytest.approx(formula.part(part).part(where).value)
+            assert read.kinds & Kind.COMPILED
+        assert "dp32-decode.json" in compiled.part(part).part("all-to-all, times a layer").source
+    # Another batch: 64 tokens have a capacity of 32 rows to each rank where 128 have 48.
+    half = StepModel(*arguments, dispatch="auto", dry_runs=(run,)).decode(64, 4096).part("dispatch")
+    assert half.part("bytes to neighbours").value == pytest.approx(
+        compiled.part("dispatch").part("bytes to neighbours").value * 32 / 48
+    )
+
+
+def test_memory_is_set_aside_as_compiled_once_both_steps_are_given(planned, runs):
+    plain, both = planned(dispatch="deepep"), planned("dp8-decode", "dp8-prefill")
+    memory = both.winner.decode.memory
+    assert memory.reserve.part("temporaries, the prefill step's").value == runs["dp8-prefill"].temporaries > 36e9
+    assert memory.reserve.value == pytest.approx(runs["dp8-prefill"].temporaries + 0.02 * 141e9)
+    # 36 GB of exchange buffers beside 100.8 GB of weights leave 0.9 GB.
+    assert both.winner.decode.max_batch < 10 < plain.winner.decode.max_batch
+    assert both.winner.prefill_tokens <= 8192
+    one = planned("dp8-decode").winner.decode.memory.reserve
+    assert one.value == pytest.approx(0.08 * 141e9)
+    assert one.kinds == Kind.COMPILED | Kind.ASSUMPTION
+
+
+def test_a_step_that_was_compiled_counts_its_own_sums_and_products(planned):
+    plain, read = planned(mesh="tp=8,ep=1"), planned("tp8-decode", mesh="tp=8,ep=1")
+    batch = 64.0
+    slow, fast = read.winner.decode.decode_step(batch), plain.winner.decode.decode_step(batch)
+    sums = slow.part("tensor-parallel sums")
+    assert sums.kinds & Kind.COMPILED
+    # 300 collectives of 8 µs and more each, where the model's arithmetic has 122.
+    assert sums.value > 1.5 * fast.part("tensor-parallel sums").value
+    assert slow.part("products beyond the model's own").kinds & Kind.COMPILED
+    assert slow.value > fast.value
+    assert not read.winner.decode.overlapped(batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"target": "h100"}, "compiled for h100, the cluster has h200"),
+        ({"weights": "bfloat16"}, "its weights are bfloat16"),
+        ({"parameters": {"total": 12_000_000}}, "a model of 12,000,000 parameters, the plan's has 671,026,419,200"),
+        ({"kv_dtype": "float32"}, "its cache is float32"),
+    ],
+)
+def test_a_dry_run_of_something_else_is_not_used_and_says_why(v3, tmp_path, change, reason):
+    found = json.loads((FILES / "dp8-decode.json").read_text()) | change
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(found))
+    run = read_dry_run(path)
+    assert reason in refusal(run, v3, load_cluster("h200-8"), PRECISIONS["fp8"])
+
+
+def test_files_that_match_no_layout_or_dispatch_are_said(planned):
+    (other,) = planned("dp32-decode").usages
+    assert not other.used
+    assert "no layout of this plan is dp=32" in other.text
+    for dispatch, reason in (("deepep", "the plan has DeepEP's kernels"), ("ragged", "the plan's ragged")):
+        (usage,) = planned("dp8-decode", dispatch=dispatch).usages
+        assert usage.used
+        assert "not its exchanges" in usage.text
+        assert reason in usage.text
+
+
+def test_a_predicted_timeline_is_shown_beside_the_planners_step(tmp_path):
+    found = json.loads((FILES / "tp8-decode.json").read_text()) | {"timeline": {"step_seconds": 0.0437}}
+    path = tmp_path / "with.json"
+    path.write_text(json.dumps(found))
+    arguments = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated", "--dispatch", "auto"]
+    shown = CliRunner().invoke(app, [*arguments, "--compiled", str(path), "--explain", "tpot"], catch_exceptions=False)
+    assert "its timeline 43.7 ms" in shown.output
+    assert "times a step  (compiled; with.json, dsjax dryrun --target h200" in shown.output
+
+
+def test_a_file_that_is_no_dry_run_is_refused(tmp_path):
+    path = tmp_path / "no.json"
+    for text in ("[]", "{}", "no", '{"device_bytes": 1}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"expected a file that `dsjax dryrun"):
+            read_dry_run(path)
+    with pytest.raises(UserError, match="No such file"):
+        read_dry_run(tmp_path / "none.json")
+
+
+def test_what_the_dry_run_writes_now_is_read(v3, tmp_path):
+    report = dry_run(DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=4"), batch=2, context=64))
+    path = tmp_path / "demo.json"
+    path.write_text(json.dumps(report.to_json()))
+    run = read_dry_run(path)
+    assert (run.rows, run.step_tokens, run.context, run.method) == (2, 2, 64, "gather")
+    assert run.weight_bytes == report.memory.weight_bytes
+    assert "parameters" in refusal(run, v3, load_cluster("h200-8"), PRECISIONS["fp8"])
