@@ -36,14 +36,13 @@ def draw_front(plan: Plan, path: Path) -> None:
     from matplotlib import ticker
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), dpi=130)
-    others = plan.ranked + plan.missed
-    axes.scatter(
-        [c.per_user.value for c in others],
-        [c.per_device.value for c in others],
-        s=9,
-        color=_GREY,
-        label="best of a layout",
-    )
+    objective = plan.question.objective
+    late = {id(c): c for c in [*plan.late, *plan.ranked, *plan.missed] if _is_late(plan, c)}.values()
+    others = [c for c in plan.ranked + plan.missed if not _is_late(plan, c)]
+    for points, face, label in ((others, _GREY, "best of a layout"), (late, "none", _late(plan))):
+        if points:
+            x, y = [c.per_user.value for c in points], [c.per_device.value for c in points]
+            axes.scatter(x, y, s=12, facecolors=face, edgecolors=_GREY, linewidths=0.8, label=label)
     for mode, marker, colour in (("aggregated", "o", _BLUE), ("separated", "s", _RED)):
         points = [c for c in plan.frontier if c.mode == mode]
         if points:
@@ -69,25 +68,38 @@ def draw_front(plan: Plan, path: Path) -> None:
             last = math.log(candidate.per_user.value)
             place = (candidate.per_user.value, candidate.per_device.value)
             axes.annotate(candidate.name(), place, fontsize=6, rotation=35, xytext=(3, 5), textcoords="offset points")
-    tpot = plan.question.objective.tpot
-    if tpot:
-        axes.axvline(1 / tpot, color="black", linewidth=0.8, linestyle="--", label=f"TPOT {tpot * 1e3:g} ms")
+    if objective.tpot:
+        label = f"TPOT {objective.tpot * 1e3:g} ms: met to the right"
+        axes.axvline(1 / objective.tpot, color="black", linewidth=0.8, linestyle="--", label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    # Room for the labels that lean out of the last points.
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.35)
+    axes.set_ylim(top=axes.get_ylim()[1] * 2.2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xlabel("tokens a second a user")
     axes.set_ylabel("output tokens a second a device")
-    axes.set_title(
-        f"{plan.question.cluster.name}: Pareto front; bars: every assumption at one end of its range", fontsize=10
-    )
+    kept = f" with TTFT ≤ {objective.ttft:g} s" if objective.ttft else ""
+    bars = "bars: every assumption at one end of its range"
+    axes.set_title(f"{plan.question.cluster.name}: Pareto front{kept}; {bars}", fontsize=10)
     axes.grid(which="both", alpha=0.25)
     axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def _is_late(plan: Plan, candidate: Candidate) -> bool:
+    bound = plan.question.objective.ttft
+    return bound is not None and candidate.ttft.value > bound
+
+
+def _late(plan: Plan) -> str:
+    bound = plan.question.objective.ttft
+    return "" if bound is None else f"breaks the TTFT of {bound:g} s"
 
 
 def draw_sweep(found: Sweep, path: Path) -> None:
@@ -134,13 +146,23 @@ def write_html(plan: Plan, path: Path) -> None:
 td,th{{padding:3px 10px;text-align:right;border-bottom:1px solid #ddd}}td:first-child,th:first-child{{text-align:left}}
 circle:hover{{stroke:#000;stroke-width:2}}</style>
 <h1 style="font-size:18px">{title}</h1>
-<p>Estimates; bars and brackets: every assumption at one end of its range. Point at a dot for its figures.</p>
+<p>Estimates; bars and brackets: every assumption at one end of its range. Point at a dot for its figures.{_objectives(plan)}</p>
 {_drawing(plan)}
 <table><tr><th>deployment</th><th>batch</th><th>tokens/s a user</th><th>tokens/s a device</th><th>TTFT</th><th>TPOT</th></tr>
 {rows}</table></html>
 """,
         encoding="utf-8",
     )
+
+
+def _objectives(plan: Plan) -> str:
+    """What the objectives do to the drawing, in words."""
+    objective, said = plan.question.objective, ""
+    if objective.ttft:
+        said += f" The front keeps a TTFT of {objective.ttft:g} s."
+    if plan.late:
+        said += f" A hollow dot {_late(plan)}, and would be on the front."
+    return said + (f" Dashed: a TPOT of {objective.tpot * 1e3:g} ms, met to the right." if objective.tpot else "")
 
 
 def _row(candidate: Candidate) -> str:
@@ -157,11 +179,12 @@ def _row(candidate: Candidate) -> str:
 
 def _drawing(plan: Plan) -> str:
     """An SVG with logarithmic axes."""
-    front = plan.frontier
-    if not front:
+    front, every = plan.frontier, plan.frontier + plan.late
+    if not every:
         return "<p>No layout has room for one request.</p>"
-    across = _axis([c.per_user.value for c in front], _LEFT, _WIDTH - _RIGHT)
-    upward = _axis([end for c in front for end in (c.per_device.low, c.per_device.high)], _HEIGHT - _BOTTOM, _TOP)
+    tpot = plan.question.objective.tpot
+    across = _axis([c.per_user.value for c in every] + ([1 / tpot] if tpot else []), _LEFT, _WIDTH - _RIGHT)
+    upward = _axis([end for c in every for end in (c.per_device.low, c.per_device.high)], _HEIGHT - _BOTTOM, _TOP)
     lines = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" aria-label="Pareto front">']
     for value in across.ticks:
         x = across(value)
@@ -171,23 +194,34 @@ def _drawing(plan: Plan) -> str:
         y = upward(value)
         lines.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#eee"/>')
         lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+    if tpot:
+        x = across(1 / tpot)
+        lines.append(f'<path d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#000" stroke-dasharray="5 4"/>')
     path = " ".join(f"{across(c.per_user.value):.1f},{upward(c.per_device.value):.1f}" for c in front)
     lines.append(f'<polyline points="{path}" fill="none" stroke="{_GREY}"/>')
-    for candidate in front:
-        x, y = across(candidate.per_user.value), upward(candidate.per_device.value)
-        low, high = upward(candidate.per_device.low), upward(candidate.per_device.high)
-        colour = _BLUE if candidate.mode == "aggregated" else _RED
-        told = html.escape(
-            f"{candidate.mode}: {candidate.name()}, batch {candidate.batch:g}: {candidate.per_device.value:,.0f} tokens/s a "
-            f"device, {candidate.per_user.value:.1f} a user, TTFT {candidate.ttft.value:.2f} s"
-        )
-        lines.append(f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="{colour}" stroke-opacity="0.35"/>')
-        lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{told}</title></circle>')
+    lines += [_dot(candidate, across, upward, hollow=True) for candidate in plan.late]
+    lines += [_dot(candidate, across, upward) for candidate in front]
     lines.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 12}" text-anchor="middle">tokens a second a user</text>')
     lines.append(
         f'<text transform="translate(16 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">output tokens a second a device</text>'
     )
     return "\n".join([*lines, "</svg>"])
+
+
+def _dot(candidate: Candidate, across: _axis, upward: _axis, hollow: bool = False) -> str:
+    """A candidate with what it tells when pointed at; its interval, unless it is not of the front."""
+    x, y = across(candidate.per_user.value), upward(candidate.per_device.value)
+    colour = _BLUE if candidate.mode == "aggregated" else _RED
+    told = html.escape(
+        f"{candidate.mode}: {candidate.name()}, batch {candidate.batch:g}: {candidate.per_device.value:,.0f} tokens/s a "
+        f"device, {candidate.per_user.value:.1f} a user, TTFT {candidate.ttft.value:.2f} s"
+    )
+    title = f"<title>{told}</title></circle>"
+    if hollow:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#fff" stroke="{colour}" stroke-opacity="0.6">{title}'
+    low, high = upward(candidate.per_device.low), upward(candidate.per_device.high)
+    bar = f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="{colour}" stroke-opacity="0.35"/>'
+    return f'{bar}\n<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}">{title}'
 
 
 class _axis:

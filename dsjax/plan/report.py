@@ -17,8 +17,8 @@ from dsjax.plan.sweep import Sweep
 
 
 def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep]) -> dict[str, Any]:
-    """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "forbidden", "frontier", "winner", "sweeps"}`,
-    and "compiled" where dry runs were given."""
+    """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "missed", "frontier", "frontier_late",
+    "forbidden", "winner", "sweeps", "compiled"}`."""
     question = plan.question
     return {
         "model": model,
@@ -32,6 +32,7 @@ def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep]) -> dict[str,
             for c in plan.missed[: 0 if plan.winner else rows]
         ],
         "frontier": [c.to_json() for c in plan.frontier],
+        "frontier_late": [c.to_json() for c in plan.late],
         "forbidden": [
             {
                 "bound": f.bound,

@@ -54,6 +54,7 @@ class Question:
 class Plan:
     """The answer: candidates that meet the objectives, best first; the others, nearest first; layouts that do not fit.
 
+    frontier: of candidates that keep the TTFT's objective; late: those that would be on it if they did.
     considered: layouts looked at; fitting, too_large: those with and without room for one request beside the weights. every: all
     candidates, not only the best of each layout, where none meets the objectives.
     """
@@ -62,6 +63,7 @@ class Plan:
     ranked: list[Candidate]
     missed: list[Candidate]
     frontier: list[Candidate]
+    late: list[Candidate]
     considered: list[Layout]
     fitting: list[Instance]
     too_large: list[Instance]
@@ -136,7 +138,10 @@ def _search(question: Question) -> Plan:
     ranked = _best_of_each(sorted(met, key=_order(question)))
     missed = _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *_order(question)(c))))
     every = [] if ranked else candidates
-    return Plan(question, ranked, missed, frontier(candidates), found, fitting, too_large, every)
+    bound = objective.ttft
+    front = frontier([c for c in candidates if bound is None or c.ttft.value <= bound])
+    late = [] if bound is None else [c for c in frontier(candidates) if c.ttft.value > bound]
+    return Plan(question, ranked, missed, front, late, found, fitting, too_large, every)
 
 
 def _order(question: Question):

@@ -53,6 +53,16 @@ def test_the_front_is_one_page_that_loads_nothing(tmp_path):
     assert "<script" not in page
 
 
+def test_the_front_says_that_it_keeps_the_ttft(tmp_path):
+    path = tmp_path / "front.html"
+    run("--pareto", str(path), "--ttft-ms", "150", "--tpot-ms", "40")
+    page = path.read_text()
+    assert "The front keeps a TTFT of 0.15 s" in page
+    assert page.count('fill="#fff"') >= 1
+    assert "A hollow dot breaks the TTFT of 0.15 s" in page
+    assert "stroke-dasharray" in page
+
+
 def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     run("--pareto", str(tmp_path / "front.png"), "--sweep", "loss-of-hosts", "--plots", str(tmp_path))

@@ -41,6 +41,20 @@ def test_the_front_is_a_front(ask):
     assert len(front) > 5
 
 
+def test_the_front_keeps_the_ttft_and_what_breaks_it_is_kept_apart(ask):
+    free = search(ask())
+    bound = sorted(c.ttft.value for c in free.frontier)[len(free.frontier) // 2]
+    plan = search(ask(objective=Objective(ttft=bound)))
+    assert all(c.ttft.value <= bound for c in plan.frontier)
+    assert plan.late
+    assert all(c.ttft.value > bound for c in plan.late)
+    # Nothing that keeps it is missing: each late point has more of one of the two than any of the front.
+    for candidate in plan.late:
+        better = [c for c in plan.frontier if c.per_user.value >= candidate.per_user.value]
+        assert all(c.per_device.value <= candidate.per_device.value for c in better)
+    assert not free.late
+
+
 def test_a_concurrency_is_served_and_obeys_littles_law(ask):
     question = ask(concurrency=64.0, options=Options(modes=("aggregated",)))
     for candidate in search(question).ranked[:5]:
