@@ -1,22 +1,65 @@
-"""What a dry run takes for granted where a loop's length hangs on the requests."""
+"""What a dry run takes for granted where a loop's length hangs on the requests or on the routing."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
+from dsjax.model.experts import choose_implementation, default_block, default_tile
 from sharding.program.text import Operation
 from sharding.program.walk import TripCount
 
 TEXT = {
     "attention": "every row attends to its whole context",
     "dispatch": "no exchange needs a second round",
-    "experts": "loops of the expert product run once",
+    "experts": "routing is even: every token chooses among the experts with the same chance",
 }
 """The assumptions in words, as reports show them."""
 
 
-def trip_counts(context: int, pages: int, page_size: int, block_tokens: int) -> TripCount:
+@dataclass(frozen=True)
+class EvenExperts:
+    """The expert product of a device under even routing.
+
+    platform: where it runs, which chooses the implementation. mean_load: pairs of one of its physical experts; count: how many
+    it has; top_k: experts of a row, width: values of one.
+    """
+
+    platform: str
+    mean_load: float
+    count: int
+    top_k: int
+    width: int
+
+    def turns(self, loop: Operation) -> float:
+        """Turns of the product's loop: expected tiles in use, rounds beyond the first (none), or blocks."""
+        chosen = choose_implementation(self.platform, self.mean_load)
+        if chosen == "einsum":
+            return 0
+        if chosen == "tiles":
+            return self.count * expected_tiles(self.mean_load, default_tile(self.mean_load))
+        rows = next(shape.dims[0] for shape in loop.shapes if shape.dtype == "f32" and shape.dims[1:] == (self.width,))
+        block = min(default_block((rows, self.top_k)), rows * self.top_k)
+        return math.ceil(self.mean_load * self.count / block)
+
+
+def expected_tiles(mean_load: float, tile: int) -> float:
+    """Mean number of tiles that an expert's pairs fill or begin, where their number is Poisson's: the sum of P(pairs > k × tile)."""
+    # P(N = n) in logarithms: at mean loads in the thousands exp(-mean_load) is no number.
+    most = math.ceil(mean_load + 12 * math.sqrt(mean_load) + 12)
+    return sum(
+        math.ceil(n / tile) * math.exp(n * math.log(mean_load) - mean_load - math.lgamma(n + 1))
+        for n in range(1, most + 1)
+    )
+
+
+def trip_counts(
+    context: int, pages: int, page_size: int, block_tokens: int, experts: EvenExperts | None = None
+) -> TripCount:
     """Trip counts of the step's loops that XLA cannot know, told apart by the scopes that the model names.
 
-    context: positions that each row attends to; pages: of a row's page table; block_tokens: as ``Step.block_tokens``.
+    context: positions that each row attends to; pages: of a row's page table; block_tokens: as ``Step.block_tokens``; experts:
+    None for a model without any.
     """
     block = max(1, min(pages, block_tokens // page_size)) * page_size
     blocks = -(-context // block)
@@ -24,8 +67,8 @@ def trip_counts(context: int, pages: int, page_size: int, block_tokens: int) -> 
     def count(loop: Operation) -> float | None:
         if "/attend_" in loop.op_name:
             return blocks
-        if loop.op_name.endswith("/dispatch/shard_map/while"):
-            return 0
-        return None
+        if experts and loop.op_name.endswith("/experts/while"):
+            return experts.turns(loop)
+        return 0 if "/dispatch/" in loop.op_name else None
 
     return count

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from dsjax.engine.args import EngineArgs
+from dsjax.errors import UserError
 from dsjax.options import engine_options, prepare_devices
 
 
@@ -33,6 +34,17 @@ def dryrun(
     fit: Annotated[
         bool, typer.Option("--fit", help="Also find the largest batch, context and cache that fit, by compiling.")
     ] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Hosts and network: a name of configs/clusters or a file; default: the hardware's own."),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Predict the step's time; write a trace for ui.perfetto.dev (.json or .json.gz)."),
+    ] = None,
+    timeline_picture: Annotated[
+        Path | None, typer.Option(help="Draw it too: .png, .svg or .pdf; default: next to the trace.")
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
     ] = None,
@@ -50,7 +62,13 @@ def dryrun(
     from dsjax.dryrun.run import dry_run
     from dsjax.dryrun.tables import show
 
-    report = dry_run(DryRunArgs(engine=args, target=target, step=step, batch=batch, context=context), search=fit)
+    if timeline_picture and not timeline:
+        raise UserError("--timeline-picture needs --timeline FILE")
+    request = DryRunArgs(engine=args, target=target, step=step, batch=batch, context=context)
+    report = dry_run(request, search=fit, cluster=cluster, timeline=timeline is not None)
+    if timeline and report.timeline:
+        picture = timeline_picture or timeline.with_name(timeline.name.split(".json")[0] + ".png")
+        _write_timeline(report, timeline, picture)
     if json_file is None:
         show(Console(), report)
         return
@@ -59,3 +77,20 @@ def dryrun(
         sys.stdout.write(text)
     else:
         Path(json_file).write_text(text, encoding="utf-8")
+
+
+def _write_timeline(report, trace: Path, picture: Path) -> None:
+    from dsjax.dryrun.timeline_picture import draw
+    from dsjax.dryrun.timeline_trace import write_trace
+
+    r = report.request
+    title = (
+        f"{r['model']}, {r['mesh']} on {r['target']}, {r['step']}: {r['batch']} × {r['chunk']} tokens of a DP rank, "
+        f"context {r['context']:,}, weights {r['weights']}"
+    )
+    try:
+        write_trace(report.timeline, trace, title)
+        draw(report.timeline, picture, title)
+    except OSError as error:
+        raise UserError(f"cannot write the timeline: {error}") from error
+    sys.stderr.write(f"wrote {trace} (open it at https://ui.perfetto.dev) and {picture}\n")

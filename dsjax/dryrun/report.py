@@ -8,6 +8,7 @@ from typing import Any
 
 from dsjax.dryrun.fit import Fit
 from dsjax.dryrun.memory import DeviceMemory
+from dsjax.dryrun.timeline import Timeline
 from dsjax.hardware import Hardware
 from sharding.program import ProgramCollective, ProgramCosts
 
@@ -18,6 +19,7 @@ class DryRunReport:
 
     request: what was compiled, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
     rank's cache. expert_flops: what the routed experts must compute under even routing, by arithmetic.
+    timeline: the schedule played through; None where it was not asked for.
     fit: the largest that fits; None where it was not searched.
     assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
     """
@@ -30,6 +32,7 @@ class DryRunReport:
     collectives: tuple[ProgramCollective, ...]
     costs: ProgramCosts
     expert_flops: float
+    timeline: Timeline | None
     fit: Fit | None
     assumptions: dict[str, str]
     notes: tuple[str, ...]
@@ -56,6 +59,7 @@ class DryRunReport:
             "cache_tokens": self.cache_tokens,
             "collectives": [_collective(one) for one in self.collectives],
             "costs": {**dataclasses.asdict(self.costs), "expert_flops": self.expert_flops},
+            "timeline": self.timeline.to_json() if self.timeline else None,
             "fit": dataclasses.asdict(self.fit) if self.fit else None,
             "assumptions": self.assumptions,
             "notes": list(self.notes),

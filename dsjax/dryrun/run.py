@@ -6,15 +6,19 @@ import time
 
 from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
-from dsjax.dryrun.assumptions import TEXT, trip_counts
+from dsjax.dryrun.assumptions import TEXT, EvenExperts, trip_counts
 from dsjax.dryrun.compilation import CompiledStep, compile_step
 from dsjax.dryrun.fit import fit
 from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
+from dsjax.dryrun.prices import default_cluster, even_ragged_share
 from dsjax.dryrun.report import DryRunReport
+from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters
+from dsjax.model.step import Step
+from dsjax.plan.cluster import Cluster, load_cluster
 from sharding import MeshSpec
 from sharding.program import Program, program_collectives, program_costs, true_dtypes
 
@@ -22,10 +26,14 @@ CPU_HOST_DEVICES = 8
 """Devices of a host that the CPU target's emulated ones are divided into, for bytes inside and between hosts."""
 
 
-def dry_run(args: DryRunArgs, *, search: bool = False) -> DryRunReport:
+def dry_run(
+    args: DryRunArgs, *, search: bool = False, cluster: str | None = None, timeline: bool = False
+) -> DryRunReport:
     """Compile the step that ``args`` describe for its target and read the program. Allocates nothing of the model's size.
 
     search: also find the largest batch, context and cache that fit, which takes a dozen further compilations.
+    cluster: a name of `configs/clusters` or a file like those, of the target's devices; None: hosts as the hardware's file
+    describes them. timeline: also play the schedule through and predict the step's time.
 
     Raises:
         UserError, MeshError: options, model, mesh and target that do not go together.
@@ -34,9 +42,15 @@ def dry_run(args: DryRunArgs, *, search: bool = False) -> DryRunReport:
         raise UserError(
             "--fit needs an accelerator's memory and its compiler's temporaries; give a --target such as h200"
         )
+    if timeline and args.target == "cpu":
+        raise UserError(
+            "--timeline needs an accelerator's schedule and figures: the CPU program computes bf16 as float32, exchanges "
+            "synchronously, and no hardware file describes the machine; give a --target such as h200"
+        )
     config = load_config(args.engine.model)
     spec = MeshSpec.parse(args.engine.mesh)
     hardware = None if args.target == "cpu" else load_hardware(args.target)
+    machines = _cluster(hardware, cluster, spec.num_devices)
     mesh = spec.build(target_devices(hardware, spec.num_devices))
     compiled = compile_step(args, config, mesh)
     started = time.perf_counter()
@@ -44,12 +58,18 @@ def dry_run(args: DryRunArgs, *, search: bool = False) -> DryRunReport:
     dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
     shape = compiled.shapes[0]
     step = compiled.step
-    trips = trip_counts(args.row_tokens, shape.pages, step.page_size, step.block_tokens)
+    experts = even_experts(step, shape.tokens) if config.is_moe else None
+    trips = trip_counts(args.row_tokens, shape.pages, step.page_size, step.block_tokens, experts)
+    host_devices = machines.domain if machines else CPU_HOST_DEVICES
     collectives = program_collectives(
-        program, dict(mesh.shape), host_devices=_host_devices(hardware), dtypes=dtypes, trip_count=trips
+        program, dict(mesh.shape), host_devices=host_devices, dtypes=dtypes, trip_count=trips
     )
     costs = program_costs(program, trip_count=trips)
     reading = time.perf_counter() - started
+    played = None
+    if timeline and machines:
+        ragged = even_ragged_share(spec.ep_size, config.num_experts_per_tok) if config.is_moe else 1.0
+        played = Timeline.of(program, collectives, machines, trips, ragged)
     return DryRunReport(
         request=_request(args, compiled),
         hardware=hardware,
@@ -59,6 +79,7 @@ def dry_run(args: DryRunArgs, *, search: bool = False) -> DryRunReport:
         collectives=collectives,
         costs=costs,
         expert_flops=expert_flops(config, shape.tokens / spec.tp_size),
+        timeline=played,
         fit=fit(args, config, mesh, hardware.memory_bytes) if search and hardware else None,
         assumptions=dict(TEXT),
         notes=tuple(_notes(hardware, compiled)),
@@ -78,8 +99,33 @@ def expert_flops(config: ModelConfig, tokens: float) -> float:
     return 2 * tokens * config.num_experts_per_tok * expert_parameters(config) * config.num_moe_layers
 
 
-def _host_devices(hardware: Hardware | None) -> int:
-    return CPU_HOST_DEVICES if hardware is None else max(hardware.devices_per_host, hardware.scale_up_devices)
+def even_experts(step: Step, tokens: int) -> EvenExperts:
+    """What one device's experts have to do under even routing, for a DP rank's ``tokens``."""
+    config, spec = step.config, step.spec
+    return EvenExperts(
+        platform=step.mesh.devices.flat[0].platform,
+        mean_load=step.mean_load(tokens * spec.dp_size, config.num_experts_per_tok),
+        count=step.placement.n_physical // spec.ep_size,
+        top_k=config.num_experts_per_tok,
+        width=config.hidden_size,
+    )
+
+
+def _cluster(hardware: Hardware | None, name: str | None, devices: int) -> Cluster | None:
+    """The named cluster, or hosts as the hardware's file describes them; None on the CPU target."""
+    if name is None:
+        return default_cluster(hardware, devices) if hardware else None
+    found = load_cluster(name)
+    if hardware is None or found.hardware.key != hardware.key:
+        raise UserError(
+            f"--cluster {name} is of {found.hardware.key}, --target is {hardware.key if hardware else 'cpu'}; "
+            f"give --target {found.hardware.key}"
+        )
+    if found.num_devices < devices:
+        raise UserError(
+            f"--cluster {name} has {found.num_devices} devices, the mesh {devices}; expected at most as many"
+        )
+    return found
 
 
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:

@@ -6,6 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dsjax.dryrun.report import DryRunReport
+from dsjax.dryrun.scopes import model_part
+from dsjax.dryrun.timeline import Timeline
+from dsjax.plan.figure import Figure, Kind
 
 
 def show(console: Console, report: DryRunReport) -> None:
@@ -20,10 +23,15 @@ def show(console: Console, report: DryRunReport) -> None:
     console.print(_memory(report))
     console.print(_collectives(report))
     console.print(_costs(report))
+    if report.timeline:
+        console.print(_timeline(report.timeline))
     if report.fit:
         console.print(_fit(report))
     for assumption in report.assumptions.values():
         console.print(f"[dim]assumed: {assumption}[/dim]", highlight=False)
+    for figure in report.timeline.assumed.figures() if report.timeline else ():
+        if Kind.ASSUMPTION in Kind(figure.kinds):
+            console.print(f"[dim]assumed: {_assumed(figure)}[/dim]", highlight=False)
     for note in report.notes:
         console.print(f"[dim]note: {note}[/dim]", highlight=False)
 
@@ -123,6 +131,32 @@ def _costs(report: DryRunReport) -> Table:
     return table
 
 
+def _timeline(timeline: Timeline) -> Table:
+    step = timeline.step
+    table = _table(
+        f"a step of {timeline.cluster.name}: {step.value * 1e3:.4g} ms ({step.low * 1e3:.4g} – {step.high * 1e3:.4g}; "
+        f"{Kind(step.kinds).words()}), {timeline.exposed_network * 1e3:.3g} ms of them waiting for the network",
+        "part of the model", "critical ms", "of it", "compute ms", "links ms", "T ops", "GB",
+    )  # fmt: skip
+    table.columns[0].no_wrap = True
+    for name, share in timeline.by_scope().items():
+        if share.critical < 1e-3 * step.value:
+            continue
+        times = [f"{seconds * 1e3:.4g}" for seconds in (share.compute, share.network)]
+        table.add_row(
+            name, f"{share.critical * 1e3:.4g}", f"{share.critical / step.value:.1%}", *times,
+            f"{share.flops / 1e12:.3g}", f"{share.bytes / 1e9:.3g}",
+        )  # fmt: skip
+    table.add_section()
+    for bound, seconds in timeline.critical_by_bound().items():
+        table.add_row(f"bound by {bound}", f"{seconds * 1e3:.4g}", f"{seconds / step.value:.1%}", *[""] * 4)
+    return table
+
+
+def _assumed(figure: Figure) -> str:
+    return f"{figure.name} {figure.value:.4g} ({figure.low:.4g} – {figure.high:.4g}): {figure.source}"
+
+
 def _fit(report: DryRunReport) -> Table:
     found, r = report.fit, report.request
     table = _table(
@@ -132,11 +166,3 @@ def _fit(report: DryRunReport) -> Table:
     table.add_row(f"context of a row at {r['batch']} rows", f"{found.context:,}")
     table.add_row(f"cache tokens of a DP rank beside {r['batch']} rows", f"{found.cache_tokens:,}")
     return table
-
-
-def model_part(op_name: str) -> str:
-    """The model's own scopes in a path that JAX traced: ``jit(run)/while/body/closed_call/mla_output/dot_general`` →
-    ``mla_output``."""
-    made_by_jax = ("while", "body", "closed_call", "shard_map", "jit(", "cond", "branch", "checkpoint")
-    parts = [part for part in op_name.split("/")[:-1] if not part.startswith(made_by_jax)]
-    return "/".join(parts) or op_name.split("/")[-1]

@@ -169,7 +169,7 @@ class Step:
         product = ExpertProduct(
             weight_dtype=experts.down.weight.info.dtype,
             platform=self._platform,
-            mean_load=self._mean_load(B * T, K),
+            mean_load=self.mean_load(B * T, K),
         )
         y, report = dispatch(
             self.spec,
@@ -185,7 +185,7 @@ class Step:
         )
         return self._constrain(y.reshape(B, T, D), self.spec.batch_axes), report
 
-    def _mean_load(self, tokens: int, top_k: int) -> float:
+    def mean_load(self, tokens: int, top_k: int) -> float:
         """Pairs of one physical expert in one product, if all ``tokens`` of the mesh are routed evenly."""
         devices = self.spec.num_devices
         own = (

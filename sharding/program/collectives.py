@@ -24,7 +24,8 @@ KINDS = (
 class ProgramCollective:
     """One collective operation of a program, on one device.
 
-    kind: HLO's name. axes: mesh axes it runs along, None where its groups follow none; ranks: how many devices meet.
+    kind: HLO's name. axes: mesh axes it runs along, None where its groups follow none; ranks: how many devices meet;
+        neighbours: how many of them are on one host, the device itself among them.
     operand: the arrays it is given, in the dtype in which they were meant to travel (see ``true_dtypes``).
     times: runs in one run of the program; data_dependent: see ``Executed``.
     bytes_inside, bytes_between: what a device sends each time to devices of its own host and to others, the most of any device.
@@ -38,6 +39,7 @@ class ProgramCollective:
     kind: str
     axes: tuple[str, ...] | None
     ranks: int
+    neighbours: int
     operand: tuple[Shape, ...]
     times: float
     data_dependent: bool
@@ -96,6 +98,7 @@ def program_collectives(
                 kind=kind,
                 axes=_permutation_axes(groups, mesh) if kind == "collective-permute" else mesh_axes(groups, mesh),
                 ranks=2 if kind == "collective-permute" else max(map(len, groups)),
+                neighbours=_neighbours(groups, host_devices),
                 operand=operand,
                 times=one.times,
                 data_dependent=one.data_dependent,
@@ -195,6 +198,15 @@ def _most_sent(kind: str, groups: Groups, operand: int, host_devices: int) -> tu
             sent = round(to_one * (here - 1)), round(to_one * (len(group) - here))
             most = max(most, sent, key=lambda pair: (pair[1], pair[0]))
     return most
+
+
+def _neighbours(groups: Groups, host_devices: int) -> int:
+    """Members of a group that share a host, where they are fewest: whose cards have most to carry for each."""
+    fewest = []
+    for group in groups:
+        hosts = [device // host_devices for device in group]
+        fewest.append(min(hosts.count(host) for host in set(hosts)))
+    return min(fewest, default=1)
 
 
 def _permutation_axes(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:

@@ -16,10 +16,11 @@ from sharding.program.collectives import KINDS
 from sharding.program.text import Computation, Operation, Program
 from sharding.program.walk import TripCount, executed
 
-_FREE = {
+FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "while",
     "conditional", "call", "iota", "domain", "opt-barrier",
 }  # fmt: skip
+"""Operations that name, pass on or order things; their computations, where they have any, count by themselves."""
 _RENAMES = ("bitcast", "reshape", "copy", "transpose")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
@@ -48,7 +49,7 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
     uncounted: dict[str, float] = {}
     flops = moved = flops_assumed = bytes_assumed = 0.0
     for one in executed(program, trip_count):
-        for dtype, count in _products(program, one.computation, one.operation):
+        for dtype, count in products(program, one.computation, one.operation):
             by_dtype[dtype] = by_dtype.get(dtype, 0.0) + one.times * count
             flops += one.times * count
             flops_assumed += one.times * count if one.data_dependent else 0.0
@@ -65,7 +66,7 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
 def bytes_moved(program: Program, computation: Computation, operation: Operation) -> int:
     """Bytes that one scheduled operation reads and writes; 0 for those that only name things, and for collectives."""
     opcode = operation.opcode
-    if opcode in _FREE or opcode.endswith(("-start", "-done", "-update")) or opcode in KINDS:
+    if opcode in FREE or opcode.endswith(("-start", "-done", "-update")) or opcode in KINDS:
         return 0
     known = computation.operations
     if opcode == "fusion":
@@ -111,12 +112,12 @@ def _written(inner: Computation) -> int:
     return written
 
 
-def _products(program: Program, computation: Computation, operation: Operation) -> Iterator[tuple[str, int]]:
-    """``(dtype, operations)`` of the matrix products in one scheduled operation."""
+def products(program: Program, computation: Computation, operation: Operation) -> Iterator[tuple[str, int]]:
+    """``(dtype of the left operand, operations)`` of the matrix products in one scheduled operation."""
     if operation.opcode == "fusion":
         inner = program.computations[operation.computation("calls")]
         for one in inner.operations.values():
-            yield from _products(program, inner, one)
+            yield from products(program, inner, one)
         return
     contracting = None
     if operation.opcode == "dot":

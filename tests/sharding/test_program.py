@@ -162,6 +162,7 @@ def test_start_and_done_pairs_tell_what_runs_beside():
     gather, exchange = program_collectives(Program.parse(ASYNCHRONOUS), {"dp": 2, "ep": 1, "tp": 4}, host_devices=4)
     assert (gather.kind, gather.axes, gather.asynchronous) == ("all-gather", ("tp",), True)
     assert gather.beside == ("dot", "exp", "all-to-all-start", "all-to-all-done")
+    assert (gather.ranks, gather.neighbours, exchange.ranks, exchange.neighbours) == (4, 4, 8, 4)
     assert (gather.operand_bytes, gather.bytes_inside, gather.bytes_between) == (64, 3 * 64, 0)
     assert gather.op_name == "jit(run)/attend/all_gather"
     assert (exchange.kind, exchange.axes, exchange.beside) == ("all-to-all", ("dp", "tp"), ())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.assumptions import expected_tiles
 from dsjax.dryrun.run import dry_run
 from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
@@ -76,16 +77,17 @@ def test_two_collectives_a_moe_layer_and_no_others(full_size):
 
 
 def test_products_of_a_decode_are_the_models_arithmetic():
-    """Everything but the expert loop, whose length is data: 2 operations a weight and token, and absorbed attention."""
+    """2 operations a weight and token, absorbed attention, and of the experts as many tiles as even routing begins."""
     rows, context = 4, 1024
     report = dry_run(DryRunArgs(engine=V3, batch=rows, context=context))
     costs = report.costs
     outside = 61 * (187_107_328 - 2048) + 3 * 396_361_728 + 58 * 44_040_192 + 58 * 256 * 7168 + 926_679_040
     attention = 61 * 2 * 128 * (576 + 512) * context
-    expert_tile = costs.flops - rows * (2 * outside + attention)
-    assert expert_tile > 0
-    tile_rows = expert_tile / (58 * 2 * 44_040_192)
-    assert tile_rows == int(tile_rows) <= 64
+    # 32 × 4 tokens choose 8 of 256 experts each: four pairs an expert in tiles of 8 rows.
+    tiles = 8 * expected_tiles(4, 8)
+    assert 8 < tiles < 9
+    experts = 58 * tiles * 8 * 2 * 44_040_192
+    assert costs.flops == pytest.approx(rows * (2 * outside + attention) + experts, rel=1e-12)
     assert report.expert_flops == 2 * rows * 8 * 44_040_192 * 58
 
 

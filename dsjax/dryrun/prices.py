@@ -1,0 +1,188 @@
+"""Seconds of a compiled program's operations and collectives on a target: its rooflines, and what is assumed beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dsjax.dryrun.links import BETWEEN, INSIDE, carried_bytes
+from dsjax.hardware import Hardware
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import Figure, Kind, assumed
+from dsjax.plan.network import network_latency, torus_hops
+from sharding.program import ProgramCollective, Work
+from sharding.program.costs import bytes_moved, products
+from sharding.program.text import Computation, Operation, Program
+
+COPIES = "copies"
+"""The thread of asynchronous copies, which move memory beside the compute thread."""
+
+End = Literal["low", "value", "high"]
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Everything that a price is made of beside bytes and operations of the program; shares are of the ceilings."""
+
+    bf16_flops: Figure
+    fp8_flops: Figure
+    f32_flops: Figure
+    memory_bandwidth: Figure
+    scale_up_bandwidth: Figure
+    network_bandwidth: Figure
+    product_share: Figure
+    memory_share: Figure
+    link_share: Figure
+    network_share: Figure
+    launch: Figure
+    turn: Figure
+    fixed_inside: Figure
+    fixed_between: Figure
+    latency: Figure
+    hops: Figure
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Assumed:
+        """For a cluster's device and its links."""
+        chip, cuda = cluster.hardware, cluster.hardware.platform == "cuda"
+        ceiling = chip.sources
+        return cls(
+            bf16_flops=_ceiling(chip.bf16_flops, "bf16 operations a second", ceiling["bf16_flops"]),
+            fp8_flops=_ceiling(chip.fp8_flops, "FP8 operations a second", ceiling["fp8_flops"]),
+            f32_flops=assumed(
+                chip.bf16_flops / 16, chip.bf16_flops / 32, chip.bf16_flops / 6, "float32 operations a second",
+                "exact float32 products: vector units, or several bf16 products",
+            ),
+            memory_bandwidth=_ceiling(chip.memory_bandwidth, "bytes a second of memory", ceiling["memory_bandwidth"]),
+            scale_up_bandwidth=_ceiling(
+                chip.scale_up_bandwidth, "bytes a second of scale-up links", ceiling["scale_up_bandwidth"]
+            ),
+            network_bandwidth=_ceiling(
+                cluster.network_bandwidth, "bytes a second of the network", cluster.sources["network_gbps"]
+            ),
+            product_share=assumed(0.65, 0.45, 0.85, "products, share of peak", "XLA's Triton and cuBLAS kernels, untuned"),
+            memory_share=assumed(
+                0.75, 0.55, 0.9, "share of memory bandwidth", "at best a plain copy: 4.3 of 4.8 TB/s, H200"
+            ),
+            link_share=assumed(0.6, 0.35, 0.85, "collectives, share of a scale-up link", "NCCL, or ICI, launched by XLA"),
+            network_share=assumed(0.6, 0.35, 0.8, "collectives, share of the network", "NCCL, launched by XLA"),
+            launch=assumed(2e-6, 1e-6, 4e-6, "between two kernels", "launches of a CUDA graph", "s")
+            if cuda
+            else assumed(0.5e-6, 0.1e-6, 1e-6, "between two operations", "one program on the core, no launches", "s"),
+            turn=assumed(
+                10e-6, 5e-6, 25e-6, "a turn of a loop of unknown length", "the host reads the condition back", "s"
+            )
+            if cuda
+            else assumed(1e-6, 0.2e-6, 2e-6, "a turn of a loop of unknown length", "the core branches itself", "s"),
+            fixed_inside=assumed(10e-6, 4e-6, 30e-6, "a collective in a scale-up domain, fixed part", "small messages", "s"),
+            fixed_between=assumed(30e-6, 15e-6, 80e-6, "a collective over the network, fixed part", "small messages", "s"),
+            latency=network_latency(cluster),
+            hops=torus_hops(cluster).named("links that a row crosses"),
+        )  # fmt: skip
+
+    def figures(self) -> list[Figure]:
+        """All of them, in the order of their declaration."""
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
+
+def _ceiling(value: float, name: str, source: str) -> Figure:
+    """A ceiling with its source, which for networks is often an assumption."""
+    kind = Kind.ASSUMPTION if source.startswith("assumption") else Kind.EXACT
+    return Figure(value, kinds=kind, name=name, source=source)
+
+
+@dataclass(frozen=True)
+class TargetPrices:
+    """Prices of one target, at the fast end, the middle or the slow end of everything assumed.
+
+    An operation takes the longer of its operations ÷ peak and its bytes ÷ bandwidth, and a launch. A collective takes, on each
+    link that it uses, a fixed part and its bytes ÷ bandwidth; between hosts also a latency for each that lies on the way.
+
+    ragged_share: part of a ragged exchange's most that even routing sends.
+    """
+
+    assumed: Assumed
+    end: End = "value"
+    ragged_share: float = 1.0
+
+    def operation(self, program: Program, computation: Computation, operation: Operation) -> Work:
+        """An operation of the compute thread."""
+        flops = compute = 0.0
+        for dtype, count in products(program, computation, operation):
+            flops += count
+            compute += count / self._peak(dtype)
+        compute /= self._rate(self.assumed.product_share)
+        size = bytes_moved(program, computation, operation)
+        memory = size / self._memory
+        launch = self._time(self.assumed.launch)
+        bound = "launch" if launch > max(compute, memory) else "operations" if compute > memory else "memory"
+        return Work(max(compute, memory) + launch, flops, size, bound)
+
+    def copy(self, computation: Computation, operation: Operation) -> Mapping[str, Work]:
+        """An asynchronous copy: its result, read and written."""
+        size = 2 * max((shape.nbytes for shape in operation.shapes), default=0)
+        return {COPIES: Work(size / self._memory + self._time(self.assumed.launch), 0.0, size, "memory")}
+
+    def turn(self, loop: Operation) -> Work:
+        """Nothing where the length is known before."""
+        return Work(0.0 if loop.trip_count is not None else self._time(self.assumed.turn), bound="host")
+
+    def transfer(self, collective: ProgramCollective) -> Mapping[str, Work]:
+        """Inside the scale-up domain, between domains, or both at once."""
+        found, a = {}, self.assumed
+        share = self.ragged_share if collective.kind == "ragged-all-to-all" else 1.0
+        inside, between, crossings = carried_bytes(collective)
+        if inside:
+            size = share * inside
+            moving = size * self._time(a.hops) / (self._rate(a.scale_up_bandwidth) * self._rate(a.link_share))
+            fixed = self._time(a.fixed_inside)
+            found[INSIDE] = Work(fixed + moving, 0.0, size, "latency" if fixed > moving else "bandwidth")
+        if between:
+            size = share * between
+            moving = size / (self._rate(a.network_bandwidth) * self._rate(a.network_share))
+            fixed = self._time(a.fixed_between) + crossings * self._time(a.latency)
+            found[BETWEEN] = Work(fixed + moving, 0.0, size, "latency" if fixed > moving else "bandwidth")
+        return found
+
+    @property
+    def _memory(self) -> float:
+        return self._rate(self.assumed.memory_bandwidth) * self._rate(self.assumed.memory_share)
+
+    def _peak(self, dtype: str) -> float:
+        if dtype.startswith(("f8", "s8", "u8", "f4")):
+            return self._rate(self.assumed.fp8_flops)
+        return self._rate(self.assumed.f32_flops if dtype in ("f32", "f64") else self.assumed.bf16_flops)
+
+    def _time(self, figure: Figure) -> float:
+        return getattr(figure, self.end)
+
+    def _rate(self, figure: Figure) -> float:
+        """A rate's high end makes a time's low one."""
+        return getattr(figure, {"low": "high", "value": "value", "high": "low"}[self.end])
+
+
+def even_ragged_share(ranks: int, top_k: int) -> float:
+    """Rows that a token sends under even routing ÷ the most that it can: one to each rank that has one of its experts."""
+    return ranks * (1 - (1 - 1 / ranks) ** top_k) / min(ranks, top_k)
+
+
+def default_cluster(hardware: Hardware, devices: int) -> Cluster:
+    """As many hosts of a device as a mesh needs, with the network that the hardware's own file assumes."""
+    hosts = math.ceil(devices / hardware.devices_per_host)
+    return Cluster(
+        name=f"{hardware.key} × {devices}",
+        description=f"{hosts} hosts × {hardware.devices_per_host} {hardware.name}, as its file describes it",
+        hardware=hardware,
+        hosts=hosts,
+        devices_per_host=hardware.devices_per_host,
+        scale_up_devices=max(hardware.scale_up_devices, hardware.devices_per_host),
+        network="assumption: InfiniBand through one or two switches",
+        network_gbps=hardware.scale_out_gbps,
+        nics_per_host=hardware.devices_per_host,
+        latency=2e-6,
+        latency_low=1e-6,
+        latency_high=5e-6,
+        sources={"network_gbps": hardware.sources.get("scale_out_gbps", "the hardware's file")},
+    )

@@ -1,0 +1,147 @@
+"""A timeline as a picture: the whole step and one layer of it, by part of the model, with the critical path marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsjax.dryrun.links import BETWEEN, INSIDE
+from dsjax.dryrun.prices import COPIES
+from dsjax.dryrun.timeline import Timeline
+from dsjax.errors import UserError
+from sharding.program import COMPUTE, Span
+
+_LANES = (COMPUTE, INSIDE, BETWEEN, COPIES)
+_COLOURS = 9
+_REST = "#bbbbbb"
+_CRITICAL = "#000000"
+
+Bar = tuple[float, float, str]
+"""Begin, end, part of the model."""
+
+
+def draw(timeline: Timeline, file: Path, title: str) -> None:
+    """Write the picture, in the format that the file's name asks for.
+
+    Raises:
+        UserError: matplotlib is not installed, or does not know the format.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("the picture needs matplotlib; install it with pip install 'dsjax[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = _palette(timeline, pyplot.get_cmap("tab10"))
+    figure, (whole, layer) = pyplot.subplots(2, 1, figsize=(13, 7.6), height_ratios=(1, 1))
+    step, turn = timeline.step, timeline.layer()
+    scale, unit = _scale(step.value)
+    _panel(whole, timeline, 0.0, step.value, colours)
+    low, middle, high = (f"{end * scale:.4g}" for end in (step.low, step.value, step.high))
+    whole.set_title(f"{title}\nthe whole step: {middle} {unit} ({low} – {high})", loc="left", fontsize=10)
+    if turn:
+        _panel(layer, timeline, turn.begin, turn.end, colours)
+        seconds = turn.end - turn.begin
+        scale, unit = _scale(seconds)
+        layer.set_title(
+            f"layer {turn.index + 1} of {turn.times} alike: {seconds * scale:.4g} {unit}", loc="left", fontsize=10
+        )
+    else:
+        layer.set_visible(False)
+    _legend(figure, timeline, colours)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    try:
+        figure.savefig(file, dpi=110)
+    except (ValueError, OSError) as error:
+        raise UserError(f"cannot write the picture {str(file)!r}: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _palette(timeline: Timeline, colours) -> dict[str, str]:
+    """The parts with most of the critical path get a colour each, the others share grey."""
+    names = list(timeline.by_scope())
+    return {name: colours(i) if i < _COLOURS else _REST for i, name in enumerate(names)}
+
+
+def _panel(axes, timeline: Timeline, begin: float, end: float, colours: dict[str, str]) -> None:
+    spans, critical = timeline.schedule.spans, set(timeline.schedule.critical_path())
+    lanes = [lane for lane in _LANES if any(span.thread == lane for span in spans)]
+    scale, unit = _scale(end - begin)
+    smallest = (end - begin) / 4000
+    for row, lane in enumerate(reversed(lanes)):
+        inside = [
+            (index, span)
+            for index, span in enumerate(spans)
+            if span.thread == lane and span.begin < end and span.end > begin
+        ]
+        bars = _merged((bar for _, span in inside for bar in _bars(timeline, span)), smallest)
+        pieces = [((start - begin) * scale, (stop - start) * scale) for start, stop, _ in bars]
+        shades = [colours[part] for _, _, part in bars]
+        # A hair's line around each, or a bar thinner than a pixel would not be there at all.
+        axes.broken_barh(pieces, (row - 0.3, 0.6), facecolors=shades, edgecolors=shades, lw=0.3)
+        marks = _merged(((s.begin, s.end, "") for i, s in inside if i in critical), smallest)
+        pieces = [((start - begin) * scale, (stop - start) * scale) for start, stop, _ in marks]
+        axes.broken_barh(pieces, (row - 0.42, 0.07), color=_CRITICAL, lw=0.3)
+    axes.set_yticks(range(len(lanes)), [*reversed(lanes)])
+    axes.set_xlim(0, (end - begin) * scale)
+    axes.set_ylim(-0.55, len(lanes) - 0.5)
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+
+
+def _bars(timeline: Timeline, span: Span) -> Iterator[Bar]:
+    """A span as bars: a loop, whose turns would be too small to be seen, as its parts' shares, one after the other."""
+    if not span.body:
+        yield span.begin, span.end, timeline.parts[span.operation]
+        return
+    shares: dict[str, float] = {}
+    for leaf, times in span.leaves():
+        part = timeline.parts[leaf.operation]
+        shares[part] = shares.get(part, 0.0) + times * leaf.seconds
+    at = span.begin
+    for part, seconds in shares.items():
+        yield at, at + seconds, part
+        at += seconds
+
+
+def _merged(bars, smallest: float) -> list[Bar]:
+    """Bars in order, neighbours of one part joined where the gap between them could not be seen."""
+    found: list[Bar] = []
+    for begin, end, part in bars:
+        if found and found[-1][2] == part and begin - found[-1][1] < smallest:
+            found[-1] = (found[-1][0], max(end, found[-1][1]), part)
+        else:
+            found.append((begin, end, part))
+    return found
+
+
+def _legend(figure, timeline: Timeline, colours: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    shares = timeline.by_scope()
+    scale, unit = _scale(timeline.step.value)
+    named = [name for name in shares if colours[name] != _REST]
+    handles = [Patch(color=colours[n], label=f"{n}: {shares[n].critical * scale:.3g} {unit}") for n in named]
+    rest = sum(share.critical for name, share in shares.items() if name not in named)
+    if len(named) < len(shares):
+        handles.append(Patch(color=_REST, label=f"all others: {rest * scale:.3g} {unit}"))
+    handles.append(Patch(color=_CRITICAL, label="critical path"))
+    figure.legend(
+        handles=handles,
+        loc="lower center",
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+        title="on the critical path in the whole step",
+        title_fontsize=8,
+    )
+
+
+def _scale(seconds: float) -> tuple[float, str]:
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * scale >= 1:
+            return scale, unit
+    return 1e6, "µs"

@@ -1,0 +1,131 @@
+"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: the Trace Event Format, as JSON.
+
+One process, the device. Its threads: the compute thread, each link, and the critical path once more by itself. Complete
+events (``X``) hold the operations, loops and layers around them; flow events (``s``, ``f``) lead from the operation that lets a
+transfer start to it, and from it to what waits for it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dsjax.dryrun.links import BETWEEN, INSIDE
+from dsjax.dryrun.prices import COPIES
+from dsjax.dryrun.timeline import Timeline
+from sharding.program import COMPUTE, Span
+
+MOST_EVENTS = 200_000
+"""Operations of loops are drawn turn by turn up to so many events; beyond them, a loop shows one turn."""
+_PROCESS = 1
+_PATH = "critical path"
+THREADS = (COMPUTE, INSIDE, BETWEEN, COPIES, _PATH)
+
+
+def write_trace(timeline: Timeline, file: Path, title: str) -> None:
+    """Write the trace; compressed where the file's name ends in ``.gz``, which Perfetto also opens."""
+    text = json.dumps(trace(timeline, title), separators=(",", ":"))
+    if file.suffix == ".gz":
+        file.write_bytes(gzip.compress(text.encode(), mtime=0))
+    else:
+        file.write_text(text, encoding="utf-8")
+
+
+def trace(timeline: Timeline, title: str) -> dict[str, Any]:
+    """The trace as plain data. Times are microseconds, whole nanoseconds, from the step's begin."""
+    spans, path = timeline.schedule.spans, timeline.schedule.critical_path()
+    used = {span.thread for span in spans}
+    events: list[dict[str, Any]] = [_name("process_name", 0, title)]
+    for number, thread in enumerate(THREADS, 1):
+        if thread in used or thread == _PATH:
+            events += [_name("thread_name", number, thread), _order(number)]
+    for turn in timeline.schedule.turns:
+        name = f"{turn.index + 1} of {turn.times}"
+        events.append(_complete(COMPUTE, name, turn.begin, turn.end, {"loop": turn.loop.name}))
+    critical, room = set(path), MOST_EVENTS - len(spans)
+    for index, span in enumerate(spans):
+        whole = sum(1 for _ in _expanded(span, 0.0, True))
+        room -= whole
+        for inner, begin, end in _expanded(span, span.begin, room >= 0):
+            events.append(_operation(timeline, inner, inner.thread, begin, end, index in critical))
+    events += [_operation(timeline, spans[i], _PATH, spans[i].begin, spans[i].end, True) for i in path]
+    events += _flows(spans)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {"step_seconds": timeline.step.value, "low": timeline.step.low, "high": timeline.step.high},
+    }
+
+
+def _expanded(span: Span, begin: float, every_turn: bool) -> Iterator[tuple[Span, float, float]]:
+    """A span and what is in it: ``(span, begin, end)``; of loops every turn, or only the first."""
+    yield span, begin, begin + span.seconds
+    if not span.body:
+        return
+    turn = span.seconds / span.times
+    for index in range(round(span.times) if every_turn else 1):
+        for inner in span.body:
+            yield from _expanded(inner, begin + index * turn + inner.begin, every_turn)
+
+
+def _operation(timeline: Timeline, span: Span, thread: str, begin: float, end: float, critical: bool) -> dict[str, Any]:
+    work = span.work
+    args: dict[str, Any] = {"operation": span.operation.name, "opcode": span.operation.opcode}
+    if span.body:
+        args |= {"turns": span.times}
+    else:
+        args |= {"flops": work.flops, "bytes": work.bytes, "bound by": work.bound}
+    args |= {"critical": critical, "shapes": ", ".join(map(str, span.operation.shapes[:4]))}
+    name = timeline.parts[span.operation]
+    name = f"{name} × {span.times:g}" if span.body else name
+    return _complete(thread, name, begin, end, args)
+
+
+def _complete(thread: str, name: str, begin: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    start = _nanoseconds(begin)
+    return {
+        "name": name,
+        "cat": thread,
+        "ph": "X",
+        "ts": start / 1000,
+        "dur": (_nanoseconds(end) - start) / 1000,
+        "pid": _PROCESS,
+        "tid": THREADS.index(thread) + 1,
+        "args": args,
+    }
+
+
+def _flows(spans: tuple[Span, ...]) -> Iterable[dict[str, Any]]:
+    """Arrows between threads, wherever the cause of a span ran on another."""
+    for index, span in enumerate(spans):
+        if span.cause is None or spans[span.cause].thread == span.thread:
+            continue
+        cause = spans[span.cause]
+        # Slices of a thread touch: an arrow has to leave from inside its own.
+        ends = (("s", cause.thread, cause.end - min(cause.seconds / 2, 1e-9)), ("f", span.thread, span.begin))
+        for phase, thread, at in ends:
+            event = {"name": "waits", "cat": "waits", "ph": phase, "id": index, "ts": _nanoseconds(at) / 1000}
+            event |= {"pid": _PROCESS, "tid": THREADS.index(thread) + 1}
+            yield event | ({"bp": "e"} if phase == "f" else {})
+
+
+def _name(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": _PROCESS, "tid": thread, "ts": 0, "args": {"name": name}}
+
+
+def _order(thread: int) -> dict[str, Any]:
+    return {
+        "name": "thread_sort_index",
+        "ph": "M",
+        "pid": _PROCESS,
+        "tid": thread,
+        "ts": 0,
+        "args": {"sort_index": thread},
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

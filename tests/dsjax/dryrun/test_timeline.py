@@ -1,0 +1,223 @@
+"""The timeline: prices that can be told by hand, a trace that Perfetto's format allows, and what is refused."""
+
+import dataclasses
+import gzip
+import json
+import math
+
+import pytest
+from layouts import TINY
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.config import load_config
+from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.assumptions import EvenExperts, expected_tiles, trip_counts
+from dsjax.dryrun.compilation import compile_step
+from dsjax.dryrun.links import BETWEEN, INSIDE
+from dsjax.dryrun.prices import Assumed, TargetPrices, default_cluster, even_ragged_share
+from dsjax.dryrun.run import dry_run, even_experts
+from dsjax.dryrun.scopes import model_part, parts_of
+from dsjax.dryrun.timeline import Timeline
+from dsjax.dryrun.timeline_picture import draw
+from dsjax.dryrun.timeline_trace import trace, write_trace
+from dsjax.engine.args import EngineArgs
+from dsjax.errors import UserError
+from dsjax.hardware import load_hardware
+from dsjax.plan.cluster import load_cluster
+from sharding import MeshSpec
+from sharding.program import COMPUTE, Program, program_collectives
+
+H200 = load_hardware("h200")
+HOSTS = default_cluster(H200, 32)
+
+PROGRAM = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[64,4096], w: bf16[4096,8192]) -> bf16[2048,4096] {
+  %x = bf16[64,4096]{1,0} parameter(0)
+  %w = bf16[4096,8192]{1,0} parameter(1)
+  %g = (bf16[64,4096]{1,0}, bf16[2048,4096]{1,0}) all-gather-start(%x), channel_id=1, \
+replica_groups={}, dimensions={0}, metadata={op_name="jit(run)/attend/shard_map/all_gather"}
+  %dot = bf16[64,8192]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+metadata={op_name="jit(run)/while/body/closed_call/mlp/...d,df->...f/dot_general"}
+  %copy = bf16[64,8192]{0,1} copy(%dot)
+  %one = s32[] negate(%x), metadata={op_name="jit(run)/neg"}
+  ROOT %gd = bf16[2048,4096]{1,0} all-gather-done(%g)
+}
+"""
+SHARES = {"product_share": 0.65, "memory_share": 0.75, "link_share": 0.6, "network_share": 0.6}
+
+
+def of(text, cluster=HOSTS, mesh=None, trips=lambda loop: None):
+    program = Program.parse(text)
+    mesh = mesh or {"dp": 1, "ep": 32, "tp": 1}
+    collectives = program_collectives(program, mesh, host_devices=cluster.domain, trip_count=trips)
+    return Timeline.of(program, collectives, cluster, trips)
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """A real step of a small model on a mesh with every axis; its program is the CPU's, priced as if an H200 ran it."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
+    spec, config = MeshSpec.parse("dp=8,tp=4,ep=16"), load_config(folder)
+    engine = EngineArgs(model=str(folder), mesh=str(spec), dispatch="padded", page_size=4)
+    compiled = compile_step(DryRunArgs(engine=engine, batch=8, context=64), config, spec.build())
+    trips = trip_counts(64, compiled.shapes[0].pages, 4, 128, even_experts(compiled.step, compiled.shapes[0].tokens))
+    text = compiled.compiled.as_text()
+    return of(text, mesh=dict(compiled.step.mesh.shape), trips=trips)
+
+
+def test_an_operation_takes_its_roofline_and_a_launch():
+    spans = {span.operation.name: span for span in of(PROGRAM).schedule.spans if span.thread == COMPUTE}
+    moved = 2 * (64 * 4096 + 4096 * 8192 + 64 * 8192)
+    dot = spans["dot"]
+    assert (dot.work.flops, dot.work.bytes, dot.work.bound) == (2 * 64 * 4096 * 8192, moved, "memory")
+    assert dot.seconds == pytest.approx(moved / (4.8e12 * 0.75) + 2e-6, rel=1e-12)
+    assert spans["one"].work.bound == "launch"
+    wide = of(PROGRAM.replace("64,", "4096,"))
+    (dot,) = (span for span in wide.schedule.spans if span.operation.name == "dot")
+    assert dot.work.bound == "operations"
+    assert dot.seconds == pytest.approx(2 * 4096 * 4096 * 8192 / (989e12 * 0.65) + 2e-6, rel=1e-12)
+
+
+def test_a_gather_over_hosts_brings_each_row_through_one_card():
+    spans = {span.thread: span for span in of(PROGRAM).schedule.spans if span.operation.name == "g"}
+    rows = 64 * 4096 * 2
+    assert spans[INSIDE].work.bytes == 31 * rows
+    assert spans[BETWEEN].work.bytes == 24 * rows / 8
+    assert spans[INSIDE].seconds == pytest.approx(10e-6 + 31 * rows / (450e9 * 0.6), rel=1e-12)
+    # Three hosts lie behind one another on the way round.
+    assert spans[BETWEEN].seconds == pytest.approx(30e-6 + 3 * 2e-6 + 3 * rows / (50e9 * 0.6), rel=1e-12)
+
+
+def test_a_domain_of_72_needs_no_network_and_25_gb_a_second_are_slow():
+    gather = "g"
+    nvl = default_cluster(load_hardware("gb200"), 32)
+    assert {s.thread for s in of(PROGRAM, nvl).schedule.spans if s.operation.name == gather} == {INSIDE}
+    slow = of(PROGRAM, load_cluster("h20-32"))
+    assert slow.exposed_network > 5 * of(PROGRAM).exposed_network
+
+
+def test_time_is_the_critical_path_and_lies_between_its_ends(step):
+    for timeline in (of(PROGRAM), step):
+        path = timeline.critical_path
+        assert math.fsum(span.seconds for span in path) == pytest.approx(timeline.step.value, rel=1e-9)
+        assert timeline.compute + timeline.exposed_network == pytest.approx(timeline.step.value, rel=1e-12)
+        assert math.fsum(timeline.critical_by_bound().values()) == pytest.approx(timeline.step.value, rel=1e-9)
+        scopes = timeline.by_scope().values()
+        assert math.fsum(share.critical for share in scopes) == pytest.approx(timeline.step.value, rel=1e-9)
+        assert math.fsum(share.compute for share in scopes) == pytest.approx(timeline.compute, rel=1e-9)
+        assert timeline.step.low < timeline.step.value < timeline.step.high
+
+
+def test_at_its_ceilings_a_step_is_never_slower_than_the_fast_end():
+    prices = Assumed.of(HOSTS)
+    for end, share in (("low", 0.9), ("value", 0.75), ("high", 0.55)):
+        assert TargetPrices(prices, end)._memory == pytest.approx(4.8e12 * share)
+    assert all(figure.low <= figure.value <= figure.high for figure in prices.figures())
+    assert all(figure.source for figure in prices.figures() if figure.low != figure.high)
+
+
+def test_a_layer_of_a_real_step_shows_its_parts(step):
+    layer = step.layer()
+    assert (layer.times, layer.index) == (2, 1)  # two MoE layers
+    assert {
+        "router",
+        "mla_project",
+        "mla_output",
+        "experts/dispatch",
+        "experts/dispatch/experts",
+    } <= step.by_scope().keys()
+    assert step.by_scope()["experts/dispatch"].network > 0
+
+
+def test_operations_that_xla_made_up_belong_to_what_they_read():
+    program = Program.parse(PROGRAM)
+    parts = {operation.name: part for operation, part in parts_of(program).items()}
+    assert (parts["g"], parts["dot"], parts["copy"], parts["gd"]) == ("attend", "mlp", "mlp", "attend")
+    assert model_part("jit(run)/while/body/jit(dynamic_index_in_dim)/dynamic_slice") == "(dynamic_slice)"
+
+
+def test_the_trace_is_what_the_trace_event_format_asks_for(step, tmp_path):
+    """As Perfetto and chrome://tracing read it: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""
+    write_trace(step, tmp_path / "t.json.gz", "title")
+    data = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))
+    assert data == json.loads(json.dumps(trace(step, "title")))
+    assert data["displayTimeUnit"] in ("ms", "ns")
+    names, slices, flows = {}, {}, {}
+    for event in data["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["ts"] >= 0
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
+            if event["name"] == "thread_name":
+                names[event["tid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert isinstance(event["args"], dict)
+            slices.setdefault(event["tid"], []).append(event)
+        else:
+            assert event["ph"] in "sf"
+            assert event.get("bp", "e") == "e"
+            flows.setdefault(event["id"], []).append(event)
+    assert set(names.values()) >= {COMPUTE, INSIDE, BETWEEN, "critical path"}
+    assert slices.keys() == names.keys()
+    for thread in slices.values():
+        nested_or_apart(thread)
+    for begin, end in flows.values():
+        assert (begin["ph"], end["ph"]) == ("s", "f")
+        assert begin["ts"] <= end["ts"]
+        for half in (begin, end):
+            assert any(s["ts"] <= half["ts"] <= s["ts"] + s["dur"] for s in slices[half["tid"]])
+    (path,) = (slices[tid] for tid, name in names.items() if name == "critical path")
+    assert sum(s["dur"] for s in path) == pytest.approx(1e6 * step.step.value, rel=1e-4)  # whole nanoseconds
+    operations = [s for s in slices[1] if "flops" in s["args"]]
+    assert all({"flops", "bytes", "bound by", "operation", "critical"} <= s["args"].keys() for s in operations)
+
+
+def nested_or_apart(slices):
+    """Slices of one thread lie in one another or beside one another, as both viewers need."""
+    open_ends = []
+    for one in sorted(slices, key=lambda s: (s["ts"], -s["dur"])):
+        begin, end = round(one["ts"] * 1000), round((one["ts"] + one["dur"]) * 1000)
+        while open_ends and open_ends[-1] <= begin:
+            open_ends.pop()
+        assert not open_ends or end <= open_ends[-1], one
+        open_ends.append(end)
+
+
+def test_the_picture_is_drawn_or_says_what_is_missing(step, tmp_path):
+    pytest.importorskip("matplotlib")
+    draw(step, tmp_path / "t.png", "title")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="cannot write the picture"):
+        draw(step, tmp_path / "t.unknown", "title")
+
+
+def test_what_a_timeline_cannot_be_made_of_is_refused(tmp_path):
+    args = DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=2"))
+    with pytest.raises(UserError, match="--timeline needs an accelerator's schedule"):
+        dry_run(args, timeline=True)
+    with pytest.raises(UserError, match=r"h20-32 is of h20, --target is cpu; give --target h20"):
+        dry_run(args, cluster="h20-32")
+    with pytest.raises(UserError, match="has 8 devices, the mesh 32"):
+        dry_run(
+            dataclasses.replace(args, target="h200", engine=EngineArgs(model="demo", mesh="dp=32")), cluster="h200-8"
+        )
+    done = CliRunner().invoke(app, ["dryrun", "--timeline-picture", str(tmp_path / "a.png")])
+    assert done.exit_code
+    assert "needs --timeline" in str(done.exception) + done.output
+
+
+def test_even_routing_fills_the_tiles_that_chance_leaves():
+    assert expected_tiles(1e-6, 4) == pytest.approx(1e-6, rel=1e-5)  # hardly ever a pair, never two
+    assert expected_tiles(2000, 64) == pytest.approx(
+        2000 / 64 + 0.5, rel=2e-3
+    )  # the last tile is half full on the mean
+    assert EvenExperts("cpu", 4.0, 8, 8, 7168).turns(None) == pytest.approx(8 * expected_tiles(4.0, 8))
+    assert EvenExperts("gpu", 4.0, 8, 8, 7168).turns(None) == 0
+    assert even_ragged_share(2, 1) == 1
+    assert even_ragged_share(2, 2) == pytest.approx(1.5 / 2)

@@ -1,0 +1,205 @@
+"""Schedules of hand-made programs, whose times can be told with a pencil; and what holds for every schedule."""
+
+import itertools
+from fractions import Fraction
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharding.program import COMPUTE, Program, Work, play, program_collectives
+
+MESH = {"dp": 2, "ep": 1, "tp": 4}
+ALONG = {"tp": "[2,4]<=[8]", "dp": "[4,2]<=[2,4]T(1,0)"}
+
+
+class Named:
+    """Seconds by the operation's name; a collective along ``tp`` is on the link X, along ``dp`` on Y."""
+
+    def __init__(self, turn=0, **seconds):
+        self.seconds, self.each = seconds, turn
+
+    def operation(self, program, computation, operation):
+        return Work(self.seconds.get(operation.name, 0))
+
+    def transfer(self, collective):
+        return {{("tp",): "X", ("dp",): "Y"}[collective.axes]: Work(self.seconds[collective.name])}
+
+    def copy(self, computation, operation):
+        return {"copies": Work(self.seconds[operation.name])}
+
+    def turn(self, loop):
+        return Work(self.each)
+
+
+def program(*lines, others=""):
+    body = "\n".join(f"  {line}" for line in lines)
+    return Program.parse(
+        f"HloModule m, is_scheduled=true\n\n{others}\nENTRY %main (x: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+    )
+
+
+def compute(name, of="x"):
+    return f"%{name} = f32[8]{{0}} negate(%{of})"
+
+
+def start(name, axis):
+    return f"%{name} = f32[8]{{0}} all-reduce-start(%x), channel_id=1, replica_groups={ALONG[axis]}"
+
+
+def done(name):
+    return f"%{name}.done = f32[8]{{0}} all-reduce-done(%{name})"
+
+
+def played(text, trip_count=lambda loop: None, **seconds):
+    collectives = program_collectives(text, MESH, host_devices=4, trip_count=trip_count)
+    return play(text, Named(**seconds), collectives, trip_count)
+
+
+def path(schedule):
+    return [schedule.spans[index].operation.name for index in schedule.critical_path()]
+
+
+def busy(schedule, thread):
+    return sum(span.seconds for span in schedule.spans if span.thread == thread)
+
+
+PARAMETER = "%x = f32[8]{0} parameter(0)"
+SECONDS = {"a": 1, "g": 4, "b": 2, "h": 5, "c": 1, "d": 1, "e": 1}
+
+
+def two(first, second):
+    return program(
+        PARAMETER, compute("a"), start("g", first), compute("b"), start("h", second), compute("c"), done("g"),
+        compute("d"), done("h"), compute("e"),
+    )  # fmt: skip
+
+
+def test_two_transfers_on_two_links_overlap_each_other_and_what_stands_between():
+    found = played(two("tp", "dp"), **SECONDS)
+    times = {span.operation.name: (span.begin, span.end) for span in found.spans}
+    assert times == {"a": (0, 1), "g": (1, 5), "b": (1, 3), "h": (3, 8), "c": (3, 4), "d": (5, 6), "e": (8, 9)}
+    assert found.seconds == 9
+    assert path(found) == ["a", "b", "h", "e"]
+    assert busy(found, COMPUTE) == 6  # so that three seconds of the network are exposed
+
+
+def test_two_transfers_on_one_link_follow_each_other():
+    found = played(two("tp", "tp"), **SECONDS)
+    assert found.seconds == 1 + 4 + 5 + 1
+    assert path(found) == ["a", "g", "h", "e"]
+
+
+def test_a_transfer_that_is_done_in_time_costs_nothing():
+    found = played(two("tp", "dp"), **SECONDS | {"g": 2, "h": 1})
+    assert found.seconds == busy(found, COMPUTE) == 6
+    assert path(found) == ["a", "b", "c", "d", "e"]
+
+
+def test_a_synchronous_collective_stops_the_compute_thread():
+    sync = f"%g = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={ALONG['tp']}"
+    found = played(program(PARAMETER, compute("a"), sync, compute("b", "g")), a=1, g=4, b=2)
+    assert (found.seconds, path(found)) == (7, ["a", "g", "b"])
+
+
+LOOP = """%condition (t: f32[8]) -> pred[] {{
+  %t = f32[8]{{0}} parameter(0)
+  ROOT %less = pred[] compare(%t, %t), direction=LT
+}}
+
+%body (t: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+{0}
+}}
+"""
+
+
+def loop(*lines, count=None):
+    known = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
+    line = f"%w = f32[8]{{0}} while(%x), condition=%condition, body=%body{known}"
+    return line, LOOP.format("\n".join(f"  {one}" for one in lines))
+
+
+def test_loops_with_transfers_are_played_turn_by_turn():
+    line, body = loop(compute("a"), start("g", "tp"), compute("b"), done("g"), compute("c"), count=3)
+    found = played(program(PARAMETER, line, compute("e"), others=body), a=1, g=4, b=2, c=1, e=1, less=100)
+    assert found.seconds == 3 * (1 + 4 + 1) + 1  # the count is known: the condition is not looked at
+    assert [(turn.index, turn.times, turn.begin, turn.end) for turn in found.turns] == [
+        (0, 3, 0, 6), (1, 3, 6, 12), (2, 3, 12, 18),
+    ]  # fmt: skip
+    assert path(found) == ["a", "g", "c"] * 3 + ["e"]
+
+
+def test_a_transfer_from_before_a_loop_delays_its_first_turn_only():
+    line, body = loop(start("g", "tp"), compute("b"), done("g"), count=3)
+    found = played(program(PARAMETER, start("h", "tp"), line, done("h"), others=body), h=10, g=2, b=2)
+    assert [turn.end for turn in found.turns] == [12, 14, 16]
+
+
+def test_a_loop_without_transfers_is_one_span_however_long_it_is():
+    line, body = loop(compute("a"), compute("b"))
+    found = played(program(PARAMETER, line, others=body), lambda loop: 1_000_000, a=3, b=2, less=1, turn=4)
+    (whole,) = found.spans
+    assert found.seconds == 1_000_000 * (4 + 1 + 3 + 2)
+    assert (whole.times, [inner.operation.name for inner in whole.body]) == (1_000_000, ["w", "less", "a", "b"])
+    assert sum(times * leaf.seconds for leaf, times in whole.leaves()) == found.seconds
+
+
+def test_a_loop_that_does_not_run_costs_nothing():
+    line, body = loop(compute("a"), start("g", "tp"), done("g"))
+    found = played(program(PARAMETER, line, others=body), lambda loop: 0, a=3, g=1, less=1, turn=4)
+    assert (found.seconds, found.spans, found.critical_path()) == (0, (), ())
+
+
+def test_of_a_conditional_the_longest_branch_runs():
+    branches = "\n".join(
+        f"%{name} (t: f32[8]) -> f32[8] {{\n  %x = f32[8]{{0}} parameter(0)\n  %{op} = f32[8]{{0}} negate(%x)\n}}\n"
+        for name, op in (("yes", "a"), ("no", "b"))
+    )
+    line = "%c = f32[8]{0} conditional(%x, %x, %x), branch_computations={%yes, %no}"
+    assert path(played(program(PARAMETER, line, others=branches), a=3, b=5)) == ["b"]
+
+
+def test_copies_have_a_thread_of_their_own():
+    lines = "%s = (f32[8]{0}, f32[8]{0}, u32[]) copy-start(%x)", compute("a"), "%d = f32[8]{0} copy-done(%s)"
+    found = played(program(PARAMETER, *lines), s=3, a=1)
+    assert (found.seconds, path(found), busy(found, "copies")) == (3, ["s"], 3)
+
+
+@st.composite
+def schedules(draw):
+    """Programs of operations, starts and dones in any order in which a done follows its start, with whole seconds."""
+    lines, seconds, waiting = [PARAMETER], {}, []
+    for index in range(draw(st.integers(1, 12))):
+        what, name = draw(st.sampled_from(("compute", "tp", "dp", "done"))), f"o{index}"
+        if what == "done" and waiting:
+            lines.append(done(waiting.pop(draw(st.integers(0, len(waiting) - 1)))))
+        elif what in ALONG:
+            lines.append(start(name, what))
+            waiting.append(name)
+        else:
+            lines.append(compute(name))
+        seconds[name] = draw(st.integers(0, 9))
+    return program(*lines, *map(done, waiting)), seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), st.integers(2, 5))
+def test_the_critical_path_is_unbroken_and_as_long_as_the_step(drawn, slower):
+    text, seconds = drawn
+    found = played(text, **seconds)
+    spans = [found.spans[index] for index in found.critical_path()]
+    assert sum(Fraction(span.seconds) for span in spans) == found.seconds
+    assert [span.begin for span in spans] == [0, *(span.end for span in spans)][: len(spans)]
+    for thread in (COMPUTE, "X", "Y"):
+        mine = [span for span in found.spans if span.thread == thread]
+        assert all(a.end <= b.begin for a, b in itertools.pairwise(mine))
+    assert max(busy(found, thread) for thread in (COMPUTE, "X", "Y")) <= found.seconds
+    assert found.seconds <= sum(span.seconds for span in found.spans)
+    # Prices may be intervals only because a schedule never gets faster when something in it gets slower.
+    one = next(iter(seconds))
+    assert played(text, **seconds | {one: slower * seconds[one]}).seconds >= found.seconds
+
+
+def test_a_done_without_its_start_waits_for_all_that_is_on_its_way():
+    text = program(PARAMETER, start("g", "tp"), compute("a"), done("elsewhere"), compute("b"))
+    assert played(text, g=5, a=1, b=1).seconds == 6
