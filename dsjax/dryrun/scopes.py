@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from sharding.program import Operation, Program
 from sharding.program.text import Computation
@@ -24,39 +24,51 @@ def model_part(op_name: str) -> str:
 def parts_of(program: Program) -> Mapping[Operation, str]:
     """Operation → part of the model.
 
-    An operation that XLA made up belongs to what it takes its operands from, or else to what uses it: ``(copy)`` and the
-    like where neither tells.
+    An operation that XLA made up belongs to what it takes its operands from, or else to what uses it; between a part and a
+    part of that part, to the whole. ``(copy)`` and the like where neither tells.
     """
     found: dict[Operation, str] = {}
     for computation in program.computations.values():
         for operation in computation.operations.values():
-            name = operation.op_name or _inside(program, operation) or _neighbour(computation, operation)
-            found[operation] = model_part(name) if name else f"({operation.opcode})"
+            name = operation.op_name or _inside(program, operation)
+            found[operation] = model_part(name) if name else _beside(program, computation, operation)
     return found
 
 
 def _inside(program: Program, operation: Operation) -> str:
-    """A fusion's own operations, its result's first."""
-    called = operation.computation("calls")
-    if called not in program.computations:
-        return ""
-    inner = program.computations[called]
-    names = [inner.root.op_name, *(one.op_name for one in inner.operations.values())]
+    """The path of a fusion's own operations, its result's first."""
+    names = _fused(program, operation)
     return next((name for name in names if "/" in name), "")
 
 
-def _neighbour(computation: Computation, operation: Operation) -> str:
-    before, after = operation, operation
+def _fused(program: Program, operation: Operation) -> list[str]:
+    called = operation.computation("calls")
+    if called not in program.computations:
+        return []
+    inner = program.computations[called]
+    return [inner.root.op_name, *(one.op_name for one in inner.operations.values())]
+
+
+def _beside(program: Program, computation: Computation, operation: Operation) -> str:
+    def producer(one: Operation) -> Operation | None:
+        return next((computation.operations[name] for name in one.operands if name in computation.operations), None)
+
+    def user(one: Operation) -> Operation | None:
+        return next(iter(computation.users.get(one.name, ())), None)
+
+    before, after = (_first_named(operation, step) for step in (producer, user))
+    if before is None:
+        return model_part(after.op_name) if after else f"({operation.opcode})"
+    part = model_part(before.op_name)
+    wholes = [model_part(name) for name in (after.op_name, *_fused(program, after))] if after else []
+    return next((whole for whole in wholes if part.startswith(f"{whole}/")), part)
+
+
+def _first_named(operation: Operation, step: Callable[[Operation], Operation | None]) -> Operation | None:
+    """The nearest operation with a path, going from one to the next."""
+    at = step(operation)
     for _ in range(_FAR):
-        before = next((computation.operations[n] for n in before.operands if n in computation.operations), None)
-        if before is None:
-            break
-        if "/" in before.op_name:
-            return before.op_name
-    for _ in range(_FAR):
-        after = next(iter(computation.users.get(after.name, ())), None)
-        if after is None:
-            break
-        if "/" in after.op_name:
-            return after.op_name
-    return ""
+        if at is None or "/" in at.op_name:
+            return at
+        at = step(at)
+    return None

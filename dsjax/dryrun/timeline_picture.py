@@ -80,10 +80,10 @@ def _panel(axes, timeline: Timeline, begin: float, end: float, colours: dict[str
         pieces = [((start - begin) * scale, (stop - start) * scale) for start, stop, _ in bars]
         shades = [colours[part] for _, _, part in bars]
         # A hair's line around each, or a bar thinner than a pixel would not be there at all.
-        axes.broken_barh(pieces, (row - 0.3, 0.6), facecolors=shades, edgecolors=shades, lw=0.3)
+        axes.broken_barh(pieces, (row - 0.3, 0.6), facecolors=shades, edgecolors=shades, lw=0.6, snap=False)
         marks = _merged(((s.begin, s.end, "") for i, s in inside if i in critical), smallest)
         pieces = [((start - begin) * scale, (stop - start) * scale) for start, stop, _ in marks]
-        axes.broken_barh(pieces, (row - 0.42, 0.07), color=_CRITICAL, lw=0.3)
+        axes.broken_barh(pieces, (row - 0.42, 0.07), color=_CRITICAL, lw=0.6, snap=False)
     axes.set_yticks(range(len(lanes)), [*reversed(lanes)])
     axes.set_xlim(0, (end - begin) * scale)
     axes.set_ylim(-0.55, len(lanes) - 0.5)
