@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -59,12 +59,11 @@ class Figure:
         )
 
     def _with(self, other: Figure | float, value: float, low: float, high: float) -> Figure:
+        parts = (self,) if self.name else self.parts
         if isinstance(other, Figure):
-            return Figure(value, low, high, self.kinds | other.kinds, parts=self._terms() + other._terms())
-        return Figure(value, low, high, self.kinds, parts=self._terms())
-
-    def _terms(self) -> tuple[Figure, ...]:
-        return (self,) if self.name else self.parts
+            parts = parts + ((other,) if other.name else other.parts)
+            return Figure(value, low, high, self.kinds | other.kinds, parts=parts)
+        return Figure(value, low, high, self.kinds, parts=parts)
 
     def __add__(self, other: Figure | float) -> Figure:
         if isinstance(other, Figure):
@@ -140,6 +139,20 @@ def measured(value: float, low: float, high: float, name: str, source: str, unit
 def assumed(value: float, low: float, high: float, name: str, why: str, unit: str = "") -> Figure:
     """Nobody measured it here: the range is where we would be surprised to be wrong."""
     return Figure(value, low, high, Kind.ASSUMPTION, name=name, source=why, unit=unit)
+
+
+def total(figures: Sequence[Figure]) -> Figure:
+    """The sum of at least one, at the price of one addition."""
+    value = low = high = 0.0
+    kinds, parts = 0, []
+    for figure in figures:
+        value, low, high = value + figure.value, low + figure.low, high + figure.high
+        kinds |= figure.kinds
+        if figure.name:
+            parts.append(figure)
+        else:
+            parts += figure.parts
+    return Figure(value, low, high, kinds, parts=tuple(parts))
 
 
 def largest(first: Figure, *others: Figure) -> Figure:

@@ -21,7 +21,10 @@ _LADDER = sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(10))})
 
 @dataclass(frozen=True)
 class Instance:
-    """A layout on a cluster, asked about a workload. steps: of its unit, shared by the layouts that are made of it."""
+    """A layout on a cluster, asked about a workload.
+
+    steps: of its unit, shared by the layouts that are made of it; `steps["shared"]`: of all layouts on the cluster.
+    """
 
     config: ModelConfig
     cluster: Cluster
@@ -65,13 +68,14 @@ class Instance:
             programs = tuple(
                 run for run in self.dry_runs if wire_refusal(run, options.dispatch, options.precision) is None
             )
+            shared = self.steps.setdefault("shared", {})
             choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
             if (
                 self.layout.mesh.ep_size == 1 or programs
             ):  # nothing to overlap; or the program that was compiled does not
                 choices = (False,)
             self.steps["models"] = [
-                StepModel(*arguments, overlap=overlap, dispatch=options.dispatch, dry_runs=programs)
+                StepModel(*arguments, overlap=overlap, dispatch=options.dispatch, dry_runs=programs, shared=shared)
                 for overlap in choices
             ]
         return self.steps["models"]

@@ -11,7 +11,7 @@ from dsjax.model.parameter_counts import expert_parameters
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.figure import Figure, assumed, exact, total
 from dsjax.plan.network import all_reduce, exchanged_rows, own_method, xla_collective
 
 
@@ -48,7 +48,7 @@ def exchanges(
         each = run.figure(sent.size / (sent.ranks - 1), f"{sent.kind}, bytes to each of {sent.ranks - 1} ranks", "B")
         times.append(xla_collective(cluster, sent.ranks, each * factor) * count)
     half = len(times) - len(times) // 2
-    return _sum(times[:half]), _sum(times[half:])
+    return total(times[:half]), total(times[half:])
 
 
 def tensor_parallel_sums(cluster: Cluster, run: DryRun, tokens: float) -> Figure:
@@ -56,14 +56,14 @@ def tensor_parallel_sums(cluster: Cluster, run: DryRun, tokens: float) -> Figure
 
     Where no whole experts are spread, the dispatch's own are sums over `tp` too.
     """
-    total = exact(0.0)
+    times = [exact(0.0)]
     for sent in run.collectives:
         if not sent.dispatches or run.mesh.ep_size == 1:
             # As the operand of an all-reduce, which sends 2 (n - 1) ÷ n of it.
             operand = sent.size * sent.ranks / (2 * (sent.ranks - 1)) * tokens / run.tokens
             size = run.figure(operand, f"{sent.kind} over {','.join(sent.axes)}, as summed bytes", "B")
-            total = total + all_reduce(cluster, sent.ranks, size) * run.figure(sent.times, "times a step")
-    return total
+            times.append(all_reduce(cluster, sent.ranks, size) * run.figure(sent.times, "times a step"))
+    return total(times)
 
 
 def needed_flops(config: ModelConfig, run: DryRun) -> float:
@@ -90,10 +90,3 @@ def excess(chip: Chip, config: ModelConfig, run: DryRun, tokens: float) -> Figur
     share = assumed(0.65, 0.4, 0.8, "XLA's products, share of peak", "at best 800 of 989 TFLOP/s in bf16, H200, 8192³")
     flops = run.figure(beyond, "operations beyond the model's")
     return flops / (share * chip.hardware.bf16_flops)
-
-
-def _sum(times: list[Figure]) -> Figure:
-    total = times[0]
-    for time in times[1:]:
-        total = total + time
-    return total

@@ -109,7 +109,8 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
                 f"{question.options.redundant if question.options.redundant is not None else 'the fewest'} redundant experts"
             )
     steps: dict[Layout, dict] = {}
-    made = [question.instance(layout, steps.setdefault(layout.unit, {})) for layout in found]
+    shared: dict = {}
+    made = [question.instance(layout, steps.setdefault(layout.unit, {"shared": shared})) for layout in found]
     return found, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
 
 

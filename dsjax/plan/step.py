@@ -9,7 +9,7 @@ from dsjax.config import ModelConfig
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.figure import Figure, assumed, exact, largest
+from dsjax.plan.figure import Figure, assumed, exact, largest, total
 from dsjax.plan.layout import Layout
 from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange, own_exchange
 from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
@@ -27,6 +27,7 @@ class StepModel:
     overlap: two-batch overlap: the halves of a batch alternate between computing and communicating.
     balanced: experts are placed by their load (any redundant experts imply it). dispatch: `deepep`, DeepEP's kernels as
     published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
+    shared: results that layouts on one cluster and precision have in common; give the same dict to all of them.
     """
 
     config: ModelConfig
@@ -38,6 +39,7 @@ class StepModel:
     balanced: bool = False
     dispatch: str = "deepep"
     dry_runs: tuple[DryRun, ...] = ()
+    shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
 
     def __post_init__(self):
@@ -56,7 +58,7 @@ class StepModel:
         parts = {**layers, "head": self._head(tokens), "host": _host(0.001, 0.0002, 0.004)}
         if drafts:
             parts["MTP module"] = self._draft(batch, context, wait) * drafts
-        return _total(parts, "step")
+        return _named_total(parts, "step")
 
     def prefill(self, tokens: float, *, prompt: float, cached: float = 0.0) -> Figure:
         """One prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` cached ones.
@@ -69,7 +71,7 @@ class StepModel:
         )
         uneven = assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
         layers = {name: (part * uneven).named(name, "s") for name, part in layers.items()}
-        return _total(
+        return _named_total(
             {**layers, "head": self._head(max(1.0, tokens / prompt)), "host": _host(0.004, 0.001, 0.015)}, "step"
         )
 
@@ -89,8 +91,8 @@ class StepModel:
                 n: p.named(n, "s") for n, p in self._parts(tokens, read, context, decode, layers, wait, dense).items()
             }
         half = self._parts(tokens / 2, read / 2, context, decode, layers, wait, dense)
-        talk = _sum([half[n] * 2 for n in _COMMUNICATION]).named("communication of two half batches", "s")
-        work = _sum([p * 2 for n, p in half.items() if n not in _COMMUNICATION])
+        talk = total([half[n] * 2 for n in _COMMUNICATION]).named("communication of two half batches", "s")
+        work = total([p * 2 for n, p in half.items() if n not in _COMMUNICATION])
         work = work.named("computation of two half batches", "s")
         if not decode and self.cluster.hardware.platform == "cuda":
             share = assumed(
@@ -105,33 +107,51 @@ class StepModel:
     def _parts(
         self, tokens: float, read: float, context: float, decode: bool, layers: int, wait: Figure, dense: int | None
     ) -> dict[str, Figure]:
-        config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
+        config, tp = self.config, self.layout.mesh.tp_size
         dense = config.num_dense_layers if dense is None else dense
         moe = layers - dense
+        found = dict(self._shared(tokens, read, context, decode, layers, dense))
+        found["attention"] = found["attention"] * wait
+        run = nearest(self.dry_runs, decode, tokens / tp) if layers == config.num_hidden_layers else None
+        if run:
+            if tp > 1:
+                found["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, tokens / tp)
+            beyond = excess(self.chip, config, run, tokens / tp)
+            if beyond:
+                found["products beyond the model's own"] = beyond
+        return found | self._experts(tokens, decode, moe) if moe else found
+
+    def _shared(
+        self, tokens: float, read: float, context: float, decode: bool, layers: int, dense: int
+    ) -> dict[str, Figure]:
+        """The parts that are the same in all layouts of a replica's width, computed once for them."""
+        config, chip, mesh = self.config, self.chip, self.layout.mesh
+        tp, moe, streamed = mesh.tp_size, layers - dense, self._streamed(tokens, decode)
+        key = (tp, tokens, read, context, decode, layers, dense, streamed)
+        if key in self.shared:
+            return self.shared[key]
         found = {
             "projections": self._projections(tokens, read, decode) * layers,
-            "attention": self._attention(tokens, read, context, decode) * layers * wait,
-            "element-wise": chip.stream(self._streamed(tokens, decode)) * layers,
+            "attention": self._attention(tokens, read, context, decode) * layers,
+            "element-wise": chip.stream(streamed) * layers,
         }
         if decode:
             floor = assumed(
                 40e-6, 20e-6, 80e-6, "small kernels of a layer", "about 20 launches of a CUDA graph, 1 to 4 µs each"
             )
             found["small kernels"] = floor * layers
-        run = nearest(self.dry_runs, decode, tokens / tp) if layers == config.num_hidden_layers else None
-        if tp > 1 and run:
-            found["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, tokens / tp)
-        elif tp > 1:
+        if tp > 1:
             found["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
                 2 * layers
             )
-        beyond = excess(chip, config, run, tokens / tp) if run else None
-        if beyond:
-            found["products beyond the model's own"] = beyond
         if dense:
             found["dense MLP"] = self._mlp(tokens, config.intermediate_size // tp) * dense
         if moe:
-            found |= {name: part * moe for name, part in self._experts(tokens, decode).items()}
+            found["router"] = chip.bf16_product(tokens / tp, config.n_routed_experts, config.hidden_size) * moe
+        if moe and config.n_shared_experts:
+            hidden = config.n_shared_experts * config.moe_intermediate_size // tp
+            found["shared experts"] = self._mlp(tokens, hidden) * moe
+        self.shared[key] = found
         return found
 
     def _projections(self, tokens: float, read: float, decode: bool) -> Figure:
@@ -141,12 +161,12 @@ class StepModel:
         per_query, both = config.qk_head_dim, config.qk_nope_head_dim + config.v_head_dim
         latent = rank + config.qk_rope_head_dim
         query = config.q_lora_rank or width
-        total = chip.product(tokens, latent + (query if config.query_compressed else 0), width)
-        total = total + chip.product(tokens, heads * per_query, query)
-        total = total + chip.product(tokens, width, heads * config.v_head_dim)
+        time = chip.product(tokens, latent + (query if config.query_compressed else 0), width)
+        time = time + chip.product(tokens, heads * per_query, query)
+        time = time + chip.product(tokens, width, heads * config.v_head_dim)
         if decode:
-            return total + chip.bf16_product(tokens, heads * both, rank)
-        return total + chip.product(tokens + read, heads * both, rank)
+            return time + chip.bf16_product(tokens, heads * both, rank)
+        return time + chip.product(tokens + read, heads * both, rank)
 
     def _attention(self, tokens: float, read: float, context: float, decode: bool) -> Figure:
         config = self.config
@@ -175,33 +195,37 @@ class StepModel:
         up = self.chip.product(tokens, 2 * hidden, width, expert=True)
         return up + self.chip.product(tokens, width, hidden, expert=True)
 
-    def _experts(self, tokens: float, decode: bool) -> dict[str, Figure]:
-        """Router, shared expert, the way there, the experts, the way back: of one layer."""
+    def _experts(self, tokens: float, decode: bool, layers: int) -> dict[str, Figure]:
+        """The routed experts, the way there and the way back, of so many layers.
+
+        They hang on the tokens of a device and the size of the EP group: `dp=32` is as `dp=16,tp=2` with twice the batch.
+        """
         config, mesh, chip = self.config, self.layout.mesh, self.chip
         width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
+        own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
+        split = mesh.tp_size if mesh.splits_expert_width else 1
+        balanced = self.balanced or self.layout.redundant > 0
+        key = ("experts", own, devices, mesh.ep_size, split, self.layout.redundant, balanced, decode, layers)
+        if key in self.shared and not self.dry_runs:
+            return self.shared[key]
         physical = config.n_routed_experts + self.layout.redundant
         slots = physical // mesh.ep_size
-        own = tokens / mesh.tp_size
-        spread = mesh.ep_size
         rows = own * top_k * mesh.expert_width_shards
-        slowest = self.skew.slowest(spread, slots, rows, self.balanced or self.layout.redundant > 0)
+        slowest = self.skew.slowest(mesh.ep_size, slots, rows, balanced)
         arriving = exact(rows, "rows of the mean rank", "rows") * slowest
-        group_tokens = tokens * mesh.dp_size / mesh.expert_copies
-        used = slots * (1 - (1 - top_k / physical) ** group_tokens)
+        used = slots * (1 - (1 - top_k / physical) ** (own * devices))
         inner = hidden // mesh.expert_width_shards
         flags = {"contiguous": not decode}
-        found = {
-            "router": chip.bf16_product(own, config.n_routed_experts, width),
-            "experts": chip.grouped(used, arriving, 2 * inner, width, gate_up=True, **flags)
-            + chip.grouped(used, arriving, width, inner, gate_up=False, **flags),
-        }
-        if config.n_shared_experts:
-            found["shared experts"] = self._mlp(tokens, config.n_shared_experts * hidden // mesh.tp_size)
+        products = chip.grouped(used, arriving, 2 * inner, width, gate_up=True, **flags)
+        products = products + chip.grouped(used, arriving, width, inner, gate_up=False, **flags)
         there, back = self._exchanges(own, decode, slowest)
         if mesh.splits_expert_width and mesh.ep_size > 1:
             size = tokens * top_k * width * BF16
             back = back + all_reduce(self.cluster, mesh.tp_size, size)
-        return {**found, "dispatch": there, "combine": back}
+        found = {"experts": products * layers, "dispatch": there * layers, "combine": back * layers}
+        if not self.dry_runs:
+            self.shared[key] = found
+        return found
 
     def _exchanges(self, own: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
         config, cluster, mesh = self.config, self.cluster, self.layout.mesh
@@ -226,13 +250,17 @@ class StepModel:
 
     def _head(self, tokens: float) -> Figure:
         config, tp = self.config, self.layout.mesh.tp_size
-        logits = self.chip.stream(3 * 4 * tokens * config.vocab_size / tp)
-        return (self.chip.bf16_product(tokens, config.vocab_size // tp, config.hidden_size) + logits).named("head", "s")
+        key = ("head", tp, tokens)
+        if key not in self.shared:
+            logits = self.chip.stream(3 * 4 * tokens * config.vocab_size / tp)
+            product = self.chip.bf16_product(tokens, config.vocab_size // tp, config.hidden_size)
+            self.shared[key] = (product + logits).named("head", "s")
+        return self.shared[key]
 
     def _draft(self, batch: float, context: float, wait: Figure) -> Figure:
         """One pass of the MTP module: a layer with experts, its projection of two widths, the head."""
         config = self.config
-        layer = _sum(list(self._layers(batch, batch * context, context, True, 1, wait, dense=0).values()))
+        layer = total(list(self._layers(batch, batch * context, context, True, 1, wait, dense=0).values()))
         joined = self.chip.bf16_product(batch, config.hidden_size, 2 * config.hidden_size)
         return (layer + joined + self._head(batch)).named("MTP module", "s")
 
@@ -256,12 +284,5 @@ def _host(value: float, low: float, high: float) -> Figure:
     return assumed(value, low, high, "host", "scheduling and launching that the device waits for", "s")
 
 
-def _sum(parts: list[Figure]) -> Figure:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _total(parts: dict[str, Figure], name: str) -> Figure:
-    return _sum(list(parts.values())).named(name, "s")
+def _named_total(parts: dict[str, Figure], name: str) -> Figure:
+    return total(list(parts.values())).named(name, "s")
