@@ -1,0 +1,112 @@
+"""What the device can do at most: its vendor's figures, or, on a CPU, a copy and a large product measured in the same run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsjax.bench.modules.setting import Setting, free_memory
+from dsjax.bench.modules.timing import Budget, device_loop
+from dsjax.hardware import bundled_hardware, load_hardware
+
+_COPY_BYTES = 256 << 20
+_SIDE = 2048
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes and operations a second that no module can exceed, and where the figures are from."""
+
+    bandwidth: float
+    flops: float
+    source: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        return {"bytes_per_s": self.bandwidth, "flops_per_s": self.flops, "source": self.source}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What was measured: its name, as the planner compares it; JAX's platform; memory; a file of `configs/hardware`, if any."""
+
+    name: str
+    platform: str
+    memory_bytes: int
+    hardware: str | None
+    count: int
+
+    @classmethod
+    def of(cls, device: jax.Device) -> Device:
+        """The device that JAX runs on."""
+        name = cpu_name() if device.platform == "cpu" else device.device_kind
+        stats = None if device.platform == "cpu" else device.memory_stats()
+        memory = int(stats["bytes_limit"]) if stats else host_memory()
+        count = 1 if device.platform == "cpu" else len(jax.devices())
+        return cls(name, device.platform, memory, hardware_of(name), count)
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        return {
+            "name": self.name,
+            "platform": self.platform,
+            "memory_bytes": self.memory_bytes,
+            "hardware": self.hardware,
+            "count": self.count,
+        }
+
+
+def cpu_name() -> str:
+    """The processor as the kernel names it, and how many of its cores this machine has."""
+    name = platform.processor() or platform.machine()
+    try:
+        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+        name = found.group(1).strip() if found else name
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def host_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def hardware_of(name: str) -> str | None:
+    """The bundled hardware whose key is a word of a device's name (`NVIDIA H200` → `h200`)."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return next((key for key in bundled_hardware() if key in words), None)
+
+
+def find_ceilings(setting: Setting, device: Device, hardware: str | None, budget: Budget) -> Ceilings:
+    """Of a file of `configs/hardware`, given or recognised by name; else measured."""
+    key = hardware or device.hardware
+    if key is not None:
+        chip = load_hardware(key)
+        return Ceilings(chip.memory_bandwidth, chip.bf16_flops, f"configs/hardware: {chip.name}, vendor's figures")
+    copy, product = _copy(setting, budget), _product(setting, budget)
+    name = setting.dtype.name
+    return Ceilings(
+        copy, product, f"measured in this run: a copy of {_COPY_BYTES >> 20} MiB, a product of {_SIDE}² {name} matrices"
+    )
+
+
+def _copy(setting: Setting, budget: Budget) -> float:
+    size = min(_COPY_BYTES, free_memory(setting.step.mesh.devices.flat[0]) // 8) // 4
+    prepared = device_loop(lambda _, i, x: x + 1, None, jnp.zeros(size, jnp.float32))
+    prepared.warm_up()
+    return 2 * 4 * size / prepared.take(budget).median
+
+
+def _product(setting: Setting, budget: Budget) -> float:
+    matrix = setting.random((_SIDE, _SIDE), _SIDE**-0.5)
+    prepared = device_loop(lambda a, i, x: a @ x, matrix, matrix + 0)
+    prepared.warm_up()
+    return 2 * _SIDE**3 / prepared.take(budget).median

@@ -1,0 +1,64 @@
+"""`dsjax bench modules`: the command. JAX is imported when it runs."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from dsjax.bench.modules.options import GridOptions, ModelOptions, RunOptions
+from dsjax.bench.serve.flags import options_of
+from dsjax.errors import UserError
+from dsjax.options import prepare_devices
+
+_INTERRUPTED = 130
+
+
+@options_of(model=ModelOptions, grid=GridOptions, run=RunOptions)
+def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
+    """Time the model's parts, one by one, at its true widths.
+
+    Only one module's weights are in memory at a time. Ctrl-C prints and writes what is done so far.
+    """
+    prepare_devices(grid.mesh)
+    from dsjax.bench.modules.ceilings import Device, find_ceilings
+    from dsjax.bench.modules.grid import cases
+    from dsjax.bench.modules.prepare import make_setting
+    from dsjax.bench.modules.progress import case_progress
+    from dsjax.bench.modules.report import show, to_json
+    from dsjax.bench.modules.run import run_cases
+    from dsjax.bench.modules.timing import Budget
+
+    setting = make_setting(model)
+    device = Device.of(setting.step.mesh.devices.flat[0])
+    budget = Budget(run.seconds or (0.2 if grid.quick else 1.0))
+    ceilings = find_ceilings(setting, device, run.hardware, budget)
+    todo = list(cases(setting, grid))
+    if not todo:
+        raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
+    with case_progress(Console(stderr=True), run.progress, len(todo)) as on_start:
+        found = run_cases(setting, todo, ceilings, budget, run.row_limit, on_start)
+    console = Console(stderr=run.json_file == "-")
+    if not console.is_terminal:
+        console.width = 140
+    show(console, found, ceilings, device)
+    if run.json_file:
+        command = shlex.join(["dsjax", *sys.argv[1:]])
+        _write(run.json_file, to_json(found, setting, model.model, ceilings, device, command))
+    if found.interrupted:
+        print("interrupted: the figures are of what was done until then", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED)
+
+
+def _write(where: str, body: dict[str, Any]) -> None:
+    text = json.dumps(body, indent=1, allow_nan=False) + "\n"
+    if where == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(where).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {where}: {error.strerror}") from error

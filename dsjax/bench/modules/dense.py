@@ -1,0 +1,149 @@
+"""Cases of products that every token passes through: dense MLP, shared expert, router, norms, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import jax.numpy as jnp
+from flax import nnx
+
+from dsjax.bench.modules.case import Case, Work
+from dsjax.bench.modules.setting import Setting, Stack
+from dsjax.bench.modules.timing import Prepared, device_loop
+from dsjax.engine.sampler import greedy
+from dsjax.model.mlp import MLP
+from dsjax.model.norm import RMSNorm
+from dsjax.model.parameters import Declaration, Matrix
+from dsjax.model.router import Router
+
+
+def mlp_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[Case]:
+    """`dense MLP` or `shared expert`, with the residual's sum."""
+    config = setting.config
+    dense = module == "dense MLP"
+    hidden = config.intermediate_size if dense else config.n_shared_experts * config.moe_intermediate_size
+    in_model = config.num_dense_layers if dense else config.num_moe_layers
+    make = lambda declare: MLP(declare, config.hidden_size, hidden, "mlp_width")  # noqa: E731
+    apply = lambda mlp, x, total: total + mlp(x)  # noqa: E731
+    flops = 6 * config.hidden_size * hidden
+    moved = (3 * config.hidden_size + 5 * hidden) * setting.dtype.itemsize
+    yield from _layer_cases(setting, module, make, apply, in_model, tokens, flops, moved)
+
+
+def router_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+    """Scores, groups and the choice of experts."""
+    config = setting.config
+
+    def apply(router: Router, x, total):
+        routing = router(x)
+        return total.at[..., : routing.ids.shape[-1]].add((routing.weights + routing.ids).astype(total.dtype))
+
+    flops = 2 * config.hidden_size * config.n_routed_experts
+    moved = config.hidden_size * setting.dtype.itemsize + config.n_routed_experts * 4 * 4
+    make = lambda declare: Router(declare, config)  # noqa: E731
+    yield from _layer_cases(setting, "router", make, apply, config.num_moe_layers, tokens, flops, moved)
+
+
+class LayerNorms(nnx.Module):
+    """The two norms of a layer."""
+
+    def __init__(self, declare: Declaration, width: int, eps: float):
+        self.attn_norm, self.mlp_norm = RMSNorm(declare, width, eps), RMSNorm(declare, width, eps)
+
+
+def norm_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+    """Both norms of a layer; the residuals' sums are in the other modules."""
+    config = setting.config
+    make = lambda declare: LayerNorms(declare, config.hidden_size, config.rms_norm_eps)  # noqa: E731
+    apply = lambda norms, x, total: norms.mlp_norm(norms.attn_norm(total))  # noqa: E731
+    moved = 4 * config.hidden_size * setting.dtype.itemsize
+    yield from _layer_cases(
+        setting, "norms", make, apply, config.num_hidden_layers, tokens, 8 * config.hidden_size, moved
+    )
+
+
+def _layer_cases(
+    setting: Setting,
+    module: str,
+    make: Callable[[Declaration], nnx.Module],
+    apply: Callable,
+    in_model: int,
+    tokens: Iterable[int],
+    flops: float,
+    moved: float,
+) -> Iterator[Case]:
+    """A module of `in_model` layers; flops and bytes moved are of one token."""
+    if not in_model:
+        return
+    stack = Stack.of(setting, make, in_model)
+    for count in tokens:
+        yield Case(
+            module,
+            "",
+            {"tokens": count},
+            Work(count * flops, stack.layer_bytes, count * moved),
+            stack.nbytes + 4 * int(count * (moved + setting.config.hidden_size * setting.dtype.itemsize)),
+            lambda count=count: layer_loop(setting, make, apply, in_model, count),
+        )
+
+
+def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> Prepared:
+    """A module over layers as the step runs it: sliced out of a stack where the model has several, else as arrays of their own."""
+    stack = Stack.of(setting, make, in_model)
+    x = setting.random((1, tokens, setting.config.hidden_size))
+    if in_model == 1:
+        return one_after_another(setting, stack, apply, x)
+    graph = stack.graph
+
+    def one_layer(inputs, index, total):
+        return apply(nnx.merge(graph, stack.layer(inputs["params"], index)), inputs["x"], total)
+
+    inputs = {"params": stack.values(setting.seed), "x": x}
+    return device_loop(one_layer, inputs, jnp.zeros_like(x), depth=stack.depth, in_call=in_model)
+
+
+def one_after_another(setting: Setting, stack: Stack, apply, x) -> Prepared:
+    """Each layer's weights as arrays of their own: XLA compiles a scan of one layer away, and its slices with it."""
+    layers = [{path: array[i] for path, array in stack.values(setting.seed).items()} for i in range(stack.depth)]
+
+    def every_layer(inputs, _, total):
+        for params in inputs["layers"]:
+            # Each layer waits for the one before, as in a model: independent products would share the cores.
+            x = inputs["x"].at[0, 0, 0].add(total[0, 0, 0] * 1e-9)
+            total = apply(stack.table.bind(params), x, total)
+        return total
+
+    return device_loop(every_layer, {"layers": layers, "x": x}, jnp.zeros_like(x), unit=stack.depth)
+
+
+class Head(nnx.Module):
+    """The final norm and the output projection."""
+
+    def __init__(self, declare: Declaration, width: int, vocab: int, eps: float):
+        self.norm = RMSNorm(declare, width, eps)
+        self.head = Matrix(declare, (width, vocab), ("embed", "vocab"), quantise=False)
+
+
+def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+    """Final norm, output projection and the choice of the most probable token; tokens are rows that are sampled."""
+    config = setting.config
+    D, V = config.hidden_size, config.vocab_size
+    make = lambda declare: Head(declare, D, V, config.rms_norm_eps)  # noqa: E731
+    stack = Stack.of(setting, make, 1)
+
+    def apply(head: Head, x, total):
+        logits = jnp.einsum(
+            "btd,dv->btv", head.norm(x), head.head.value(setting.dtype), preferred_element_type=jnp.float32
+        )
+        return total.at[..., 0].add(greedy(logits).astype(total.dtype))
+
+    for count in tokens:
+        x_bytes = count * D * setting.dtype.itemsize
+        yield Case(
+            "head",
+            "",
+            {"tokens": count},
+            Work(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V),
+            stack.nbytes + 2 * (x_bytes + 4 * count * V),
+            lambda count=count: one_after_another(setting, stack, apply, setting.random((1, count, D))),
+        )

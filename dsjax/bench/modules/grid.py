@@ -1,0 +1,72 @@
+"""Which cases a run has: every module at every size that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsjax.bench.modules.attention import attention_cases
+from dsjax.bench.modules.case import Case
+from dsjax.bench.modules.dense import head_cases, mlp_cases, norm_cases, router_cases
+from dsjax.bench.modules.embedding import embedding_cases
+from dsjax.bench.modules.exchange import exchange_cases
+from dsjax.bench.modules.fp8 import product_cases, quantisation_cases
+from dsjax.bench.modules.inputs import input_cases
+from dsjax.bench.modules.launch import launch_cases
+from dsjax.bench.modules.options import GridOptions
+from dsjax.bench.modules.routed import default_experts, expert_cases
+from dsjax.bench.modules.setting import Setting, free_memory
+from dsjax.model.parameter_counts import expert_parameters
+from sharding import MeshSpec
+
+MOST_ROWS = 512
+"""Requests that decode at once; more tokens than these come from prompts."""
+LEAST_CHUNK = 16
+
+
+def cases(setting: Setting, grid: GridOptions) -> Iterator[Case]:
+    """In the order of the tables."""
+    tokens, config = grid.token_counts, setting.config
+    rows = [count for count in tokens if count <= MOST_ROWS] or tokens[:1]
+    made = {
+        "launch": lambda: launch_cases(setting, rows),
+        "inputs": lambda: input_cases(setting, rows),
+        "embedding": lambda: embedding_cases(setting, tokens),
+        "attention": lambda: _attention(setting, grid, rows, tokens),
+        "norms": lambda: norm_cases(setting, tokens),
+        "dense MLP": lambda: mlp_cases(setting, "dense MLP", tokens) if config.num_dense_layers else iter(()),
+        "router": lambda: router_cases(setting, tokens) if config.is_moe else iter(()),
+        "experts": lambda: expert_cases(setting, rank_experts(setting, grid.experts), tokens),
+        "shared expert": lambda: mlp_cases(setting, "shared expert", tokens) if config.n_shared_experts else iter(()),
+        "head": lambda: head_cases(setting, rows),
+        "fp8": lambda: quantisation_cases(setting, tokens),
+        "product": lambda: product_cases(setting, tokens),
+        "dispatch": lambda: exchange_cases(setting, MeshSpec.parse(grid.mesh), tokens),
+    }
+    for name, make in made.items():
+        if name in grid.modules:
+            yield from make()
+
+
+def rank_experts(setting: Setting, asked: int | None) -> int:
+    """Experts of the rank whose product is timed; 0 for a model without experts."""
+    config = setting.config
+    if not config.is_moe:
+        return 0
+    size = expert_parameters(config) * {"f32": 4, "fp8": 1}.get(setting.weights, 2)
+    memory = free_memory(setting.step.mesh.devices.flat[0])
+    return min(config.n_routed_experts, asked or default_experts(config, memory, size))
+
+
+def _attention(setting: Setting, grid: GridOptions, rows: list[int], tokens: list[int]) -> Iterator[Case]:
+    """Decode: rows × contexts. Prefill: one prompt's chunk of so many tokens, at its beginning and after cached positions."""
+    contexts = grid.context_lengths
+    chunks = [count for count in tokens if count >= LEAST_CHUNK]
+    decode = [(count, 1, context) for count in rows for context in contexts]
+    prefill = [(1, chunk, context) for chunk in chunks for context in sorted({0, *contexts})]
+    for form in grid.form_names:
+        # The step's own forms are timed for their own phase; the others for both.
+        quick = grid.quick and {setting.step.decode_form: "decode", setting.step.prefill_form: "prefill"}.get(form)
+        if quick != "prefill":
+            yield from attention_cases(setting, form, decode)
+        if quick != "decode":
+            yield from attention_cases(setting, form, prefill)

@@ -1,0 +1,112 @@
+"""The options of `dsjax bench modules`."""
+
+from dataclasses import dataclass
+
+from dsjax.bench.serve.options import Checked, OptionError, option
+
+MODULES = (
+    "launch",
+    "inputs",
+    "embedding",
+    "attention",
+    "norms",
+    "dense MLP",
+    "router",
+    "experts",
+    "shared expert",
+    "head",
+    "fp8",
+    "product",
+    "dispatch",
+)
+"""In the order of the tables."""
+_QUICK_TOKENS, _QUICK_CONTEXTS = "1,32,256", "128,1024"
+
+
+@dataclass(frozen=True)
+class ModelOptions(Checked):
+    """Which model, and how its numbers are kept."""
+
+    model: str = option("deepseek-v3", "bundled name, or a directory with config.json; weights are not read")
+    dtype: str = option("auto", "of computation; auto: as dsjax serve", choices=("auto", "float32", "bfloat16"))
+    weights: str = option(
+        "auto", "how matrices are kept; auto: as dsjax serve", choices=("auto", "f32", "bf16", "mixed", "fp8")
+    )
+    kv_dtype: str = option("auto", "of the latent cache; auto: as dtype", choices=("auto", "float32", "bfloat16"))
+    page_size: int = option(16, "token slots of a page of the cache", least=1)
+    max_model_len: int | None = option(None, "positions of a page table; default: the model's, at most 4096", least=16)
+    seed: int = option(0, "of weights, tokens and routing", least=0)
+
+
+@dataclass(frozen=True)
+class GridOptions(Checked):
+    """What is timed, at which sizes."""
+
+    only: str | None = option(None, f"modules, separated by commas: {', '.join(MODULES)}")
+    tokens: str = option("1,8,64,512,4096", "tokens of a DP rank")
+    contexts: str = option("128,1024,4096", "positions that are cached before")
+    forms: str = option("CD,CC,A_CC,A_CC_ME,AM_CC_ME", "MLA forms")
+    experts: int | None = option(
+        None, "experts of the rank; default: all that fit a quarter of memory, else a 32nd", least=1
+    )
+    mesh: str = option("dp=1", "time every dispatch method on this mesh too, emulated on a CPU")
+    quick: bool = option(
+        False, f"tokens {_QUICK_TOKENS}, contexts {_QUICK_CONTEXTS}, the engine's own two forms, 0.2 s a row"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        unknown = [name for name in self.modules if name not in MODULES]
+        if unknown:
+            raise OptionError(f"--only names {', '.join(unknown)}; expected some of {', '.join(MODULES)}")
+        from dsjax.model.forms import FORMS
+
+        unknown = [form for form in self.form_names if form not in FORMS]
+        if unknown:
+            raise OptionError(f"--forms names {', '.join(unknown)}; expected some of {', '.join(FORMS)}")
+        self.token_counts, self.context_lengths  # noqa: B018 (checks both)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names after `--only`, or all."""
+        return tuple(name.strip() for name in self.only.split(",")) if self.only else MODULES
+
+    @property
+    def token_counts(self) -> list[int]:
+        """`--tokens`, ascending."""
+        default = type(self).__dataclass_fields__["tokens"].default
+        return _numbers("--tokens", _QUICK_TOKENS if self.quick and self.tokens == default else self.tokens, 1)
+
+    @property
+    def context_lengths(self) -> list[int]:
+        """`--contexts`, ascending."""
+        default = type(self).__dataclass_fields__["contexts"].default
+        quick = self.quick and self.contexts == default
+        return _numbers("--contexts", _QUICK_CONTEXTS if quick else self.contexts, 0)
+
+    @property
+    def form_names(self) -> list[str]:
+        """`--forms`."""
+        default = type(self).__dataclass_fields__["forms"].default
+        return ["CC", "A_CC_ME"] if self.quick and self.forms == default else self.forms.split(",")
+
+
+@dataclass(frozen=True)
+class RunOptions(Checked):
+    """How long, and what is written."""
+
+    seconds: float | None = option(None, "sampling of a row at most; default 1, with --quick 0.2", above=0)
+    row_limit: float = option(60.0, "skip rows that take longer than this at the device's ceilings", above=0)
+    hardware: str | None = option(None, "ceilings: name of configs/hardware or a file; default: by the device's name")
+    json_file: str | None = option(None, "write JSON to this file too; - for standard output", flag="--json")
+    progress: bool = option(True, "show a progress bar")
+
+
+def _numbers(flag: str, text: str, least: int) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < least:
+        raise OptionError(f"{flag} is {text!r}, expected whole numbers of at least {least}, separated by commas")
+    return found

@@ -1,0 +1,117 @@
+"""A run as tables, and as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jaxlib
+from rich.console import Console
+from rich.table import Table
+
+from dsjax.bench.modules.case import Row
+from dsjax.bench.modules.ceilings import Ceilings, Device
+from dsjax.bench.modules.run import Found
+from dsjax.bench.modules.setting import Setting
+from dsjax.bench.modules.widths import widths
+
+FORMAT = "dsjax modules 1"
+
+
+def show(console: Console, found: Found, ceilings: Ceilings, device: Device) -> None:
+    """A table for each module, and what was left out."""
+    console.print(
+        f"[bold]{device.name}[/bold]: {ceilings.bandwidth / 1e9:,.1f} GB/s, {ceilings.flops / 1e9:,.0f} GFLOP/s "
+        f"({ceilings.source})",
+        highlight=False,
+    )
+    for module in dict.fromkeys(row.case.module for row in found.rows):
+        console.print(_table(module, [row for row in found.rows if row.case.module == module], ceilings))
+    for one in found.skipped:
+        console.print(f"left out: {one.case.title}: {one.reason}", highlight=False)
+    console.print(
+        "ms: one application in one layer, median, in a loop on the device (*: called from the host, launch included); 10th to 90th "
+        "percentile; +once: what a call costs beside, the first time. Shares are of the ceilings above; above 100 %: caches.",
+        style="dim",
+    )
+
+
+def _table(module: str, rows: list[Row], ceilings: Ceilings) -> Table:
+    table = Table(title=module, title_justify="left")
+    names = [name for name in dict.fromkeys(n for row in rows for n in row.case.sizes) if name != "mesh"]
+    if any(row.case.variant for row in rows):
+        table.add_column("")
+    for name in (*names, "ms", "10–90 %", "+once µs", "GB/s", "of max", "GFLOP/s", "of max"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        times, work = row.times, row.case.work
+        bandwidth, rate = work.bytes / times.median, work.flops / times.median
+        cells = [row.case.variant] if any(r.case.variant for r in rows) else []
+        cells += [str(row.case.sizes.get(name, "")) for name in names]
+        cells += [
+            f"{times.median * 1e3:.4g}{'' if row.in_device_loop else '*'}",
+            f"{times.low * 1e3:.3g}–{times.high * 1e3:.3g}",
+            f"{times.once * 1e6:.0f}",
+            f"{bandwidth / 1e9:.3g}",
+            f"{bandwidth / ceilings.bandwidth:.0%}",
+            f"{rate / 1e9:.3g}" if work.flops else "",
+            f"{rate / ceilings.flops:.1%}" if work.flops else "",
+        ]
+        table.add_row(*cells)
+    return table
+
+
+def to_json(
+    found: Found, setting: Setting, model: str, ceilings: Ceilings, device: Device, command: str, **more: Any
+) -> dict[str, Any]:
+    """Stable fields, as `docs/bench-modules.md` lists them."""
+    return {
+        **head(setting, model, ceilings, device, command),
+        "partial": found.interrupted,
+        "skipped": [
+            {"module": s.case.module, "variant": s.case.variant, "sizes": dict(s.case.sizes), "reason": s.reason}
+            for s in found.skipped
+        ],
+        "rows": [row.to_json() for row in found.rows],
+        **more,
+    }
+
+
+def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, command: str) -> dict[str, Any]:
+    """What all figures of a run hang on."""
+    step = setting.step
+    return {
+        "format": FORMAT,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "device": device.to_json(),
+        "ceilings": ceilings.to_json(),
+        "model": model,
+        "widths": widths(setting.config),
+        "dtype": str(setting.dtype),
+        "weights": setting.weights,
+        "kv_dtype": str(step.cache_dtype),
+        "page_size": step.page_size,
+        "max_model_len": setting.max_model_len,
+        "seed": setting.seed,
+    }
+
+
+def _versions() -> Mapping[str, str]:
+    import importlib.metadata
+
+    try:
+        own = importlib.metadata.version("dsjax")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"
+    return {
+        "dsjax": own,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "system": platform.platform(),
+    }

@@ -1,0 +1,148 @@
+"""Cases of the routed experts: one rank's share of them, and the rows that even or skewed routing sends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from dsjax.bench.modules.case import Case, Work
+from dsjax.bench.modules.setting import Setting, Stack
+from dsjax.bench.modules.timing import Prepared, device_loop
+from dsjax.model.experts import ExpertProduct
+from dsjax.model.moe import RoutedExperts
+from sharding.dispatch import DispatchConfig, dispatch
+
+SKEWS = {"even": 0.0, "skewed": 0.3}
+"""Variant → s in popularity ∝ rank^-s; 0.3 is what the planner assumes where it is told nothing."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What a rank's experts get: local ids `[N, K]` with −1 for none, and weights `[N, K]`.
+
+    mean_load: pairs of one expert under even routing, by which the step chooses the product's tiles.
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+    mean_load: float
+
+    @property
+    def rows(self) -> int:
+        """N: rows with at least one expert here."""
+        return self.ids.shape[0]
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a row and an expert."""
+        return int((self.ids >= 0).sum())
+
+    @property
+    def used(self) -> int:
+        """Experts with at least one row."""
+        return len(np.unique(self.ids[self.ids >= 0]))
+
+
+def route_randomly(rng: np.random.Generator, tokens: int, experts: int, top_k: int, skew: float) -> np.ndarray:
+    """Distinct experts `[tokens, top_k]`, drawn with popularity ∝ rank^-skew, ranks in random order."""
+    popularity = np.log(rng.permutation(1.0 / np.arange(1, experts + 1) ** skew)).astype(np.float32)
+    keys = popularity - np.log(-np.log(rng.random((tokens, experts), np.float32) + 1e-20) + 1e-20)
+    return np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
+
+
+def arrivals(setting: Setting, tokens: int, experts: int, skew: float) -> Arrivals:
+    """What arrives at a rank with `experts` of the model's, when it and its like have `tokens` each.
+
+    All ranks' tokens are drawn together; of a skewed draw the busiest rank is taken, whom the others wait for.
+    """
+    config, rng = setting.config, np.random.default_rng(setting.seed)
+    ranks = max(1, config.n_routed_experts // experts)
+    ids = route_randomly(rng, tokens * ranks, config.n_routed_experts, config.num_experts_per_tok, skew)
+    owner = ids // experts
+    load = np.bincount(owner.reshape(-1), minlength=ranks)[:ranks]
+    rank = int(np.argmax(load)) if skew else int(np.argmin(abs(load - load.mean())))
+    local = np.where(owner == rank, ids - rank * experts, -1)
+    local = local[(local >= 0).any(axis=1)]
+    if not len(local):  # few tokens: the rank gets one row all the same, for there to be something to time
+        local = np.full((1, ids.shape[1]), -1, np.int32)
+        local[0, 0] = 0
+    mean_load = tokens * config.num_experts_per_tok * ranks / config.n_routed_experts
+    return Arrivals(local.astype(np.int32), rng.random(local.shape, np.float32), mean_load)
+
+
+def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Iterator[Case]:
+    """The grouped product of a rank's experts, with sorting, gathering and the weighted sums."""
+    config = setting.config
+    if not config.is_moe:
+        return
+    D, F, itemsize = config.hidden_size, config.moe_intermediate_size, setting.dtype.itemsize
+    stack = _stack(setting, experts)
+    for count in tokens:
+        for variant, skew in SKEWS.items():
+            found = arrivals(setting, count, experts, skew)
+            work = Work(
+                6 * found.pairs * D * F,
+                stack.layer_bytes * found.used / experts,
+                itemsize * (2 * found.rows * D + found.pairs * (2 * D + 5 * F)),
+            )
+            sizes = {"tokens": count, "experts": experts, "rows": found.rows, "pairs": found.pairs, "used": found.used}
+            yield Case(
+                "experts",
+                variant,
+                sizes,
+                work,
+                stack.nbytes + 8 * found.rows * D * itemsize,
+                lambda found=found: expert_loop(setting, experts, found),
+            )
+
+
+def expert_loop(setting: Setting, experts: int, found: Arrivals) -> Prepared:
+    """The step's own call, `dispatch` over an EP group of one rank, whose experts are read out of the whole stack of layers."""
+    stack, rng = _stack(setting, experts), np.random.default_rng(setting.seed)
+    # Each layer routes differently: ids that never change would be sorted once, before the loop.
+    ids = np.stack([np.append(rng.permutation(experts), -1)[found.ids] for _ in range(stack.depth)])
+    inputs = {
+        "params": stack.values(setting.seed),
+        "x": setting.random((found.rows, setting.config.hidden_size)),
+        "ids": jnp.asarray(ids, jnp.int32),
+        "weights": jnp.asarray(found.weights),
+    }
+    product = ExpertProduct(
+        weight_dtype=stack.table.infos["down.weight"].dtype,
+        platform=setting.platform,
+        mean_load=found.mean_load,
+    )
+
+    specs = {name: P() for name in (*inputs["params"], "layer")}
+
+    def one_layer(inputs, layer, total):
+        ids = jax.lax.dynamic_index_in_dim(inputs["ids"], layer, keepdims=False)
+        arguments = (inputs["x"], ids, inputs["weights"], inputs["params"] | {"layer": layer})
+        config = DispatchConfig(report=True)
+        y, report = dispatch(setting.spec, setting.step.mesh, config, *arguments, product, specs, experts=experts)
+        counts, total = total
+        return jax.tree.map(jnp.add, counts, report), total + y
+
+    config = setting.config
+    counts = {"tokens_per_expert": jnp.zeros((1, experts), jnp.int32)}
+    counts |= {name: jnp.zeros((1,), jnp.int32) for name in ("rows_received", "rows_sent", "rounds")}
+    carry = (counts, jnp.zeros_like(inputs["x"]))
+    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=config.num_moe_layers)
+
+
+def default_experts(config, memory: int, expert_bytes: int) -> int:
+    """Experts of the rank when none are given: all, if a layer of them takes at most a quarter of memory; else a 32nd of them."""
+    if config.n_routed_experts * expert_bytes <= memory // 4:
+        return config.n_routed_experts
+    return max(1, math.ceil(config.n_routed_experts / 32))
+
+
+def _stack(setting: Setting, experts: int) -> Stack:
+    make = lambda declare: RoutedExperts(declare, setting.config, experts)  # noqa: E731
+    return Stack.of(setting, make, setting.config.num_moe_layers)

@@ -1,0 +1,163 @@
+"""`Setting`: the model, its number formats and the device, as every module of a run sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsjax.config import ModelConfig
+from dsjax.model.parameters import Declaration, ParameterInfo, ParameterTable, Weights
+from dsjax.model.step import Step
+from sharding import MeshSpec
+
+WORKING_SET = 512 << 20
+"""Bytes of weights that go by between two uses of the same one, at most: more than any device's caches, as in a large model."""
+MOST_LAYERS = 64
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What is benched: a model's step on one device, made as the engine makes it but holding no weights.
+
+    weights: how matrices are kept. seed: of weights, tokens and routing. max_model_len: positions that page tables cover.
+    """
+
+    step: Step
+    weights: Weights
+    seed: int = 0
+    max_model_len: int = 4096
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's."""
+        return self.step.config
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of computation."""
+        return jnp.dtype(self.step.dtype)
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
+        return self.step.mesh.devices.flat[0].platform
+
+    @property
+    def spec(self) -> MeshSpec:
+        """The mesh of one device."""
+        return self.step.spec
+
+    def declare(self, depth: int) -> Declaration:
+        """For parameters of `depth` layers."""
+        return Declaration(self.weights, self.platform, depth)
+
+    def working_set(self) -> int:
+        """Bytes of weights between two uses of one: the whole model's, as in a step, or `WORKING_SET`."""
+        return min(WORKING_SET, sum(info.nbytes for info in self.step.table.infos.values()))
+
+    def depth(self, layer_bytes: int, in_model: int) -> int:
+        """How many layers of a module to run through, so that no cache holds on to their weights longer than in a step.
+
+        In the model a layer's weights come back after all others went by. A module alone would come back to them at once; it
+        is given so many layers that as many bytes go by (at least two where the model scans over several: a scan of one
+        layer is compiled away, and its slices of the stack with it).
+        """
+        wanted = min(MOST_LAYERS, -(-self.working_set() // max(layer_bytes, 1)))
+        return max(wanted, min(2, in_model))
+
+    def random(self, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
+        """Normal values in the compute dtype."""
+        return jnp.asarray(np.random.default_rng(self.seed).standard_normal(shape, np.float32) * scale, self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """A module's weights, `depth` layers of them: described, or `made` with random values."""
+
+    table: ParameterTable
+    depth: int
+
+    @classmethod
+    def of(
+        cls, setting: Setting, make: Callable[[Declaration], nnx.Module], in_model: int, depth: int | None = None
+    ) -> Stack:
+        """`make(declare)` with as many layers as the setting's working set wants, or `depth` of them."""
+        if depth is None:
+            one = ParameterTable.of(make(setting.declare(1)))
+            depth = setting.depth(_nbytes(one.infos), in_model)
+        return cls(ParameterTable.of(make(setting.declare(depth))), depth)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers."""
+        return _nbytes(self.table.infos)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer."""
+        return self.nbytes // self.depth
+
+    def values(self, seed: int) -> dict[str, jax.Array]:
+        """Random parameters on the device."""
+        return {path: random_parameter(info, seed) for path, info in self.table.infos.items()}
+
+    @property
+    def graph(self):
+        """The module's structure, for `nnx.merge`."""
+        return self.table.graph
+
+    def layer(self, params: Mapping[str, jax.Array], index: jax.Array):
+        """One layer's weights, sliced out of the stack as a scan over layers does it; the state for `nnx.merge`."""
+        weights = nnx.split(self.table.bind(params))[1]
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), weights)
+
+
+def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:
+    """Values of about the size that training gives, in the storage dtype: a block of random numbers, over and over.
+
+    Times do not hang on values, and drawing billions of them would take longer than timing.
+    """
+    fan_in = info.shape[-2] if len(info.shape) > 1 else 1
+    scale = 1.0 if info.init in ("ones", "scale") else 1 / math.sqrt(fan_in)
+    if info.dtype.itemsize == 1 and info.init == "normal":
+        scale = 1.0  # FP8: the scale parameter beside it has the size
+    if info.init == "scale":
+        scale = 1 / math.sqrt(128 * fan_in)
+    if info.init in ("ones", "scale", "zeros"):
+        block = np.full(1, 0.0 if info.init == "zeros" else scale, np.float32)
+    else:
+        count = min(_BLOCK, math.prod(info.shape))
+        block = np.random.default_rng(seed).standard_normal(count, np.float32) * np.float32(scale)
+    stored = np.resize(block.astype(info.dtype), info.shape)
+    return jax.device_put(stored.view(info.storage_dtype))
+
+
+def free_memory(device: jax.Device) -> int:
+    """Bytes that a device has left; on the CPU platform, of the host."""
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats is not None:
+        return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def with_mesh(setting: Setting, spec: MeshSpec) -> Setting:
+    """The same model on another mesh."""
+    return dataclasses.replace(setting, step=dataclasses.replace(setting.step, spec=spec, mesh=spec.build()))
+
+
+def _nbytes(infos: Mapping[str, ParameterInfo]) -> int:
+    return sum(info.nbytes for info in infos.values())

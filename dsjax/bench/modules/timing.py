@@ -1,0 +1,197 @@
+"""Honest times: compiled and warm, waited for, repeated, and in a loop on the device where a call would cost more than the work."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LEAST_SAMPLE = 0.02
+"""Seconds that a sample lasts at least: a call of a compiled program costs 20 to 100 µs on the host, under 1 % of it."""
+LEAST_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long one row is sampled: seconds in all (warm-up and compilation apart), and at most so many samples."""
+
+    seconds: float = 1.0
+    samples: int = 15
+
+
+class Sample(NamedTuple):
+    """Seconds of an empty call, of a call with as many applications as a step of the model has, and of one with many more."""
+
+    empty: float
+    short: float
+    long: float
+
+
+@dataclass
+class Prepared:
+    """Something compiled, with its inputs on the device, that can be timed again and again.
+
+    run: applies the module so many times, and waits. unit: applications come in multiples of it. in_call: applications in one
+    step of the model, by which `Times.once` is told apart. in_device_loop: whether they are iterations of a loop in the
+    compiled program, or calls from the host, which are timed whole.
+    """
+
+    run: Callable[[int], None]
+    unit: int = 1
+    in_call: int = 1
+    in_device_loop: bool = True
+    few: int = 0
+    many: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    state: Callable[[], Any] = lambda: None
+    """What the loop carries, after the last call."""
+
+    def warm_up(self, budget: Budget | None = None) -> None:
+        """Run, and choose how many applications the two calls of a sample have.
+
+        Where one application takes longer than the budget, it alone is a sample.
+        """
+        first = self._time(self.unit)
+        if budget is not None and first > budget.seconds:
+            self.few, self.many = 0, self.unit
+            return
+        each = self._time(self.unit) / self.unit
+        if each * self.unit < LEAST_SAMPLE:
+            count = 4 * self.unit
+            each = self._time(count) / count
+        units = max(1, math.ceil(LEAST_SAMPLE / max(each * self.unit, 1e-7)))
+        # The short call: what one step of the model has, unless that alone takes long.
+        self.few = self.unit * max(1, min(self.in_call // self.unit, units))
+        self.many = self.few + self.unit * units
+
+    def sample(self) -> Sample:
+        """An empty call, a short one, a long one. Another before them is not timed: what ran before left its own in the caches."""
+        self.run(self.few)
+        whole = self.in_device_loop and self.few
+        empty, short = (self._time(0), self._time(self.few)) if whole else (0.0, 0.0)
+        self.samples.append(Sample(empty, short, self._time(self.many)))
+        return self.samples[-1]
+
+    def take(self, budget: Budget) -> Times:
+        """Sample until the budget is spent, at least `LEAST_SAMPLES` times."""
+        started = time.perf_counter()
+        while len(self.samples) < budget.samples and (
+            len(self.samples) < LEAST_SAMPLES or time.perf_counter() - started < budget.seconds
+        ):
+            self.sample()
+        return self.times()
+
+    def times(self) -> Times:
+        """Of the samples so far."""
+        return Times(tuple(self.samples), self.few, self.many, self.unit)
+
+    def _time(self, applications: int) -> float:
+        started = time.perf_counter()
+        self.run(applications)
+        return time.perf_counter() - started
+
+
+def device_loop(
+    apply: Callable[[Any, jax.Array, Any], Any],
+    inputs: Any,
+    carry: Any,
+    *,
+    depth: int = 1,
+    in_call: int = 1,
+    unit: int = 1,
+) -> Prepared:
+    """`carry = apply(inputs, layer, carry)` in a loop of the compiled program, over layers 0 to `depth` − 1 and round again.
+
+    Inputs are arguments, so that nothing is folded into the program; the carry is donated and kept from call to call, so that
+    the loop updates it in place, as a step does its cache. Products are as exact as a step's. unit: applications that one
+    `apply` is.
+    """
+
+    def program(rounds, first, inputs, carry):
+        with jax.default_matmul_precision("highest"):
+            return jax.lax.fori_loop(0, rounds, lambda i, carry: apply(inputs, (first + i) % depth, carry), carry)
+
+    one = jnp.int32(1)
+    compiled = jax.jit(program, donate_argnums=3).lower(one, one, inputs, carry).compile()
+    held, first = [carry], [0]
+
+    def run(applications: int) -> None:
+        rounds = applications // unit
+        start = jax.device_put((np.int32(rounds), np.int32(first[0] % depth)))
+        first[0] += rounds
+        held[0] = jax.block_until_ready(compiled(*start, inputs, held[0]))
+
+    return Prepared(run, unit, in_call, state=lambda: held[0])
+
+
+def host_loop(call: Callable[[], Any]) -> Prepared:
+    """`call` from the host, each waited for."""
+
+    def run(applications: int) -> None:
+        for _ in range(applications):
+            jax.block_until_ready(call())
+
+    return Prepared(run, in_device_loop=False)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Samples of one row, and how many applications their calls had (few 0: only long calls were made)."""
+
+    samples: tuple[Sample, ...]
+    few: int
+    many: int
+    unit: int = 1
+
+    @property
+    def each(self) -> list[float]:
+        """Seconds of one application, a value a sample, ascending; the call itself taken off."""
+        return sorted((sample.long - sample.empty) / self.many for sample in self.samples)
+
+    @property
+    def median(self) -> float:
+        """Seconds of one application."""
+        return statistics.median(self.each)
+
+    @property
+    def once(self) -> float:
+        """Seconds that a call costs once, beside an empty call and its applications: operations that set themselves up."""
+        if not self.few:
+            return 0.0
+        extra = statistics.median(sample.short - sample.empty for sample in self.samples) - self.few * self.median
+        return max(0.0, extra) / self.unit
+
+    @property
+    def low(self) -> float:
+        """The 10th percentile, or the least of few."""
+        return self._at(0.1)
+
+    @property
+    def high(self) -> float:
+        """The 90th percentile, or the largest of few."""
+        return self._at(0.9)
+
+    def _at(self, share: float) -> float:
+        ordered = self.each
+        if len(ordered) < 10:
+            return ordered[0 if share < 0.5 else -1]
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields, seconds."""
+        return {
+            "median_s": self.median,
+            "min_s": self.each[0],
+            "low_s": self.low,
+            "high_s": self.high,
+            "once_s": self.once,
+            "applications": {"short": self.few, "long": self.many},
+            "samples_s": [list(sample) for sample in self.samples],
+        }

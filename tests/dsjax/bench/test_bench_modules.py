@@ -1,0 +1,189 @@
+"""`dsjax bench modules`: that what is timed is what serves, on a model small enough for a test."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.bench.modules.attention import attention_cases
+from dsjax.bench.modules.ceilings import Ceilings, hardware_of
+from dsjax.bench.modules.dense import mlp_cases
+from dsjax.bench.modules.grid import cases
+from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions, OptionError
+from dsjax.bench.modules.prepare import make_setting
+from dsjax.bench.modules.routed import arrivals, route_randomly
+from dsjax.bench.modules.run import run_cases
+from dsjax.bench.modules.setting import Stack
+from dsjax.bench.modules.timing import Budget
+from dsjax.cli import app
+from dsjax.config import load_config
+from dsjax.model.mlp import MLP
+
+FAST = Ceilings(1e12, 1e15, "test")
+NO_TIME = Budget(0.0, 1)
+
+
+@pytest.fixture(scope="module")
+def setting():
+    return make_setting(ModelOptions(model="demo", max_model_len=64))
+
+
+@pytest.fixture(scope="module")
+def v3():
+    return make_setting(ModelOptions(weights="bf16"))
+
+
+def test_every_module_can_be_timed(setting):
+    grid = GridOptions(tokens="16", contexts="16", mesh="dp=2", forms="CC")
+    found = run_cases(setting, cases(setting, grid), FAST, NO_TIME, 60.0)
+    assert {row.case.module for row in found.rows} == set(MODULES)
+    assert not found.skipped
+    assert all(row.times.median > 0 for row in found.rows)
+
+
+def test_the_grid_has_every_form_and_method():
+    made = make_setting(ModelOptions(model="demo"))
+    found = list(cases(made, GridOptions(mesh="dp=8")))
+    forms = {case.variant for case in found if case.module == "attention"}
+    assert forms == {
+        f"{form} {phase}" for form in ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME") for phase in ("decode", "prefill")
+    }
+    assert {case.sizes["method"] for case in found if case.module == "dispatch"} == {"gather", "padded", "ragged"}
+    tokens = {case.sizes["tokens"] for case in found if case.module == "experts"}
+    assert tokens == {1, 8, 64, 512, 4096}
+
+
+def test_v3_s_work_is_its_own(v3):
+    """Known figures: an expert has 44,040,192 parameters, an attention layer 187,107,328; nothing is allocated to say so."""
+    before = sum(array.nbytes for array in jax.live_arrays())
+    found = {
+        (c.module, c.variant, c.sizes["tokens"]): c
+        for c in cases(v3, GridOptions(tokens="1,512", forms="A_CC_ME", experts=8))
+    }
+    assert found["experts", "even", 512].work.weight_bytes == 8 * 44_040_192 * 2
+    assert found["attention", "A_CC_ME decode", 1].work.weight_bytes == 187_107_328 * 2
+    assert found["head", "", 1].work.weight_bytes == (926_679_040 + 7168) * 2
+    pairs = found["experts", "even", 512].sizes["pairs"]
+    assert found["experts", "even", 512].work.flops == 2 * pairs * 44_040_192
+    assert sum(array.nbytes for array in jax.live_arrays()) == before
+
+
+def test_what_does_not_fit_is_left_out_with_a_line(v3):
+    large = [dataclasses.replace(case, memory=10**15) for case in mlp_cases(v3, "dense MLP", [1])]
+    found = run_cases(v3, large, FAST, NO_TIME, 60.0)
+    assert not found.rows
+    assert "needs 1000000.0 GB" in found.skipped[0].reason
+    slow = Ceilings(1.0, 1.0, "a very slow device")
+    assert "--row-limit" in run_cases(v3, mlp_cases(v3, "dense MLP", [1]), slow, NO_TIME, 60.0).skipped[0].reason
+
+
+def test_as_many_bytes_go_by_between_two_uses_as_in_a_step(setting, v3):
+    make = lambda declare: MLP(declare, 256, 32, "shared_width")  # noqa: E731
+    small = Stack.of(setting, make, 4)
+    assert small.depth == 64, "at most so many layers"
+    experts = next(case for case in cases(setting, GridOptions(only="experts", tokens="1")))
+    assert experts.memory >= setting.working_set()
+    whole = Stack.of(v3, lambda declare: MLP(declare, 7168, 18432, "mlp_width"), 3)
+    assert whole.depth == 2, "one layer exceeds every cache, and one layer's scan would be compiled away"
+
+
+def test_attention_is_the_model_s_own(setting):
+    """The timed loop's first layer equals the projections, attention and output that the step computes, in another order."""
+    case = next(attention_cases(setting, "A_CC_ME", [(2, 1, 16)]))
+    prepared = case.build()
+    prepared.run(1)
+    total, cache, layer = prepared.state()
+    assert int(layer) == 1
+    assert np.abs(np.asarray(cache["latent"][0])).sum() > 0
+    assert not np.asarray(cache["latent"][1]).any(), "each layer writes its own part of the cache"
+    other = next(attention_cases(setting, "CC", [(2, 1, 16)])).build()
+    other.run(1)
+    # Two forms of the same arithmetic on the same random weights, in float32: rounding only.
+    np.testing.assert_allclose(np.asarray(total), np.asarray(other.state()[0]), atol=1e-4)
+
+
+def test_even_routing_sends_a_rank_its_share(v3):
+    """8 of 256 experts: each token of 32 ranks has 8 experts, so that as many pairs arrive as leave, 8 a token of its own."""
+    even, skewed = arrivals(v3, 512, 8, 0.0), arrivals(v3, 512, 8, 0.3)
+    assert even.pairs == pytest.approx(8 * 512, rel=0.02)  # the rank nearest the mean of 32
+    assert skewed.pairs > 1.1 * even.pairs, "the busiest rank of a skewed draw"
+    assert even.rows <= even.pairs
+    assert even.mean_load == 8 * 512 / 8
+    assert (even.ids >= 0).any(axis=1).all()
+    assert even.ids.max() == 7
+
+
+def test_routing_draws_distinct_experts():
+    ids = route_randomly(np.random.default_rng(0), 100, 64, 8, 1.0)
+    assert all(len(set(row)) == 8 for row in ids.tolist())
+    counts = np.bincount(ids.ravel(), minlength=64)
+    assert counts.max() > 4 * counts.min()
+
+
+def test_weights_are_kept_as_the_engine_keeps_them(setting):
+    assert setting.weights == "mixed", "the demo's checkpoint is bf16, and a CPU computes in float32"
+    assert setting.dtype == jnp.float32
+    assert make_setting(ModelOptions(weights="fp8")).weights == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("NVIDIA H200", "h200"), ("NVIDIA GB200", "gb200"), ("NVIDIA A100", None), ("Intel(R) Xeon(R) Processor", None)],
+)
+def test_ceilings_are_found_by_the_device_s_name(name, key):
+    assert hardware_of(name) == key
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": "attention,mpl"}, "mpl"),
+        ({"tokens": "0"}, "at least 1"),
+        ({"forms": "XX"}, "A_CC_ME"),
+    ],
+)
+def test_a_mistake_is_named_with_what_would_do(options, message):
+    with pytest.raises(OptionError, match=message):
+        GridOptions(**options)
+
+
+def test_an_interrupt_keeps_what_was_done(setting):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    first, second = mlp_cases(setting, "shared expert", [1, 2])
+    found = run_cases(setting, [first, dataclasses.replace(second, build=interrupt)], FAST, NO_TIME, 60.0)
+    assert found.interrupted
+    assert [row.case for row in found.rows] == [first]
+
+
+def test_the_command_prints_tables_and_writes_json(tmp_path):
+    path = tmp_path / "m.json"
+    options = [
+        "--model",
+        "demo",
+        "--only",
+        "norms,shared expert",
+        "--tokens",
+        "4",
+        "--seconds",
+        "0.01",
+        "--json",
+        str(path),
+    ]
+    done = CliRunner().invoke(app, ["bench", "modules", *options], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "shared expert" in done.output
+    assert "GFLOP/s" in done.output
+    body = json.loads(path.read_text())
+    assert body["format"] == "dsjax modules 1"
+    assert body["partial"] is False
+    assert body["widths"]["hidden_size"] == load_config("demo").hidden_size
+    assert {row["module"] for row in body["rows"]} == {"norms", "shared expert"}
+    for row in body["rows"]:
+        assert row["min_s"] <= row["low_s"] <= row["median_s"] <= row["high_s"]
+        assert len(row["samples_s"]) >= 3
