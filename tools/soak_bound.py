@@ -5,7 +5,7 @@ prompts, C = `--prefill-chunk` of one prompt at most. Two tokens of a request ar
 laid into launches of C token slots, rows × chunk: 1 × C, 2 × C/2, … until the chunk is 32 or the rows are S = `--max-num-seqs`,
 K widths in all (`dsjax/engine/buckets.py`). Prompts come longest first, so of each width but the narrowest only the last launch
 can be less than half full; the narrowest takes at most S rows, R a launch. A step has at most L = 2 B/C + K − 1 + S/R prompt
-launches, and one decode:
+launches, and one decode (launches of a single narrow row stand in for others where they cost less together):
 
     bound = slack × (L × prompt launch + decode of all sessions)
 

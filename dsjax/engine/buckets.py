@@ -18,6 +18,12 @@ SCORED_CHUNK = 64
 SMALLEST_CHUNK = 32
 """Prefill rectangles narrower than this would only save padding on very short prompts."""
 
+CPU_LAUNCH_TOKENS = 16
+"""What a launch costs besides its tokens, in tokens: the demo model on dp=32 takes as long for a launch of no token."""
+
+ACCELERATOR_LAUNCH_TOKENS = 256
+"""The same where every launch reads the weights: an H200 reads a bf16 weight in the time of 206 tokens' operations with it."""
+
 
 class Rectangle(NamedTuple):
     """``rows`` requests of up to ``chunk`` tokens, per DP rank."""
@@ -44,12 +50,14 @@ class Buckets:
     """The shapes: decode row counts, ascending, and prefill rectangles, widest chunk first.
 
     mixed: whether decodes and prompts of a step share a launch. That reads the weights once instead of twice, which pays
-    on accelerators; with it, each prefill rectangle is compiled twice.
+    on accelerators; with it, each prefill rectangle is compiled twice. single: one row of each narrower width, for the short
+    prompt that comes alone: all the others wait while it computes.
     """
 
     decode: tuple[int, ...]
     prefill: tuple[Rectangle, ...]
     mixed: bool
+    single: tuple[Rectangle, ...] = ()
 
     @classmethod
     def covering(cls, max_num_seqs: int, prefill_chunk: int, *, mixed: bool) -> Buckets:
@@ -69,7 +77,8 @@ class Buckets:
             if chunk <= SMALLEST_CHUNK or rows >= max_num_seqs:
                 break
             chunk, rows = -(-chunk // 2), rows * 2
-        return cls((*decode, max_num_seqs), tuple(rectangles), mixed)
+        single = tuple(Rectangle(1, rectangle.chunk) for rectangle in rectangles[1:])
+        return cls((*decode, max_num_seqs), tuple(rectangles), mixed, single)
 
     @property
     def scored(self) -> Rectangle:
@@ -80,7 +89,7 @@ class Buckets:
         """Every (decode, prefill) pair that ``launches`` can ask for, but for those that score prompts."""
         beside = (None, Rectangle(self.decode[-1], 1)) if self.mixed else (None,)
         alone = [(Rectangle(rows, 1), None) for rows in self.decode]
-        return alone + [(decode, rectangle) for rectangle in self.prefill for decode in beside]
+        return alone + [(decode, rectangle) for rectangle in self.prefill + self.single for decode in beside]
 
     def launches(self, plan: StepPlan) -> list[Launch]:
         """Lay a plan into rectangles; if ``mixed``, the decodes join the first prefill rectangle, if there is one.
@@ -97,7 +106,7 @@ class Buckets:
         most_decodes = max(map(len, decodes))
         launches = []
         while any(waiting):
-            rectangle = self._narrowest(max(rows[0].length for rows in waiting if rows))
+            rectangle = self._cheapest(max(rows[0].length for rows in waiting if rows), max(map(len, waiting)))
             taken = [rows[: rectangle.rows] for rows in waiting]
             waiting = [rows[rectangle.rows :] for rows in waiting]
             joined = self.mixed and not launches and most_decodes > 0
@@ -125,9 +134,14 @@ class Buckets:
             for turn in range(max(map(len, pieces)))
         ]
 
-    def _narrowest(self, length: int) -> Rectangle:
-        """The rectangle with most rows that is wide enough."""
-        return next(rectangle for rectangle in reversed(self.prefill) if rectangle.chunk >= length)
+    def _cheapest(self, length: int, rows: int) -> Rectangle:
+        """What takes ``rows`` rows of up to ``length`` tokens at the least cost: the tokens of its launches, and the launches.
+
+        Of two that cost the same it is the one with more rows, which is the narrower one.
+        """
+        each = ACCELERATOR_LAUNCH_TOKENS if self.mixed else CPU_LAUNCH_TOKENS
+        fitting = (rectangle for rectangle in self.prefill + self.single if rectangle.chunk >= length)
+        return min(fitting, key=lambda one: (-(-rows // one.rows) * (each + one.rows * one.chunk), -one.rows))
 
 
 def _is_scored(row: ScheduledRow) -> bool:

@@ -1,10 +1,19 @@
 """Every plan is laid into shapes that were compiled, each row exactly once."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjax.engine.buckets import SCORED_CHUNK, SMALLEST_CHUNK, Buckets, Rectangle
+from dsjax.engine.buckets import (
+    ACCELERATOR_LAUNCH_TOKENS,
+    CPU_LAUNCH_TOKENS,
+    SCORED_CHUNK,
+    SMALLEST_CHUNK,
+    Buckets,
+    Rectangle,
+)
 from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
@@ -69,12 +78,16 @@ def test_a_decode_launch_has_the_fewest_rows_that_hold_the_fullest_rank(case):
 
 
 @given(cases())
-def test_a_rectangle_is_the_narrowest_that_its_longest_prompt_fits(case):
+def test_single_rows_never_make_a_step_cost_more(case):
     buckets, plan = case
-    for launch in buckets.launches(plan):
-        if launch.prefill:
-            longest = max(scheduled.length for rows in launch.prefill_rows for scheduled in rows)
-            assert launch.prefill.chunk == min(r.chunk for r in buckets.prefill if r.chunk >= longest)
+    each = ACCELERATOR_LAUNCH_TOKENS if buckets.mixed else CPU_LAUNCH_TOKENS
+
+    def cost(these: Buckets) -> int:
+        return sum(
+            each + launch.prefill.rows * launch.prefill.chunk for launch in these.launches(plan) if launch.prefill
+        )
+
+    assert cost(buckets) <= cost(dataclasses.replace(buckets, single=()))
 
 
 def test_an_empty_plan_launches_nothing():
@@ -85,15 +98,16 @@ def test_an_empty_plan_launches_nothing():
 def test_prompts_of_like_length_share_a_rectangle():
     buckets = Buckets.covering(4, 128, mixed=False)
     assert buckets.prefill == (Rectangle(1, 128), Rectangle(2, 64), Rectangle(4, 32))
-    plan = StepPlan([RankPlan([], [row(n) for n in (5, 100, 30, 60, 20)]), RankPlan([], [row(40)])])
+    assert buckets.single == (Rectangle(1, 64), Rectangle(1, 32))
+    plan = StepPlan([RankPlan([], [row(n) for n in (5, 100, 30, 60, 20, 10)]), RankPlan([], [row(40)])])
     found = [
         (launch.prefill, [[r.length for r in rows] for rows in launch.prefill_rows])
         for launch in buckets.launches(plan)
     ]
     assert found == [
         (Rectangle(1, 128), [[100], [40]]),
-        (Rectangle(2, 64), [[60, 30], []]),
-        (Rectangle(4, 32), [[20, 5], []]),
+        (Rectangle(1, 64), [[60], []]),
+        (Rectangle(4, 32), [[30, 20, 10, 5], []]),
     ]
 
 
@@ -108,7 +122,27 @@ def test_few_shapes_cover_everything(sequences, chunk, mixed):
     assert all(chunk <= r.rows * r.chunk < 2 * chunk or r.rows == 1 for r in buckets.prefill)
     assert buckets.prefill[-1].chunk > SMALLEST_CHUNK // 2 or chunk <= SMALLEST_CHUNK
     assert len(set(buckets.shapes())) == len(buckets.shapes())
-    assert len(buckets.shapes()) == len(buckets.decode) + (2 if mixed else 1) * len(buckets.prefill)
+    assert len(buckets.shapes()) == len(buckets.decode) + (2 if mixed else 1) * len(buckets.prefill + buckets.single)
+    assert buckets.single == tuple(Rectangle(1, r.chunk) for r in buckets.prefill[1:])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "on_cpu", "on_accelerators"),
+    [
+        ([20], [(1, 32)], [(1, 32)]),
+        ([50], [(1, 64)], [(1, 64)]),
+        ([100], [(1, 128)], [(1, 128)]),
+        ([100, 20], [(2, 128)], [(2, 128)]),
+        ([20] * 2, [(1, 32)] * 2, [(8, 32)]),
+        ([20] * 5, [(1, 32)] * 5, [(8, 32)]),
+        ([20] * 6, [(8, 32)], [(8, 32)]),
+    ],
+)
+def test_few_short_prompts_take_a_launch_each_as_long_as_that_costs_less(prompts, on_cpu, on_accelerators):
+    plan = StepPlan([RankPlan([], [row(length) for length in prompts]), RankPlan([], [])])
+    for mixed, expected in ((False, on_cpu), (True, on_accelerators)):
+        buckets = Buckets.covering(8, 256, mixed=mixed)
+        assert [launch.prefill for launch in buckets.launches(plan)] == expected
 
 
 def test_prompts_to_be_scored_come_last_one_a_rank_in_pieces_that_follow_each_other():
