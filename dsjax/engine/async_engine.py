@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TypeVar
 
 from dsjax.engine.core import EngineCore
@@ -21,12 +21,16 @@ from dsjax.engine.stats import EngineObserver, StepStats
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
+_INLINE_LENGTH = 2048
+"""Characters or tokens that are prepared in the event loop: up to here a thread costs more than it saves."""
+
 
 class AsyncEngine:
     """Runs an `LLMEngine`'s core in one dedicated thread; makes text in the event loop, while the device computes.
 
-    The thread takes commands (add, abort, close) from a queue, between steps and while the device computes one, and hands each
-    step's updates to the event loop in one call. When it fails, every stream gets the error and `on_death` is called:
+    The thread takes commands (add, abort, close) from a queue, between steps and while the device computes one. It hands a
+    step's updates to the event loop in one call, once the next step is launched: both threads need Python's lock, and the device
+    would wait for the text of every stream. When it fails, every stream gets the error and `on_death` is called:
     nothing waits for ever.
 
     Attributes:
@@ -52,6 +56,7 @@ class AsyncEngine:
         self._queued = self._taken = (0, 0)
         # Of the engine's thread: what to do between steps, and whether to end.
         self._between_steps: deque[Callable[[], object]] = deque()
+        self._done: tuple[list[Update], StepStats | None] | None = None  # of a step, not yet handed over
         self._ending = False
         # Of the event loop's: calls whose result is not there yet.
         self._calls: set[asyncio.Future] = set()
@@ -120,9 +125,9 @@ class AsyncEngine:
                 for id_, prompt in zip(ids, prompts, strict=True)
             ]
 
-        prepared = await asyncio.to_thread(
-            prepare
-        )  # a long text takes long to tokenise, and the library lets others run
+        # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.
+        short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= _INLINE_LENGTH
+        prepared = prepare() if short else await asyncio.to_thread(prepare)
         if self.error is not None:
             raise EngineDeadError("the engine has failed") from self.error
         if self._closing:
@@ -191,6 +196,8 @@ class AsyncEngine:
                 if not self._core.has_unfinished:
                     self._commands.get()()
                 self._take_commands()
+                if self._between_steps or self._ending:
+                    self._hand_over()
                 while self._between_steps:
                     self._between_steps.popleft()()
                 if self._ending:
@@ -201,15 +208,28 @@ class AsyncEngine:
         except BaseException as error:
             self.step_started = None
             logger.exception("the engine's thread has failed")
+            self._hand_over()
             self._loop.call_soon_threadsafe(self._die, error)
 
     def _step(self) -> None:
         self.step_started = time.monotonic()
-        updates = self._core.step(self._take_commands)
+        updates = self._core.step(self._meanwhile)
         self.step_started = None
+        self._hand_over()  # nothing is left but for a step in which there was nothing to compute
         stats = self._core.stats() if self.observers else None
         if updates or stats is not None:
-            self._loop.call_soon_threadsafe(self._deliver, updates, stats)
+            self._done = (updates, stats)
+            if not self._core.has_unfinished:
+                self._hand_over()
+
+    def _meanwhile(self) -> None:
+        self._hand_over()
+        self._take_commands()
+
+    def _hand_over(self) -> None:
+        if self._done is not None:
+            done, self._done = self._done, None
+            self._loop.call_soon_threadsafe(self._deliver, *done)
 
     def _take_commands(self) -> None:
         while not self._commands.empty():
@@ -264,6 +284,12 @@ class AsyncEngine:
     def _fail_calls(self) -> None:
         for future in list(self._calls):
             _settle(future, None, EngineDeadError("the engine has ended"))
+
+
+def _length(prompt: Prompt) -> int:
+    """Characters or tokens."""
+    whole = next(iter(prompt.values()), "") if isinstance(prompt, Mapping) else prompt
+    return len(whole) if isinstance(whole, Sized) else 0
 
 
 def _plus(counts: tuple[int, int], requests: Sequence[Request]) -> tuple[int, int]:

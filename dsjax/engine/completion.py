@@ -39,10 +39,10 @@ class Completion:
 
     def append(self, update: Update) -> None:
         """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too."""
-        result, reason = update.result, update.finish_reason
+        _, result, reason = update
         if result is not None and result.prompt_logprobs:
             self.prompt_logprobs += [self._token_logprobs(*entry) for entry in result.prompt_logprobs]
-        if result is not None and not result.failed and result.token_id != NO_TOKEN:
+        if result is not None and result.token_id != NO_TOKEN and not result.failed:
             self._token_ids.append(result.token_id)
             if self._logprobs is not None:
                 entry = (result.token_id, result.logprob, result.rank, result.top_logprobs or ())
@@ -60,13 +60,13 @@ class Completion:
         first_token, first_char = (self._taken_tokens, self._taken_text) if kind is OutputKind.DELTA else (0, 0)
         self._taken_tokens, self._taken_text = len(self._token_ids), len(self._text)
         return CompletionOutput(
-            index=self.index,
-            text=self._text[first_char:],
-            token_ids=self._token_ids[first_token:],
-            cumulative_logprob=self._cumulative_logprob,
-            logprobs=None if self._logprobs is None else self._logprobs[first_token:],
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
+            self.index,
+            self._text[first_char:],
+            self._token_ids[first_token:],
+            self._cumulative_logprob,
+            None if self._logprobs is None else self._logprobs[first_token:],
+            self.finish_reason,
+            self._stop_reason,
         )
 
     def _append_text(self, token_id: int, reason: FinishReason | None) -> None:

@@ -16,12 +16,18 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._within_character = False
 
     def push(self, token_id: int) -> str:
         """The text that is certain after this token."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        piece = self._tokenizer.token_bytes(token_id)
+        if not self._within_character and piece.isascii():
+            return piece.decode("ascii")
+        text = self._decoder.decode(piece)
+        self._within_character = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """The text of bytes still held back: U+FFFD, or nothing. The stream has ended."""

@@ -44,14 +44,23 @@ class _Group:
 
     def _metrics(self) -> RequestMetrics:
         requests = self.prepared.completions
+        first = requests[0]
+        if len(requests) == 1:  # the usual case, once for each token of every stream
+            scheduled, token, preemptions = first.first_scheduled_time, first.first_token_time, first.num_preemptions
+            finished = first.finish_time
+        else:
+            scheduled = _least(r.first_scheduled_time for r in requests)
+            token = _least(r.first_token_time for r in requests)
+            preemptions = sum(r.num_preemptions for r in requests)
+            finished = max(r.finish_time or 0.0 for r in requests)
         return RequestMetrics(
-            arrival_time=requests[0].arrival_time,
-            first_scheduled_time=_least(r.first_scheduled_time for r in requests),
-            first_token_time=_least(r.first_token_time for r in requests),
-            finish_time=max(r.finish_time or 0.0 for r in requests) if self.open == 0 else None,
-            num_preemptions=sum(r.num_preemptions for r in requests),
-            num_prompt_tokens=requests[0].num_prompt_tokens,
-            num_cached_tokens=requests[0].num_cached_tokens or 0,
+            arrival_time=first.arrival_time,
+            first_scheduled_time=scheduled,
+            first_token_time=token,
+            finish_time=(finished or 0.0) if self.open == 0 else None,
+            num_preemptions=preemptions,
+            num_prompt_tokens=first.num_prompt_tokens,
+            num_cached_tokens=first.num_cached_tokens or 0,
         )
 
 
@@ -110,19 +119,23 @@ class OutputProcessor:
         changed: dict[_Group, list[Completion]] = {}
         to_abort: list[str] = []
         for update in updates:
-            if not self.follows(update.request):
+            request, result, reason = update
+            found = self._by_completion.get(request.request_id)
+            if found is None or found[1].request is not request:
                 continue
-            completion_id = update.request.request_id
-            group, completion = self._by_completion[completion_id]
+            group, completion = found
             completion.append(update)
             if completion.finish_reason is not None:
-                if update.finish_reason is None:
-                    to_abort.append(completion_id)
-                del self._by_completion[completion_id]
+                if reason is None:
+                    to_abort.append(request.request_id)
+                del self._by_completion[request.request_id]
                 group.open -= 1
-            elif update.result is not None and update.result.token_id == NO_TOKEN:
+            elif result is not None and result.token_id == NO_TOKEN:
                 continue  # a part of the prompt's log-probabilities: told of with the first token
-            changed.setdefault(group, []).append(completion)
+            if group in changed:
+                changed[group].append(completion)
+            else:
+                changed[group] = [completion]
         outputs: list[RequestOutput] = []
         for group, completions in changed.items():
             params = group.prepared.params

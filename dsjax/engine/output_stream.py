@@ -1,6 +1,7 @@
 """`OutputStream`: what a submitted request gives, as it comes, and how it can end early."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from dsjax.engine.outputs import RequestOutput
@@ -20,6 +21,7 @@ class OutputStream:
 
     Ends after the last output. `close` ends what is unfinished; call it in any case, e.g. with `contextlib.closing`.
     `completions` are the core's requests, for a log of what became of them: another thread writes them while they run.
+    One reader at a time.
     """
 
     def __init__(
@@ -32,11 +34,14 @@ class OutputStream:
         self._index = {request_id: index for index, request_id in enumerate(request_ids)}
         self._open = set(request_ids)
         self._abort = abort
-        self._ready: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._ready: deque[RequestOutput | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput | Exception) -> None:
         """Called by the engine, in the event loop's thread."""
-        self._ready.put_nowait(output)
+        self._ready.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def __aiter__(self) -> "OutputStream":
         return self
@@ -44,7 +49,32 @@ class OutputStream:
     async def __anext__(self) -> tuple[int, RequestOutput]:
         if not self._open:
             raise StopAsyncIteration
-        output = await self._ready.get()
+        await self._wait()
+        return self._take()
+
+    async def ready(self) -> list[tuple[int, RequestOutput]]:
+        """Wait, then give everything that is there: a reader that is late gets several outputs at once. Empty at the end.
+
+        Raises what `__anext__` would, after the outputs before it.
+        """
+        if not self._open:
+            return []
+        await self._wait()
+        taken = [self._take()]
+        while self._ready and self._open and not isinstance(self._ready[0], Exception):
+            taken.append(self._take())
+        return taken
+
+    async def _wait(self) -> None:
+        if not self._ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _take(self) -> tuple[int, RequestOutput]:
+        output = self._ready.popleft()
         if isinstance(output, Exception):
             self._open.clear()
             raise output

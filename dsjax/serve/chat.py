@@ -2,11 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import CompletionOutput, Logprob, TokenLogprobs
+from dsjax.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.engine.request import FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.serve import bounds
@@ -24,7 +23,7 @@ from dsjax.serve.tool_grammar import tool_grammar
 
 
 class ChatAnswer:
-    """One request on its way: `start` checks and queues it, then either `whole` or `chunks`."""
+    """One request on its way: `start` checks and queues it, then either `whole`, or the chunks of a stream."""
 
     def __init__(self, serving: Serving, body: ChatRequest, request_id: str):
         self.id = f"chatcmpl-{request_id}"
@@ -34,6 +33,11 @@ class ChatAnswer:
         self._created = int(time.time())
         self._tokenizer = serving.engine.tokenizer
         self._section: Section | None = None
+        # Of a stream.
+        self._chunk_head = self._head("chat.completion.chunk")
+        self._counter = UsageCounter()
+        self._parsers: list[MessageParser] = []
+        self._prompt_is_told = False
 
     async def start(self, session: str | None) -> OutputStream:
         """Check everything, render the template and queue the prompt.
@@ -118,26 +122,36 @@ class ChatAnswer:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return answer
 
-    async def chunks(self, stream: OutputStream) -> AsyncIterator[ChatResponse]:
-        """The answer's pieces as they come; the first of each choice has the role."""
-        head = self._head("chat.completion.chunk")
-        counter = UsageCounter()
-        parsers = [self._parser() for _ in range(self._body.n)]
-        for index in range(self._body.n):
-            yield {**head, "choices": [_delta(index, {"role": "assistant", "content": ""})], **self._usage(counter)}
-        prompt_is_told = not self._body.return_token_ids
-        async for index, output in stream:
-            counter.count(index, output)
-            for completion in output.outputs:
-                refuse_failed(completion)
-                choice = self._chunk(completion, parsers[completion.index])
-                if choice is None:
-                    continue
-                prompt = {} if prompt_is_told else {"prompt_token_ids": output.prompt_token_ids}
-                prompt_is_told = True
-                yield {**head, "choices": [choice], **self._usage(counter), **prompt}
-        if self._body.include_usage:
-            yield {**head, "choices": [], "usage": counter.usage()}
+    def first_chunks(self) -> list[ChatResponse]:
+        """Each choice's role."""
+        self._parsers = [self._parser() for _ in range(self._body.n)]
+        return [
+            {**self._chunk_head, "choices": [_delta(index, {"role": "assistant", "content": ""})], **self._usage()}
+            for index in range(self._body.n)
+        ]
+
+    def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[ChatResponse]:
+        """A chunk for each completion of which there is something to tell.
+
+        Raises:
+            ApiError: a completion failed.
+        """
+        self._counter.count(prompt_index, output)
+        chunks = []
+        for completion in output.outputs:
+            refuse_failed(completion)
+            choice = self._chunk(completion, self._parsers[completion.index])
+            if choice is None:
+                continue
+            chunks.append({**self._chunk_head, "choices": [choice], **self._usage()})
+            if self._body.return_token_ids and not self._prompt_is_told:
+                chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
+                self._prompt_is_told = True
+        return chunks
+
+    def last_chunks(self) -> list[ChatResponse]:
+        """The usage, where it was asked for."""
+        return [{**self._chunk_head, "choices": [], "usage": self._counter.usage()}] if self._body.include_usage else []
 
     def _chunk(self, completion: CompletionOutput, parser: MessageParser) -> ChatChoice | None:
         """What a chunk says of a completion; None where there is nothing to say."""
@@ -153,9 +167,9 @@ class ChatAnswer:
             choice["token_ids"] = completion.token_ids
         return choice
 
-    def _usage(self, counter: UsageCounter) -> dict[str, Any]:
+    def _usage(self) -> dict[str, Any]:
         if self._body.continuous_usage:
-            return {"usage": counter.usage()}
+            return {"usage": self._counter.usage()}
         return {"usage": None} if self._body.include_usage else {}
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -81,14 +80,16 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionAnswer:
-    """One request on its way: `start` checks and queues it, then either `whole` or `chunks`."""
+    """One request on its way: `start` checks and queues it, then either `whole`, or the chunks of a stream."""
 
     def __init__(self, serving: Serving, body: CompletionRequest, request_id: str):
         self.id = f"cmpl-{request_id}"
         self._serving = serving
         self._body = body
-        self._model = serving.check_model(body.model)
-        self._created = int(time.time())
+        model = serving.check_model(body.model)
+        self._head = {"id": self.id, "object": "text_completion", "created": int(time.time()), "model": model}
+        self._counter = UsageCounter()
+        self._begun: set[int] = set()  # choices of which a chunk has told
         self._lists: dict[int, CompletionLogprobLists] = {}
         self._scores: dict[
             int, list[TokenLogprobs | None]
@@ -114,34 +115,42 @@ class CompletionAnswer:
             for index, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        return {**self._head(), "choices": choices, "usage": usage_of(outputs)}
+        return {**self._head, "choices": choices, "usage": usage_of(outputs)}
 
-    async def chunks(self, stream: OutputStream) -> AsyncIterator[CompletionResponse]:
-        """The answer's pieces as they come."""
-        begun: set[int] = set()
-        counter = UsageCounter()
-        async for prompt_index, whole_output in stream:
-            output = self._scored_only(whole_output)
-            counter.count(prompt_index, output)
-            for completion in output.outputs:
-                refuse_failed(completion)
-                index = prompt_index * self._body.n + completion.index
-                first = index not in begun
-                if not (self._is_told(completion) or (first and self._body.echo)):
-                    continue
-                begun.add(index)
+    def first_chunks(self) -> list[CompletionResponse]:
+        """Nothing is told before the first token."""
+        return []
+
+    def chunks_of(self, prompt_index: int, whole_output: RequestOutput) -> list[CompletionResponse]:
+        """A chunk for each completion of which there is something to tell.
+
+        Raises:
+            ApiError: a completion failed.
+        """
+        output = self._scored_only(whole_output)
+        self._counter.count(prompt_index, output)
+        chunks = []
+        for completion in output.outputs:
+            refuse_failed(completion)
+            index = prompt_index * self._body.n + completion.index
+            first = index not in self._begun
+            if self._is_told(completion) or (first and self._body.echo):
+                self._begun.add(index)
                 choice = self._choice(prompt_index, output, completion, first=first)
-                yield {**self._head(), "choices": [choice], **self._running_usage(counter)}
-        if self._body.include_usage:
-            yield {**self._head(), "choices": [], "usage": counter.usage()}
+                chunks.append({**self._head, "choices": [choice], **self._running_usage()})
+        return chunks
+
+    def last_chunks(self) -> list[CompletionResponse]:
+        """The usage, where it was asked for."""
+        return [{**self._head, "choices": [], "usage": self._counter.usage()}] if self._body.include_usage else []
 
     def _is_told(self, completion: CompletionOutput) -> bool:
         ids = self._body.return_token_ids and completion.token_ids
         return bool(completion.text or completion.finished or completion.logprobs or ids)
 
-    def _running_usage(self, counter: UsageCounter) -> dict[str, Any]:
+    def _running_usage(self) -> dict[str, Any]:
         if self._body.continuous_usage:
-            return {"usage": counter.usage()}
+            return {"usage": self._counter.usage()}
         return {"usage": None} if self._body.include_usage else {}
 
     def _scored_only(self, output: RequestOutput) -> RequestOutput:
@@ -162,9 +171,6 @@ class CompletionAnswer:
             for each in output.outputs
         ]
         return dataclasses.replace(output, outputs=emptied)
-
-    def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self._created, "model": self._model}
 
     def _choice(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, *, first: bool

@@ -101,7 +101,10 @@ class StrictRoute(APIRoute):
 
 def to_json(body: Any) -> bytes:
     """Compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    try:
+        return pydantic_core.to_json(body)
+    except ValueError:  # it refuses lone surrogates
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 class JsonResponse(Response):

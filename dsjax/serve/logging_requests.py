@@ -12,6 +12,9 @@ from dsjax.engine.request import Request
 
 logger = logging.getLogger("dsjax.access")
 
+CONNECTION_SEND = "connection_send"
+"""Key in a scope's state of the connection's own `send`, which no middleware sees."""
+
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/get_load"})
 _CLIENT_LEFT = 499  # nginx's number; nobody gets it
 
@@ -44,6 +47,7 @@ class RequestLog:
                 ended = not message.get("more_body", False)
 
         state = scope.setdefault("state", {})
+        state[CONNECTION_SEND] = send
         try:
             await self._app(scope, receive, watched)
         finally:

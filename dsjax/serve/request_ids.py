@@ -1,7 +1,7 @@
 """`RequestIds`: every answer carries an `X-Request-ID`, the client's own or a new one."""
 
+import random
 import re
-import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -12,6 +12,7 @@ from dsjax.serve.errors import ApiError
 from dsjax.serve.json_bodies import error_response
 
 _ALLOWED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
+_random = random.Random()  # seeded by the system once; asking it each time is a system call
 
 
 class RequestIds:
@@ -27,7 +28,7 @@ class RequestIds:
             return
         given = Headers(scope=scope).get("x-request-id")
         usable = given is None or _ALLOWED.fullmatch(given) is not None
-        request_id = given if given is not None and usable else uuid.uuid4().hex
+        request_id = given if given is not None and usable else new_id()
         scope.setdefault("state", {}).update(request_id=request_id, request_id_given=given is not None)
 
         async def send_with_id(message: Message) -> None:
@@ -40,6 +41,11 @@ class RequestIds:
         else:
             reason = f"X-Request-ID is not 1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters without blanks"
             await error_response(ApiError(400, reason, param="X-Request-ID"))(scope, receive, send_with_id)
+
+
+def new_id() -> str:
+    """32 random hexadecimal digits. Nothing is guarded by them: a request is ended by its id with the admin key alone."""
+    return f"{_random.getrandbits(128):032x}"
 
 
 def request_id_of(request: Request, field: str | None) -> str:

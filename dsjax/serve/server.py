@@ -1,6 +1,7 @@
 """`Server`: uvicorn, with an end that is always clean: signals, a time limit for what runs, and a dead engine."""
 
 import asyncio
+import gc
 import os
 import socket
 import sys
@@ -58,6 +59,7 @@ class Server(uvicorn.Server):
             log_level=log_level,
             log_config=None,  # `configure_logging` is for the process's start alone
             access_log=False,
+            ws="none",
             http=bounded_connections(serving.options.request_timeout),
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
@@ -87,6 +89,9 @@ class Server(uvicorn.Server):
                 self._warming = False
         if self.should_exit:
             return
+        # What is there now stays: the collector need not look through the libraries' and the model's objects ever again.
+        gc.collect()
+        gc.freeze()
         self._engine.start()
         self._watch_steps(asyncio.get_running_loop())
         self._serving.phase = Phase.READY

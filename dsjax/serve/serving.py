@@ -3,7 +3,6 @@
 import asyncio
 import enum
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from dsjax.serve.errors import ApiError
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.reasoning import ReasoningParser
+from dsjax.serve.request_ids import new_id
 from dsjax.serve.sampling_fields import SamplingFields
 from dsjax.serve.tool_format import ToolFormat
 
@@ -111,7 +111,7 @@ class Serving:
             answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, session: str | None
         ) -> OutputStream:
             return await self.engine.submit(
-                f"{answer_id}~{uuid.uuid4().hex[:8]}",  # clients may give an id twice
+                f"{answer_id}~{new_id()[:8]}",  # clients may give an id twice
                 prompts,
                 params,
                 priority=body.priority or 0,

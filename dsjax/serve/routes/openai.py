@@ -65,7 +65,7 @@ async def _answer(
     request.scope["state"]["completions"] = outputs.completions
     resources = followed(serving, answer.id, outputs)
     if stream:
-        return EventStream(answer.chunks(outputs), resources)
+        return EventStream(answer, outputs, resources)
     with resources:
         return JsonResponse(await unless_client_leaves(request, answer.whole(outputs)))
 
