@@ -10,7 +10,6 @@ rounds of (prompts × new tokens) ÷ seconds, prefill included. HTTP's time has 
 """
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -24,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dsjax.bench.serve.client import Client, Target, open_session
+from dsjax.bench.serve.event_loop import run
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.bench.serve.server_facts import ask_server
@@ -43,7 +43,7 @@ def main() -> None:
     try:
         with serve_process(options) as server:
             for number in range(args.rounds + 1):
-                offline, online = _ask(worker), asyncio.run(_http_round(args, server.url, number))
+                offline, online = _ask(worker), run(_http_round(args, server.url, number))
                 same.append(statistics.fmean(a == b for a, b in zip(offline["texts"], online["texts"], strict=True)))
                 if number:
                     seconds["offline"].append(offline["seconds"])

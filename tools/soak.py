@@ -24,6 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dsjax.bench.serve.client import Client, Target, open_session
+from dsjax.bench.serve.event_loop import run
 from dsjax.bench.serve.server_facts import ask_server
 from dsjax.top.reading import Exposition
 from tools.serve_process import ServeProcess, serve_process
@@ -43,7 +44,7 @@ def main() -> None:
         options += ["--admin-api-key", args.admin_api_key, *(word for o in args.serve_option for word in o.split())]
         own = serve_process(options)
     with own as server:
-        found = asyncio.run(soak(args, server))
+        found = run(soak(args, server))
     _show(found)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")

@@ -1,8 +1,9 @@
 """`AnswerReader`: a streamed answer's bytes, with the time at which they were read, as a `RequestRecord`."""
 
-import json
 from collections.abc import Callable
 from typing import Any
+
+import pydantic_core
 
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.sse import EventParser, EventStreamError
@@ -105,7 +106,7 @@ def _text_of(choice: dict[str, Any]) -> tuple[str | None, bool]:
 
 def _object(event: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(event)
+        body = pydantic_core.from_json(event)
     except ValueError as error:
         raise AnswerError(f"an event is not JSON: {event[:80]!r}") from error
     if not isinstance(body, dict):

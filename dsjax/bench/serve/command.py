@@ -35,12 +35,13 @@ def serve(
 
     Ctrl-C prints what is done so far; a second one ends at once.
     """
+    from dsjax.bench.serve.event_loop import run
     from dsjax.bench.serve.picture import check_picture
 
     report = _with_more_goodput(report, more_goodput or [])
     if report.plot:
         check_picture(Path(report.plot))
-    points, facts, interrupted = asyncio.run(_measure(server, workload, load, report))
+    points, facts, interrupted = run(_measure(server, workload, load, report))
     _write(points, facts, server, workload, load, report)
     if interrupted:
         raise typer.Exit(_INTERRUPTED)

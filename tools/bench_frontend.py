@@ -1,0 +1,187 @@
+"""What the server itself costs: processor time of each streamed token, over a device that answers at once.
+
+    python tools/bench_frontend.py --streams 256 --tokens 64
+    python tools/bench_frontend.py --endpoint chat --profile cpu.txt
+
+The real server, engine and scheduler, over a runner that sleeps for a step and then gives every row the same token; the client is a
+process of its own. Processor time is read, so that what else runs on the machine counts little: of the event loop's thread (text,
+JSON, HTTP), of all the server's threads, and of the client. Beside them stands `LLMEngine` alone on the same work, as
+`LLM.generate` runs it. Given is the least over the rounds.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import multiprocessing
+import pstats
+import socket
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from dsjax.bench.serve.client import Client, Target, open_session
+from dsjax.bench.serve.event_loop import run
+from dsjax.bench.serve.load import run_load
+from dsjax.bench.serve.records import BenchRequest
+from dsjax.config import load_config
+from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.engine import LLMEngine
+from dsjax.engine.plan import RowResult, RunnerLimits, StepPlan
+from dsjax.engine.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.stats import RunnerCounts
+from dsjax.engine.tokenizer import Tokenizer
+from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions
+from dsjax.serve.server import Server, bind
+from dsjax.serve.serving import Serving
+
+MODELS = Path(__file__).parents[1] / "configs" / "models"
+PROMPT = "The quick brown fox jumps over the lazy dog, and nobody knows why. "
+
+
+class SleepingRunner:
+    """Sleeps for a step, then gives every row `token_id`."""
+
+    def __init__(self, args: argparse.Namespace, vocab_size: int, token_id: int, step_seconds: float):
+        rows = -(-args.streams // args.ranks)
+        self.limits = RunnerLimits(rows, rows, 64, 16, 2 + rows * 32, args.ranks, 512, vocab_size)
+        self._result = RowResult(token_id)
+        self._seconds = step_seconds
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        """Nothing to launch."""
+        return plan
+
+    def collect(self, plan: StepPlan) -> dict[str, RowResult]:
+        """A token for every row that makes one."""
+        time.sleep(self._seconds)
+        rows = (row for rank in plan.ranks for rows in rank for row in rows)
+        return {row.request.request_id: self._result for row in rows if row.sampled}
+
+    def counts(self) -> RunnerCounts:
+        """No padding, no compilation, no experts."""
+        return RunnerCounts()
+
+    def shutdown(self) -> None:
+        """Nothing to free."""
+
+
+def make_engine(args: argparse.Namespace, step_seconds: float) -> LLMEngine:
+    """An engine that writes " the the the"."""
+    config = load_config(args.model)
+    tokenizer = Tokenizer.from_directory(MODELS / args.model)
+    token_id = tokenizer.encode(" the", add_special_tokens=False)[0]
+    runner = SleepingRunner(args, config.vocab_size, token_id, step_seconds)
+    scheduler = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=64 + runner.limits.max_rows_decode)
+    return LLMEngine(runner, tokenizer, scheduler, eos_token_ids=())
+
+
+def offline(args: argparse.Namespace) -> float:
+    """Processor seconds a token of `LLMEngine` alone."""
+    engine = make_engine(args, 0.0)
+    params = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
+    began = time.thread_time()
+    for index in range(args.streams):
+        engine.add_request(str(index), f"{index}: {PROMPT}", params)
+    while engine.has_unfinished():
+        engine.step()
+    return (time.thread_time() - began) / (args.streams * args.tokens)
+
+
+def serve(args: argparse.Namespace, listener: socket.socket, answers: Connection) -> None:
+    """Serve until killed; tell the processor times, of the event loop's thread and of the process, whenever asked."""
+    metrics = Metrics("demo", args.ranks, 512)
+    serving = Serving(
+        AsyncEngine(make_engine(args, args.step_ms / 1e3)), ("demo",), "demo", 512, ServeOptions(), metrics=metrics
+    )
+    server = Server(serving, shutdown_timeout=1.0, log_level=args.log_level, on_ready=lambda: answers.send("ready"))
+    profile = cProfile.Profile() if args.profile else None
+
+    def tell() -> None:
+        question = answers.recv()
+        if question == "end":
+            server.handle_exit(15, None)
+        elif profile is not None:
+            (profile.enable if question == "begin" else profile.disable)()
+        answers.send((time.thread_time(), time.process_time()))
+
+    async def startup(sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().add_reader(answers.fileno(), tell)
+        await Server.startup(server, sockets)
+
+    server.startup = startup
+    server.serve_on(listener)
+    if profile is not None:
+        with open(args.profile, "w") as file:
+            pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(45)
+
+
+async def load(args: argparse.Namespace, url: str) -> float:
+    """Stream all requests at once; give the client's processor seconds."""
+    async with open_session(None) as session:
+        client = Client(session, Target(url, args.endpoint, "demo", ignore_eos=True))
+        requests = [BenchRequest(f"{index}: {PROMPT}", 20, args.tokens) for index in range(args.streams)]
+        began = time.process_time()
+        result = await run_load(client, requests, [0.0] * args.streams, None)
+    errors = [record.error for record in result.records if record.error is not None]
+    if errors:
+        sys.exit(f"{len(errors)} of {args.streams} requests failed: {errors[0]}")
+    return time.process_time() - began
+
+
+def online(args: argparse.Namespace) -> list[tuple[float, float, float]]:
+    """For each round the processor seconds of the event loop's thread, of the whole server, of the client."""
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    spawn = multiprocessing.get_context("fork")
+    here, there = spawn.Pipe()
+    server = spawn.Process(target=serve, args=(args, listener, there), daemon=True)
+    server.start()
+    here.recv()
+    found = []
+    for number in range(args.rounds + 1):
+        before = _ask(here, "begin")
+        client = run(load(args, url))
+        after = _ask(here, "pause")
+        if number:  # the first one warms up
+            found.append((after[0] - before[0], after[1] - before[1], client))
+    _ask(here, "end")
+    server.join(10)
+    return found
+
+
+def _ask(answers: Connection, question: str) -> tuple[float, float]:
+    answers.send(question)
+    return answers.recv()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="a bundled model with a tokenizer; its weights are not read")
+    parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=32)
+    parser.add_argument("--step-ms", type=float, default=60.0, help="what the device takes for a step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="write cProfile's table of the event loop's thread; distorts the times"
+    )
+    args = parser.parse_args()
+    # The server is forked: it must not share what offline has filled.
+    rounds = online(args)
+    tokens = args.streams * args.tokens
+    loop, server, client = (min(column) / tokens * 1e6 for column in zip(*rounds, strict=True))
+    alone = min(offline(args) for _ in range(args.rounds)) * 1e6
+    print(f"{args.streams} streams of {args.tokens} tokens over {args.ranks} ranks, /v1/{args.endpoint}")
+    print("processor time, microseconds a token:")
+    print(f"  server {server:6.1f}, of it the event loop {loop:.1f}; LLMEngine alone {alone:.1f}; client {client:.1f}")
+
+
+if __name__ == "__main__":
+    main()
