@@ -8,6 +8,7 @@ from typing import Any
 from dsjax.plan.figure import Figure, exact, largest, smallest
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
+from dsjax.plan.prompts import prompts_beside_decodes
 from dsjax.plan.workload import Objective
 
 _BUSY = 0.85
@@ -111,24 +112,23 @@ def _queue(service: Figure, busy: Figure) -> Figure:
 
 
 def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
-    """Every instance prefills and decodes: a decode step waits for the prompts that replace finished requests.
+    """Every instance prefills and decodes: a step with prompts takes them beside its decodes.
 
-    Each step finishes `batch × tokens a step ÷ output` requests of a rank, and as many prompts are prefilled meanwhile.
     That prompts and decodes in one step read the weights once is left out: the estimate is on the safe side by that.
     """
     output = instance.workload.output.mean
-    prompt = instance.prompt_seconds(tokens)
     own = instance.tpot(batch)
-    others = (prompt * (batch / output)).named("prompts of other requests, for each token", "s")
+    others, step = prompts_beside_decodes(instance, batch, tokens)
     tpot = (own + others).named("TPOT", "s")
     busy = Figure(
         others.value / tpot.value, others.low / (others.low + own.high), others.high / (others.high + own.low)
     )
     busy.kinds = tpot.kinds
-    computed = instance.workload.computed
-    alone = instance.prefill_step(min(computed, tokens)) * max(1.0, computed / tokens)
-    first = alone.named("own prompt", "s") + _queue(instance.prefill_step(tokens), busy)
-    ttft = (first + (instance.decode_step(batch) * 0.5).named("step in progress", "s")).named("TTFT", "s")
+    chunks = max(1.0, instance.workload.computed / tokens)
+    decode = instance.decode_step(batch)
+    first = (step * chunks).named("own prompt", "s") + _queue(step, busy)
+    first = first + (decode * chunks).named("decodes in the same steps", "s")
+    ttft = (first + (decode * 0.5).named("step in progress", "s")).named("TTFT", "s")
     users = exact(batch * instance.replicas * count, "requests at once")
     throughput = (users * output / (ttft + tpot * max(output - 1, 0) if output > 1 else ttft)).named(
         "throughput", "tokens/s"
@@ -138,19 +138,41 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
 
 @dataclass(frozen=True)
 class PrefillPool:
-    """An instance that only prefills, in steps of `tokens` a DP rank: requests a second, and seconds of a step."""
+    """An instance that only prefills, in steps of at most `tokens` a DP rank.
+
+    rate: requests a second with full steps; seconds: of a prompt in full steps; alone: of a prompt with no other on its rank.
+    """
 
     instance: Instance
     tokens: float
     rate: Figure
     seconds: Figure
+    alone: Figure
+
+    def seconds_at(self, rate: float) -> Figure:
+        """Seconds of a prompt at so many requests a second of the instance: a step takes what arrived in the one before.
+
+        Tokens and seconds of such a step settle where `seconds = f(rate × seconds)`; f is linear from one prompt a rank to a
+        full step. All wait for the fullest rank: prompts are whole, which adds `(ranks - 1) ÷ 2 ranks` of one on average.
+        """
+        ranks, computed = self.instance.replicas, self.instance.workload.computed
+        full, alone = self.seconds.value, self.alone.value
+        if computed >= self.tokens or full <= alone:
+            return self.seconds
+        slope = (full - alone) / (self.tokens - computed)
+        arriving = rate / ranks * computed
+        below = slope * computed * (ranks + 1) / (2 * ranks)
+        settled = (alone - below) / (1 - slope * arriving) if slope * arriving < 1 else full
+        share = min(1.0, max(0.0, (settled - alone) / (full - alone)))
+        return self.alone * (1 - share) + self.seconds * share
 
 
 def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
     """`static_ctx` as a rate."""
     rate = (instance.replicas / instance.prompt_seconds(tokens)).named("prompts a second of an instance", "1/s")
     steps = max(1.0, instance.workload.computed / tokens)
-    return PrefillPool(instance, tokens, rate, (instance.prefill_step(tokens) * steps).named("own prompt", "s"))
+    alone = instance.prefill_step(min(instance.workload.computed, tokens)) * steps
+    return PrefillPool(instance, tokens, rate, instance.prefill_step(tokens) * steps, alone)
 
 
 def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
@@ -165,13 +187,16 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     decoding = tpot * max(output - 1, 1.0)
     size = instance.memory.cache_per_token * work.input.mean
     transfer = cache_transfer(instance.cluster, size / instance.layout.mesh.tp_size).named("cache transfer", "s")
-    first = pool.seconds + transfer + (instance.decode_step(batch) * 0.5).named("step in progress", "s")
+    first = transfer + (instance.decode_step(batch) * 0.5).named("step in progress", "s")
     closed = work.concurrency is not None
-    can_decode = (users / (decoding + first if closed else decoding)).named("requests a second, decode", "1/s")
+    can_decode = (users / (decoding + first + pool.seconds if closed else decoding)).named(
+        "requests a second, decode", "1/s"
+    )
     can_prefill = (pool.rate * (prefill_count * _BUSY)).named("requests a second, prefill", "1/s")
     rate = smallest(can_decode, can_prefill)
     ends = [min(_BUSY, r / c) for r, c in zip(_ends(rate * _BUSY), _ends(can_prefill), strict=True)]
-    ttft = first + _queue(pool.seconds, Figure(ends[0], min(ends), max(ends), rate.kinds))
+    prompt = pool.seconds_at(rate.value / prefill_count).named("own prompt", "s")
+    ttft = prompt + first + _queue(prompt, Figure(ends[0], min(ends), max(ends), rate.kinds))
     if closed and can_prefill.value < can_decode.value:
         waiting = (users / can_prefill - decoding).named("waiting for prefill, by Little's law", "s")
         ttft = largest(ttft, waiting)

@@ -96,6 +96,16 @@ class Instance:
             return model.decode(run.rows, run.context)
         return model.prefill(run.step_tokens, prompt=run.row_tokens, cached=run.context - run.row_tokens)
 
+    def step_model(self, batch: float, tokens: float, prefill: bool = False) -> StepModel:
+        """The model, with or without overlap, that makes a decode (or prefill) step the faster one."""
+
+        def seconds(model: StepModel) -> float:
+            if prefill:
+                return model.prefill(tokens, prompt=self.workload.computed, cached=self.workload.cached).value
+            return model.decode(batch, self.workload.context).value
+
+        return min(self._models(), key=seconds)
+
     def overlapped(self, batch: float) -> bool:
         """Whether `decode_step` overlaps two half batches."""
         return any(part.name.startswith("layers, two halves") for part in self.decode_step(batch).parts)
@@ -104,13 +114,13 @@ class Instance:
         """`static_gen`: seconds between a request's tokens when nothing but decoding happens."""
         return (self.decode_step(batch) / self.options.tokens_a_step).named("time of a token in decode", "s")
 
-    def prefill_step(self, tokens: float) -> Figure:
-        """`static_ctx`: seconds of one prefill step of `tokens` prompt tokens a DP rank."""
-        key = ("prefill", tokens)
+    def prefill_step(self, tokens: float, busy: float = 1.0) -> Figure:
+        """`static_ctx`: seconds of one prefill step of `tokens` prompt tokens on each DP rank, or on this share of them."""
+        key = ("prefill", tokens, busy)
         if key not in self.steps:
             computed, work = self.workload.computed, self.workload
             prompt = computed * (1 + work.input.variation**2)
-            times = [m.prefill(tokens, prompt=prompt, cached=work.cached) for m in self._models()]
+            times = [m.prefill(tokens, prompt=prompt, cached=work.cached, busy=busy) for m in self._models()]
             self.steps[key] = min(times, key=lambda time: time.value)
         return self.steps[key]
 

@@ -55,25 +55,45 @@ class StepModel:
         tokens = batch * (1 + drafts)
         wait = _longest(self.layout.mesh.dp_size, batch, uneven)
         layers = self._layers(tokens, batch * context, context, True, self.config.num_hidden_layers, wait)
-        parts = {**layers, "head": self._head(tokens), "host": _host(0.001, 0.0002, 0.004)}
+        parts = {**layers, "head": self.head(tokens), "host": self.host(decode=True)}
         if drafts:
             parts["MTP module"] = self._draft(batch, context, wait) * drafts
         return _named_total(parts, "step")
 
-    def prefill(self, tokens: float, *, prompt: float, cached: float = 0.0) -> Figure:
+    def prefill(self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0) -> Figure:
         """One prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` cached ones.
 
-        A prompt longer than the step is taken in chunks; the figures are those of its mean chunk.
+        A prompt longer than the step is taken in chunks; the figures are those of its mean chunk. busy: the share of DP
+        ranks that have so many tokens; the others have none, and their experts work for these.
         """
         attended = cached + (prompt + 1) / 2
         layers = self._layers(
-            tokens, tokens * cached / prompt, attended, False, self.config.num_hidden_layers, Figure(1.0)
+            tokens, tokens * cached / prompt, attended, False, self.config.num_hidden_layers, Figure(1.0), busy=busy
         )
         uneven = assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
         layers = {name: (part * uneven).named(name, "s") for name, part in layers.items()}
-        return _named_total(
-            {**layers, "head": self._head(max(1.0, tokens / prompt)), "host": _host(0.004, 0.001, 0.015)}, "step"
-        )
+        head = self.head(max(1.0, tokens / prompt))
+        return _named_total({**layers, "head": head, "host": self.host(decode=False)}, "step")
+
+    def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, Figure]:
+        """What all layers of a step cost, by name, before two-batch overlap; nothing waits for another replica."""
+        return self._parts(tokens, read, context, decode, self.config.num_hidden_layers, Figure(1.0), None)
+
+    def host(self, decode: bool) -> Figure:
+        """Seconds of a step that the device waits for the host."""
+        ends = (0.001, 0.0002, 0.004) if decode else (0.004, 0.001, 0.015)
+        return assumed(*ends, "host", "scheduling and launching that the device waits for", "s")
+
+    def hidden(self) -> Figure:
+        """With two-batch overlap: the share of the shorter of computation and communication that the longer hides."""
+        return assumed(0.9, 0.7, 1.0, "share of the shorter that is hidden", "first and last halves have no partner")
+
+    def beside_communication(self) -> Figure | None:
+        """With two-batch overlap in prefill: the share of a GPU that communicates and does not compute."""
+        if self.cluster.hardware.platform != "cuda":
+            return None
+        why = f"{DEEPEP}: 24 of 132 by default"
+        return assumed(NORMAL_SMS / H800_SMS, 0.1, 0.2, "multiprocessors that communicate", why)
 
     def _layers(
         self,
@@ -84,28 +104,36 @@ class StepModel:
         layers: int,
         wait: Figure,
         dense: int | None = None,
+        busy: float = 1.0,
     ) -> dict[str, Figure]:
         """All layers' parts by name. read: cached positions that the rank reads; context: positions a token attends to."""
         if not self.overlap or not self.config.is_moe:
             return {
-                n: p.named(n, "s") for n, p in self._parts(tokens, read, context, decode, layers, wait, dense).items()
+                n: p.named(n, "s")
+                for n, p in self._parts(tokens, read, context, decode, layers, wait, dense, busy).items()
             }
-        half = self._parts(tokens / 2, read / 2, context, decode, layers, wait, dense)
+        half = self._parts(tokens / 2, read / 2, context, decode, layers, wait, dense, busy)
         talk = total([half[n] * 2 for n in _COMMUNICATION]).named("communication of two half batches", "s")
         work = total([p * 2 for n, p in half.items() if n not in _COMMUNICATION])
         work = work.named("computation of two half batches", "s")
-        if not decode and self.cluster.hardware.platform == "cuda":
-            share = assumed(
-                NORMAL_SMS / H800_SMS, 0.1, 0.2, "multiprocessors that communicate", f"{DEEPEP}: 24 of 132 by default"
-            )
+        share = None if decode else self.beside_communication()
+        if share:
             work = (work / (1 - share)).named("computation beside communication", "s")
-        hidden = assumed(0.9, 0.7, 1.0, "share of the shorter that is hidden", "first and last halves have no partner")
+        hidden = self.hidden()
         return {
             "layers, two halves overlapped": _overlapped(work, talk, hidden).named("layers, two halves overlapped", "s")
         }
 
     def _parts(
-        self, tokens: float, read: float, context: float, decode: bool, layers: int, wait: Figure, dense: int | None
+        self,
+        tokens: float,
+        read: float,
+        context: float,
+        decode: bool,
+        layers: int,
+        wait: Figure,
+        dense: int | None,
+        busy: float = 1.0,
     ) -> dict[str, Figure]:
         config, tp = self.config, self.layout.mesh.tp_size
         dense = config.num_dense_layers if dense is None else dense
@@ -119,7 +147,7 @@ class StepModel:
             beyond = excess(self.chip, config, run, tokens / tp)
             if beyond:
                 found["products beyond the model's own"] = beyond
-        return found | self._experts(tokens, decode, moe) if moe else found
+        return found | self._experts(tokens, decode, moe, busy) if moe else found
 
     def _shared(
         self, tokens: float, read: float, context: float, decode: bool, layers: int, dense: int
@@ -132,7 +160,7 @@ class StepModel:
             return self.shared[key]
         found = {
             "projections": self._projections(tokens, read, decode) * layers,
-            "attention": self._attention(tokens, read, context, decode) * layers,
+            "attention": self.attention(tokens, read, context, decode) * layers,
             "element-wise": chip.stream(streamed) * layers,
         }
         if decode:
@@ -168,7 +196,8 @@ class StepModel:
             return time + chip.bf16_product(tokens, heads * both, rank)
         return time + chip.product(tokens + read, heads * both, rank)
 
-    def _attention(self, tokens: float, read: float, context: float, decode: bool) -> Figure:
+    def attention(self, tokens: float, read: float, context: float, decode: bool) -> Figure:
+        """Seconds in one layer, proportional to `read` and to `tokens × context`."""
         config = self.config
         heads = config.num_attention_heads // self.layout.mesh.tp_size
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
@@ -195,7 +224,7 @@ class StepModel:
         up = self.chip.product(tokens, 2 * hidden, width, expert=True)
         return up + self.chip.product(tokens, width, hidden, expert=True)
 
-    def _experts(self, tokens: float, decode: bool, layers: int) -> dict[str, Figure]:
+    def _experts(self, tokens: float, decode: bool, layers: int, busy: float) -> dict[str, Figure]:
         """The routed experts, the way there and the way back, of so many layers.
 
         They hang on the tokens of a device and the size of the EP group: `dp=32` is as `dp=16,tp=2` with twice the batch.
@@ -205,15 +234,15 @@ class StepModel:
         own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
         split = mesh.tp_size if mesh.splits_expert_width else 1
         balanced = self.balanced or self.layout.redundant > 0
-        key = ("experts", own, devices, mesh.ep_size, split, self.layout.redundant, balanced, decode, layers)
+        key = ("experts", own, devices, mesh.ep_size, split, self.layout.redundant, balanced, decode, layers, busy)
         if key in self.shared and not self.dry_runs:
             return self.shared[key]
         physical = config.n_routed_experts + self.layout.redundant
         slots = physical // mesh.ep_size
-        rows = own * top_k * mesh.expert_width_shards
+        rows = own * busy * top_k * mesh.expert_width_shards
         slowest = self.skew.slowest(mesh.ep_size, slots, rows, balanced)
         arriving = exact(rows, "rows of the mean rank", "rows") * slowest
-        used = slots * (1 - (1 - top_k / physical) ** (own * devices))
+        used = slots * (1 - (1 - top_k / physical) ** (own * busy * devices))
         inner = hidden // mesh.expert_width_shards
         flags = {"contiguous": not decode}
         products = chip.grouped(used, arriving, 2 * inner, width, gate_up=True, **flags)
@@ -248,7 +277,8 @@ class StepModel:
             normal_exchange(cluster, config, ranks, own, back, slowest),
         )
 
-    def _head(self, tokens: float) -> Figure:
+    def head(self, tokens: float) -> Figure:
+        """Seconds for the logits of so many tokens."""
         config, tp = self.config, self.layout.mesh.tp_size
         key = ("head", tp, tokens)
         if key not in self.shared:
@@ -262,7 +292,7 @@ class StepModel:
         config = self.config
         layer = total(list(self._layers(batch, batch * context, context, True, 1, wait, dense=0).values()))
         joined = self.chip.bf16_product(batch, config.hidden_size, 2 * config.hidden_size)
-        return (layer + joined + self._head(batch)).named("MTP module", "s")
+        return (layer + joined + self.head(batch)).named("MTP module", "s")
 
 
 def _overlapped(work: Figure, talk: Figure, hidden: Figure) -> Figure:
@@ -278,10 +308,6 @@ def _longest(ranks: int, batch: float, variation: float) -> Figure:
     if ranks == 1 or variation == 0:
         return Figure(1.0)
     return exact(1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1)), "longest contexts ÷ mean")
-
-
-def _host(value: float, low: float, high: float) -> Figure:
-    return assumed(value, low, high, "host", "scheduling and launching that the device waits for", "s")
 
 
 def _named_total(parts: dict[str, Figure], name: str) -> Figure:

@@ -13,7 +13,7 @@ from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM, Skew
+from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, UNIFORM, Skew
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Options, Workload
 
@@ -102,22 +102,40 @@ def _serving(cluster: str, mesh: str, batch: float, prompt: float, output: float
     return {"tpot": found.tpot, "ttft": found.ttft, "rate": found.per_device}
 
 
-def _overlap_gain(batch: float) -> Figure:
-    with_overlap = _decode("h100-32", "dp=72", batch, 2050, hosts=9, overlap=True)
+def _gain(fast: Figure, slow: Figure) -> Figure:
+    """Ratio of two times that share their assumptions: taken end by end."""
+    ends = [slow.value / fast.value, slow.low / fast.low, slow.high / fast.high]
+    return Figure(ends[0], min(ends), max(ends), fast.kinds | slow.kinds)
+
+
+def _h100(mesh: str, hosts: int, *, overlap: bool, skew: Skew = DEFAULT_SKEW) -> StepModel:
     config = load_config("deepseek-v3")
-    layout = parse_layout("dp=72", 32, config)
-    plain = StepModel(config, load_cluster("h100-32").resized(9), layout, PRECISIONS["fp8"])
-    without = batch / plain.decode(batch, 2050)
-    # Both ends of each interval share their assumptions: the ratio is taken end by end.
-    ends = [
-        w / o
-        for w, o in (
-            (with_overlap.value, without.value),
-            (with_overlap.low, without.low),
-            (with_overlap.high, without.high),
-        )
-    ]
-    return Figure(ends[0], min(ends), max(ends), with_overlap.kinds)
+    cluster, layout = load_cluster("h100-32").resized(hosts), parse_layout(mesh, 32, config)
+    return StepModel(config, cluster, layout, PRECISIONS["fp8"], skew, overlap)
+
+
+def _overlap_gain(batch: float | None) -> Figure:
+    """Of two-batch overlap, in decode at a batch, or (None) in prefill of 4 K prompts."""
+    if batch is None:
+        on, off = (_h100("dp=32", 4, overlap=o).prefill(16384, prompt=4096) for o in (True, False))
+    else:
+        on, off = (_h100("dp=72", 9, overlap=o).decode(batch, 2050) for o in (True, False))
+    return _gain(on, off)
+
+
+def _balancing_gain(decode: bool) -> Figure:
+    """Of placing experts by their load, on the same redundant experts: the whole skew against what a balancer leaves."""
+    whole = Skew(
+        DEFAULT_SKEW.variation / DRIFT[0],
+        DEFAULT_SKEW.low / DRIFT[1],
+        DEFAULT_SKEW.high / DRIFT[2],
+        f"{DEFAULT_SKEW.source}; unbalanced",
+    )
+    if decode:
+        times = [_h100("dp=72", 9, overlap=True, skew=s).decode(256, 2050) for s in (DEFAULT_SKEW, whole)]
+    else:
+        times = [_h100("dp=32", 4, overlap=True, skew=s).prefill(16384, prompt=4096) for s in (DEFAULT_SKEW, whole)]
+    return _gain(*times)
 
 
 def points() -> list[Point]:
@@ -170,6 +188,16 @@ def points() -> list[Point]:
             lambda: _decode("h100-32", "dp=72", 256, 2050, hosts=9, overlap=True, devices=NODE),
         ),
         Point(
+            "4 (ITL)",
+            "the same, gap between two tokens",
+            LMSYS,
+            "ms",
+            100,
+            lambda: 256 / _decode("h100-32", "dp=72", 256, 2050, hosts=9, overlap=True) * 1e3,
+            False,
+            'given as "about 100"; the rate says 92',
+        ),
+        Point(
             "5",
             "H20, prefill TP8, prompts of 4K",
             "LMSYS 2025-09-26",
@@ -184,7 +212,17 @@ def points() -> list[Point]:
             "tokens/s",
             1_436,
             lambda: _serving("h200-8", "dp=8", 128, 1024, 2048)["rate"],
-            caveat="software of early 2025; what an all-to-all of DeepEP's speed and DeepGEMM's products allow",
+            caveat="software of early 2025; DeepEP's and DeepGEMM's speeds assumed",
+        ),
+        Point(
+            "6 (user)",
+            "the same, tokens/s a user",
+            "TensorRT-LLM best practices",
+            "tokens/s",
+            11.35,
+            lambda: 1 / _serving("h200-8", "dp=8", 128, 1024, 2048)["tpot"],
+            False,
+            "the same run as the rate",
         ),
         Point(
             "7 (prefill)",
@@ -227,6 +265,18 @@ def points() -> list[Point]:
                 lambda batch=batch: _serving("h200-8", "tp=8,ep=1", batch, 1024, 1024)["rate"],
             )
         )
+    found.append(
+        Point(
+            "8 (64, TTFT)",
+            "H200, TP8, 1K/1K, 64 concurrent, TTFT",
+            INFERENCEX,
+            "ms",
+            423,
+            lambda: _serving("h200-8", "tp=8,ep=1", 64, 1024, 1024)["ttft"] * 1e3,
+            False,
+            "a mean that holds the burst of 64 prompts at the start; how many requests followed is not given",
+        )
+    )
     for batch, gain in ((32, 0.73), (256, 1.255)):
         found.append(
             Point(
@@ -236,6 +286,29 @@ def points() -> list[Point]:
                 "×",
                 gain,
                 lambda batch=batch: _overlap_gain(batch),
+            )
+        )
+    found.append(
+        Point(
+            "ablation (prefill)",
+            "H100, prefill EP32, prompts of 4K, gain of two-batch overlap (1.27 to 1.35)",
+            LMSYS,
+            "×",
+            1.31,
+            lambda: _overlap_gain(None),
+        )
+    )
+    for decode, gain in ((False, 1.49), (True, 2.54)):
+        found.append(
+            Point(
+                f"balancing ({'decode' if decode else 'prefill'})",
+                f"H100, {'decode EP72, batch 256' if decode else 'prefill EP32, prompts of 4K'}, gain of the expert balancer",
+                LMSYS,
+                "×",
+                gain,
+                lambda decode=decode: _balancing_gain(decode),
+                False,
+                "the skew of the data is not given; the default is assumed",
             )
         )
     return found

@@ -1,0 +1,67 @@
+"""Prompts beside decodes: replicas that get theirs one by one wait for each other."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.instance import Instance
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.prompts import _steps_with_prompts, prompts_beside_decodes
+from dsjax.plan.workload import Lengths, Options, Workload
+
+
+@pytest.fixture
+def instance(v3):
+    def make(mesh, prompt=1024, output=2048):
+        layout = parse_layout(mesh, 0, v3)
+        return Instance(
+            v3, load_cluster("h200-8"), layout, Options(overlap="off"), Workload(Lengths(prompt), Lengths(output))
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("mean", "ranks"), [(0.05, 1), (0.5, 8), (3.0, 8), (25.0, 8), (60.0, 8), (200.0, 32), (40.0, 1)]
+)
+def test_the_fullest_replica_is_that_of_a_poisson_number_spread_evenly(mean, ranks):
+    drawn = np.random.default_rng(0).poisson(mean, 400_000)
+    depth = np.ceil(drawn[drawn > 0] / ranks)
+    share, deepest = _steps_with_prompts(mean, ranks)
+    # Three standard errors of 400,000 draws are below 1 % of these means; rounding up is approximate above a mean of 30.
+    assert share == pytest.approx(np.mean(drawn > 0), rel=0.02)
+    assert deepest == pytest.approx(depth.mean(), rel=0.02)
+
+
+def test_one_replica_pays_for_each_prompt_as_it_comes(instance):
+    alone = instance("tp=8,ep=1")
+    added, step = prompts_beside_decodes(alone, 64, 1024)
+    # 64 requests of 2,048 tokens: one prompt in 32 steps.
+    assert added.value == pytest.approx(alone.prefill_step(1024.0).value / 32, rel=0.02)
+    assert step.value == pytest.approx(alone.prefill_step(1024.0).value, rel=0.02)
+
+
+def test_eight_replicas_wait_for_a_prompt_of_one(instance):
+    wide = instance("dp=8")
+    added, step = prompts_beside_decodes(wide, 128, 8192)
+    # 1,024 requests of 2,048 tokens: half a prompt a step, so that 39 % of the steps have one, mostly on one replica.
+    assert added.value == pytest.approx(-math.expm1(-0.5) * step.value, rel=0.01)
+    together = wide.prompt_seconds(8192).value * 128 / 2048
+    assert added.value > 2 * together
+    assert added.low <= together
+    # An eighth of the ranks computes: less for its experts than with all ranks busy.
+    assert wide.prefill_step(1024.0, 1 / 8).value < wide.prefill_step(1024.0).value
+
+
+def test_more_requests_or_longer_prompts_never_add_less(instance):
+    wide = instance("dp=8")
+    for tokens in (1024, 8192):
+        added = [prompts_beside_decodes(wide, batch, tokens)[0].value for batch in (1, 8, 64, 256, 1024)]
+        assert all(a <= b * 1.01 for a, b in pairwise(added))
+    longer = [
+        prompts_beside_decodes(instance("dp=8", prompt), 64, 4096)[0].value for prompt in (256, 1024, 4096, 16384)
+    ]
+    assert longer == sorted(longer)
