@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dsjax.model.experts import choose_implementation, default_block, default_tile
+from dsjax.model.experts import choose_implementation, default_block, default_capacity, default_tile
 from sharding.program.text import Operation
 from sharding.program.walk import TripCount
 
@@ -32,10 +32,11 @@ class EvenExperts:
     width: int
 
     def turns(self, loop: Operation) -> float:
-        """Turns of the product's loop: expected tiles in use, rounds beyond the first (none), or blocks."""
+        """Turns of the product's loop: expected tiles in use, rounds beyond the first, or blocks."""
         chosen = choose_implementation(self.platform, self.mean_load)
         if chosen == "einsum":
-            return 0
+            needed = self.mean_load + 4 * self.mean_load**0.5
+            return math.ceil(needed / default_capacity(self.mean_load, self.count)) - 1
         if chosen == "tiles":
             return self.count * expected_tiles(self.mean_load, default_tile(self.mean_load))
         rows = next(shape.dims[0] for shape in loop.shapes if shape.dtype == "f32" and shape.dims[1:] == (self.width,))

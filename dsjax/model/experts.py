@@ -32,13 +32,15 @@ each layer first (on CPU a third of the time of a decode step's experts).
 """
 
 IMPLEMENTATIONS = ("auto", "tiles", "einsum", "ragged_dot")
+ROUND_ROWS = 32_768
+"""Of all experts of a device together: in DeepSeek-V3 60 kB of buffers each."""
 
 
 @dataclass(frozen=True)
 class ExpertProduct:
     """The grouped expert product as a callable, with the choices that shape its program.
 
-    implementation: ``tiles`` (CPU), ``einsum`` (few rows per expert), ``ragged_dot`` (accelerators, many rows), or
+    implementation: ``tiles`` (CPU), ``einsum`` (GPU, and elsewhere few rows per expert), ``ragged_dot`` (TPU, many rows), or
         ``auto``, which decides by ``platform`` and static shapes.
     weight_dtype: what the stored weights mean; they are stored as unsigned integers on the CPU platform.
     platform: where the product runs (``cpu``, ``gpu``, ``tpu``).
@@ -74,7 +76,7 @@ class ExpertProduct:
             if chosen == "tiles":
                 out = tiles(experts, rows_ND, pairs, self.tile or default_tile(mean_load))
             elif chosen == "einsum":
-                capacity = self.capacity or default_capacity(mean_load)
+                capacity = self.capacity or default_capacity(mean_load, experts.count)
                 out = einsum(experts, rows_ND, pairs, min(capacity, rows_ND.shape[0]))
             else:
                 out = ragged_dot(experts, rows_ND, pairs, min(self.block or default_block(ids_NK.shape), ids_NK.size))
@@ -223,14 +225,16 @@ def ragged_dot(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPair
 
 
 def choose_implementation(platform: str, mean_load: float) -> str:
-    """``auto``: on CPU always ``tiles``; elsewhere ``einsum`` up to 64 pairs an expert (decode), then ``ragged_dot``.
+    """``auto``: on CPU always ``tiles``; on GPU always ``einsum``; on TPU ``einsum`` up to 64 pairs an expert (decode), then
+    ``ragged_dot``.
 
-    The CPU choice is measured (``docs/dispatch.md``); that for accelerators is not, and follows the work: a batched product
-    wastes its padding, which matters once an expert has more rows than a matrix unit takes at a time.
+    The CPU choice is measured (``docs/dispatch.md``). On GPUs XLA has no grouped kernel: it multiplies every row of a
+    ``ragged_dot`` by every expert and masks (``docs/dryrun.md``). On TPU, where it has one, the choice follows the work: a batched
+    product wastes its padding, which matters once an expert has more rows than a matrix unit takes at a time.
     """
     if platform == "cpu":
         return "tiles"
-    return "einsum" if mean_load <= 64 else "ragged_dot"
+    return "einsum" if platform == "gpu" or mean_load <= 64 else "ragged_dot"
 
 
 def default_tile(mean_load: float) -> int:
@@ -242,12 +246,14 @@ def default_tile(mean_load: float) -> int:
     return next((tile for tile, most in ((4, 1), (8, 8), (16, 64), (32, 256)) if mean_load <= most), 64)
 
 
-def default_capacity(mean_load: float) -> int:
+def default_capacity(mean_load: float, experts: int) -> int:
     """Rows per expert of an ``einsum`` round: the mean load and four standard deviations, rounded up to a multiple of 8.
 
-    Under even routing a second round, which reads all weights again, is then rare.
+    Under even routing a second round, which reads all weights again, is then rare. A round has at most ``ROUND_ROWS`` rows in all,
+    so that its buffers stay small; by then an expert's rows are so many that reading its weights again costs little beside them.
     """
-    return 8 * math.ceil((mean_load + 4 * mean_load**0.5) / 8)
+    enough = 8 * math.ceil((mean_load + 4 * mean_load**0.5) / 8)
+    return min(enough, max(8, ROUND_ROWS // experts))
 
 
 def default_block(shape: tuple[int, int]) -> int:

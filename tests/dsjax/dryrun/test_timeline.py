@@ -218,6 +218,7 @@ def test_even_routing_fills_the_tiles_that_chance_leaves():
         2000 / 64 + 0.5, rel=2e-3
     )  # the last tile is half full on the mean
     assert EvenExperts("cpu", 4.0, 8, 8, 7168).turns(None) == pytest.approx(8 * expected_tiles(4.0, 8))
-    assert EvenExperts("gpu", 4.0, 8, 8, 7168).turns(None) == 0
+    assert EvenExperts("gpu", 4.0, 8, 8, 7168).turns(None) == 0  # one round holds the mean and four standard deviations
+    assert EvenExperts("gpu", 512.0, 256, 8, 7168).turns(None) == 4  # 603 rows in rounds of 128
     assert even_ragged_share(2, 1) == 1
     assert even_ragged_share(2, 2) == pytest.approx(1.5 / 2)

@@ -49,8 +49,11 @@ def test_without_the_compiler_the_message_says_what_to_install():
 
 @pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
 @pytest.mark.parametrize("step", ["decode", "prefill"])
-def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step):
-    command = f"dryrun --model deepseek-v3 --mesh dp=32 --weights fp8 --target h200 --step {step} --json -"
+def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, tmp_path):
+    command = (
+        f"dryrun --model deepseek-v3 --mesh dp=32 --weights fp8 --target h200 --step {step} --json - "
+        f"--timeline {tmp_path}/t.json.gz"
+    )
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
     done = subprocess.run(
         [sys.executable, "-m", "dsjax", *command.split()],
@@ -64,3 +67,15 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step):
     assert all(c["asynchronous"] and c["axes"] == ["ep"] and c["times"] == 58 for c in report["collectives"])
     assert sum(c["kind"] in ("all-to-all", "ragged-all-to-all") for c in report["collectives"]) >= 2
     assert report["seconds"]["lower"] + report["seconds"]["compile"] < 300
+    timeline = report["timeline"]
+    assert timeline["step"]["low"] < timeline["step_seconds"] < timeline["step"]["high"]
+    # Exchanges between four hosts take milliseconds, and little can be done meanwhile.
+    assert 1e-3 < timeline["exposed_network"] < timeline["network"]["network between"] < timeline["step_seconds"]
+    assert timeline["compute"] + timeline["exposed_network"] == pytest.approx(timeline["step_seconds"])
+    assert sum(timeline["critical_path"]["by_bound"].values()) == pytest.approx(timeline["step_seconds"])
+    # A layer of 58 alike, beside three dense ones and the head.
+    assert 58 * timeline["layer_seconds"] < timeline["step_seconds"] < 66 * timeline["layer_seconds"]
+    # The program computes about what even routing asks of the experts: padding at most doubles it.
+    experts = timeline["by_scope"]["experts/dispatch/experts"]["flops"]
+    assert report["costs"]["expert_flops"] <= experts <= 2 * report["costs"]["expert_flops"]
+    assert (tmp_path / "t.png").is_file()

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.model.experts import ExpertProduct, choose_implementation, sort_pairs
+from dsjax.model.experts import ROUND_ROWS, ExpertProduct, choose_implementation, default_capacity, sort_pairs
 from sharding import MeshSpec
 from sharding.dispatch import DispatchConfig, dispatch
 
@@ -160,9 +160,17 @@ def test_experts_behind_a_dispatch_equal_the_loop(layout, method):
         np.testing.assert_allclose(found, by_loop(one, rows, ids, weights), atol=3e-6)
 
 
+def test_a_round_holds_the_load_and_no_more_rows_than_fit():
+    assert default_capacity(8, experts=8) == 24  # 8 + 4 × 2.8, in eights
+    assert default_capacity(2048, experts=8) == 2232
+    assert default_capacity(2048, experts=256) * 256 == ROUND_ROWS
+
+
 def test_the_choice_follows_platform_and_load():
     assert choose_implementation("cpu", mean_load=32) == "tiles"
     assert choose_implementation("gpu", mean_load=32) == "einsum"
-    assert choose_implementation("gpu", mean_load=4096) == "ragged_dot"
+    assert choose_implementation("tpu", mean_load=32) == "einsum"
+    assert choose_implementation("gpu", mean_load=4096) == "einsum"
+    assert choose_implementation("tpu", mean_load=4096) == "ragged_dot"
     with pytest.raises(ValueError, match="'fastest'; expected one of"):
         ExpertProduct("fastest")
