@@ -16,7 +16,13 @@ _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "s
 
 def plan(
     model: Annotated[str, typer.Option(help="Bundled name, or a directory with config.json.")] = "deepseek-v3",
-    cluster: Annotated[str, typer.Option(help="Bundled name (configs/clusters), or a TOML file.")] = "h100-32",
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Bundled name (configs/clusters), a TOML file, or this-machine with --measured. "
+            "Default: the device of --measured, else h100-32."
+        ),
+    ] = None,
     hosts: Annotated[int | None, typer.Option(help="Another number of hosts than the cluster's.", min=1)] = None,
     input_tokens: Annotated[str, typer.Option("--input", help="Prompt tokens: mean, or mean:variation.")] = "2000",
     output_tokens: Annotated[str, typer.Option("--output", help="Output tokens: mean, or mean:variation.")] = "500",
@@ -26,7 +32,12 @@ def plan(
     ttft_ms: Annotated[float | None, typer.Option(help="Objective: mean time to first token.")] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: mean time per output token.")] = None,
     throughput: Annotated[float | None, typer.Option(help="Objective: output tokens a second, all together.")] = None,
-    precision: Annotated[str, typer.Option(help="fp8, bf16 or nvfp4.")] = "fp8",
+    measured: Annotated[
+        Path | None, typer.Option(help="JSON of dsjax bench modules: its times in place of published tables.")
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="fp8, bf16 or nvfp4; auto: fp8, or what --measured was taken with.")
+    ] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Latent cache: auto, bf16 or fp8.")] = "auto",
     mtp: Annotated[int, typer.Option(help="Tokens drafted by the MTP module a step.")] = 0,
     mtp_acceptance: Annotated[float, typer.Option(help="Chance that a draft is accepted.")] = 0.85,
@@ -69,12 +80,12 @@ def plan(
 ) -> None:
     """Find the layout for a cluster, a workload and objectives; every figure with its kind and interval."""
     from dsjax.config import load_config
-    from dsjax.plan.cluster import load_cluster
     from dsjax.plan.compiled import read_dry_run
     from dsjax.plan.explain import EXPLAINED
     from dsjax.plan.explain import explain as derive
+    from dsjax.plan.measured import read_measured
+    from dsjax.plan.own_cluster import choose_precision, find_cluster
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
-    from dsjax.plan.precision import precision as find_precision
     from dsjax.plan.recipe import recipe
     from dsjax.plan.report import show, show_sweep, to_json
     from dsjax.plan.search import Question, search
@@ -90,9 +101,11 @@ def plan(
         raise UserError(f"--explain is {explain!r}, expected one of {', '.join(EXPLAINED)}")
     if batch is not None and mode not in STATIC_MODES:
         raise UserError(f"--batch is for --mode {', '.join(STATIC_MODES)}; with --mode {mode} give --concurrency")
-    found = load_cluster(cluster)
+    config = load_config(model)
+    modules = read_measured(measured, config) if measured else None
+    found = find_cluster(cluster, modules)
     question = Question(
-        load_config(model),
+        config,
         found.resized(hosts) if hosts else found,
         Workload(
             Lengths.parse(input_tokens, "--input"),
@@ -103,7 +116,7 @@ def plan(
         ),
         Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput),
         Options(
-            find_precision(precision, kv_dtype),
+            choose_precision(precision, kv_dtype, modules),
             mtp,
             mtp_acceptance,
             redundant_experts,
@@ -115,6 +128,7 @@ def plan(
             dispatch,
             tuple(read_dry_run(path) for path in compiled or ()),
             MeshSpec.parse(mesh) if mesh else None,
+            modules,
         ),
     )
     console = Console()

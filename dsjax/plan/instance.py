@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
@@ -11,6 +11,7 @@ from dsjax.plan.compiled import DryRun
 from dsjax.plan.dry_runs import runs_of, wire_refusal
 from dsjax.plan.figure import Figure
 from dsjax.plan.layout import Layout
+from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Options, Workload
@@ -74,8 +75,9 @@ class Instance:
                 self.layout.mesh.ep_size == 1 or programs
             ):  # nothing to overlap; or the program that was compiled does not
                 choices = (False,)
+            make = partial(MeasuredStep, measured=options.measured) if options.measured else StepModel
             self.steps["models"] = [
-                StepModel(*arguments, overlap=overlap, dispatch=options.dispatch, dry_runs=programs, shared=shared)
+                make(*arguments, overlap=overlap, dispatch=options.dispatch, dry_runs=programs, shared=shared)
                 for overlap in choices
             ]
         return self.steps["models"]

@@ -55,7 +55,7 @@ class StepModel:
         tokens = batch * (1 + drafts)
         wait = _longest(self.layout.mesh.dp_size, batch, uneven)
         layers = self._layers(tokens, batch * context, context, True, self.config.num_hidden_layers, wait)
-        parts = {**layers, "head": self.head(tokens), "host": self.host(decode=True)}
+        parts = {**layers, "head": self.head(tokens), **self.beside(tokens, batch, True)}
         if drafts:
             parts["MTP module"] = self._draft(batch, context, wait) * drafts
         return _named_total(parts, "step")
@@ -72,8 +72,12 @@ class StepModel:
         )
         uneven = assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
         layers = {name: (part * uneven).named(name, "s") for name, part in layers.items()}
-        head = self.head(max(1.0, tokens / prompt))
-        return _named_total({**layers, "head": head, "host": self.host(decode=False)}, "step")
+        rows = max(1.0, tokens / prompt)
+        return _named_total({**layers, "head": self.head(rows), **self.beside(tokens, rows, False)}, "step")
+
+    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
+        """What a step of so many tokens and requests takes beside its layers and head."""
+        return {"host": self.host(decode)}
 
     def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, Figure]:
         """What all layers of a step cost, by name, before two-batch overlap; nothing waits for another replica."""

@@ -8,6 +8,7 @@ from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.measured import Measured
 from dsjax.plan.precision import PRECISIONS, Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 from sharding.mesh import MeshSpec
@@ -120,7 +121,7 @@ class Options:
     overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
     most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of
     dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
-    instance; None searches.
+    instance; None searches. measured: times of modules, taken where they are of a layout.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -135,6 +136,7 @@ class Options:
     dispatch: str = "deepep"
     compiled: tuple[DryRun, ...] = ()
     mesh: MeshSpec | None = None
+    measured: Measured | None = None
 
     def __post_init__(self):
         if self.dispatch not in DISPATCHES:

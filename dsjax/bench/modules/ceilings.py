@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +12,7 @@ import jax.numpy as jnp
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.bench.modules.timing import Budget, device_loop
 from dsjax.hardware import bundled_hardware, load_hardware
+from dsjax.this_machine import cpu_name, host_memory
 
 _COPY_BYTES = 256 << 20
 _SIDE = 2048
@@ -61,22 +59,6 @@ class Device:
             "hardware": self.hardware,
             "count": self.count,
         }
-
-
-def cpu_name() -> str:
-    """The processor as the kernel names it, and how many of its cores this machine has."""
-    name = platform.processor() or platform.machine()
-    try:
-        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-        name = found.group(1).strip() if found else name
-    except OSError:
-        pass
-    return f"{name}, {os.cpu_count()} cores"
-
-
-def host_memory() -> int:
-    """Bytes of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def hardware_of(name: str) -> str | None:

@@ -19,7 +19,7 @@ _INTERRUPTED = 130
 
 @options_of(model=ModelOptions, grid=GridOptions, run=RunOptions)
 def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
-    """Time the model's parts, one by one, at its true widths.
+    """Time the model's parts, one by one, at its true widths; `dsjax plan --measured` takes the JSON.
 
     Only one module's weights are in memory at a time. Ctrl-C prints and writes what is done so far.
     """

@@ -16,9 +16,7 @@ from dsjax.bench.modules.case import Row
 from dsjax.bench.modules.ceilings import Ceilings, Device
 from dsjax.bench.modules.run import Found
 from dsjax.bench.modules.setting import Setting
-from dsjax.bench.modules.widths import widths
-
-FORMAT = "dsjax modules 1"
+from dsjax.plan.measured import FORMAT, widths
 
 
 def show(console: Console, found: Found, ceilings: Ceilings, device: Device) -> None:
@@ -96,6 +94,7 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
         "weights": setting.weights,
         "kv_dtype": str(step.cache_dtype),
         "page_size": step.page_size,
+        "block_tokens": step.block_tokens,
         "max_model_len": setting.max_model_len,
         "seed": setting.seed,
     }

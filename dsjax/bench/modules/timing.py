@@ -152,8 +152,9 @@ class Times:
 
     @property
     def each(self) -> list[float]:
-        """Seconds of one application, a value a sample, ascending; the call itself taken off."""
-        return sorted((sample.long - sample.empty) / self.many for sample in self.samples)
+        """Seconds of one application, a value a sample, ascending; the median empty call taken off."""
+        empty = statistics.median(sample.empty for sample in self.samples)
+        return sorted(max(sample.long - empty, 1e-9) / self.many for sample in self.samples)
 
     @property
     def median(self) -> float:

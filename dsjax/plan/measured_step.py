@@ -1,0 +1,139 @@
+"""A step whose parts' times come from a file of module benchmarks, where it has them; published tables give the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dsjax.plan.figure import Figure, exact
+from dsjax.plan.measured import Measured
+from dsjax.plan.skew import zipf_variation
+from dsjax.plan.step import StepModel
+
+DECODE_FORM, PREFILL_FORM = "A_CC_ME", "CC"
+"""`dsjax serve`'s own."""
+_TIMED_SKEW = 0.3
+"""Of the rows `skewed`: popularity ∝ rank^-0.3."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep(StepModel):
+    """`StepModel` with measured modules. Those of a replica's whole width serve `tp=1`; others keep their published times."""
+
+    measured: Measured | None = None
+
+    def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> Figure:
+        """One decode step; the model's loop over the context runs to the longest of a batch, for all its rows."""
+        reach = min(math.sqrt(3), math.sqrt(2 * math.log(batch))) if batch > 1 else 0.0
+        return super().decode(batch, context * (1 + uneven * reach), drafts=drafts)
+
+    def _parts(
+        self,
+        tokens: float,
+        read: float,
+        context: float,
+        decode: bool,
+        layers: int,
+        wait: Figure,
+        dense: int | None,
+        busy: float = 1.0,
+    ) -> dict[str, Figure]:
+        found = super()._parts(tokens, read, context, decode, layers, wait, dense, busy)
+        dense = self.config.num_dense_layers if dense is None else dense
+        stacks = (dense > 0) + (layers > dense)
+        whole = self.layout.mesh.tp_size == 1
+        attention = self._measured_attention(tokens, read, context, decode, layers, stacks) if whole else None
+        if attention:
+            # What was timed as attention has the projections, rotation, launches and all else between the norms.
+            for name in ("projections", "attention", "small kernels", "element-wise"):
+                found.pop(name, None)
+            found["attention"] = attention * wait
+            norms = self._module("norms", tokens, layers, stacks)
+            found |= {"norms": norms} if norms else {}
+        if dense and whole:
+            found |= _given("dense MLP", self._module("dense MLP", tokens, dense))
+        if layers > dense:
+            self._add_experts(found, tokens, layers - dense, whole, busy)
+        return found
+
+    def _module(self, name: str, tokens: float, times: int, places: int = 1, **sizes) -> Figure | None:
+        return self.measured.seconds(name, tokens, times=times, places=places, **sizes)
+
+    def _measured_attention(
+        self, tokens: float, read: float, context: float, decode: bool, layers: int, stacks: int
+    ) -> Figure | None:
+        find = self.measured.attention
+        if decode:
+            return find(DECODE_FORM, tokens, 1, context, times=layers, places=stacks)
+        # `context` is the mean position that is attended to: cached + (prompt + 1) / 2, and read = tokens × cached ÷ prompt.
+        prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
+        cached = read / tokens * prompt
+        chunks = [row["sizes"]["chunk"] for row in self.measured.rows("attention", f"{PREFILL_FORM} prefill")]
+        chunk = min(prompt, tokens, max(chunks, default=tokens))
+        found = find(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, times=layers, places=stacks)
+        if found is None or tokens == chunk:
+            return found
+        return found * exact(tokens / chunk, "chunks of prompts in a step")
+
+    def _add_experts(self, found: dict[str, Figure], tokens: float, layers: int, whole: bool, busy: float) -> None:
+        config, mesh = self.config, self.layout.mesh
+        own = tokens / mesh.tp_size
+        found |= _given("router", self._module("router", own, layers))
+        if config.n_shared_experts and whole:
+            found |= _given("shared experts", self._module("shared expert", tokens, layers))
+        if not mesh.splits_expert_width:
+            routed = _given("experts", self._routed(own * busy, layers))
+            if routed:  # what was timed has the padding that the program computes with
+                found.pop("products beyond the model's own", None)
+            found |= routed
+        if mesh.ep_size == mesh.num_devices > 1 and self.dispatch in ("gather", "padded", "ragged"):
+            sizes = {"mesh": str(mesh), "variant": f"{self.dispatch} even"}
+            both = self._module("dispatch", own * mesh.tp_size, layers, **sizes)
+            if both:  # timed there and back together
+                found |= {"dispatch": both / 2, "combine": both / 2}
+
+    def _routed(self, own: float, layers: int) -> Figure | None:
+        """The busiest rank's experts: between the timed even and skewed routing, by the skew that is planned for."""
+        config, mesh = self.config, self.layout.mesh
+        slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
+        rows = own * config.num_experts_per_tok
+        slowest = self.skew.slowest(mesh.ep_size, slots, rows, self.balanced or self.layout.redundant > 0)
+        times = {"times": layers, "experts": slots}
+        even = self.measured.seconds("experts", own * slowest.value, variant="even", **times)
+        if even is None:
+            return None
+        if mesh.ep_size > 1:
+            ends = [
+                self.measured.seconds("experts", own * s, variant="even", **times) for s in (slowest.low, slowest.high)
+            ]
+            kinds = even.kinds | slowest.kinds
+            return Figure(
+                even.value, min(even.low, ends[0].low), max(even.high, ends[1].high), kinds, parts=(even, slowest)
+            )
+        skewed = self.measured.seconds("experts", own, variant="skewed", **times)
+        if skewed is None:
+            return even
+        timed = zipf_variation(_TIMED_SKEW, config.n_routed_experts)
+        share = min(1.0, self.skew.variation / timed)
+        value = (1 - share) * even.value + share * skewed.value
+        ends = (min(even.low, skewed.low), max(even.high, skewed.high))
+        return Figure(value, *ends, even.kinds | skewed.kinds, parts=(even, skewed))
+
+    def head(self, tokens: float) -> Figure:
+        """As timed: final norm, projection, most probable token."""
+        found = self._module("head", tokens, 1) if self.layout.mesh.tp_size == 1 else None
+        return found.named("head", "s") if found else super().head(tokens)
+
+    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
+        """As timed: the launch, the step's integers, the embedding."""
+        launch = self._module("launch", rows, 1, places=0)
+        if launch is None:
+            return super().beside(tokens, rows, decode)
+        found = {"launch": launch.named("launch", "s")}
+        for name, variant in (("inputs", ""), ("embedding", "device")):
+            found |= _given(name, self._module(name, tokens, 1, variant=variant))
+        return found
+
+
+def _given(name: str, figure: Figure | None) -> dict[str, Figure]:
+    return {name: figure} if figure else {}

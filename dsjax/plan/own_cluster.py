@@ -1,0 +1,107 @@
+"""A cluster of the device that modules were measured on, and whether a file may stand for a cluster's devices."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from dsjax.errors import UserError
+from dsjax.hardware import Hardware, load_hardware
+from dsjax.plan.cluster import Cluster, load_cluster
+from dsjax.plan.measured import Measured
+from dsjax.plan.precision import BF16, FP8_BLOCK, Precision, precision
+from dsjax.this_machine import cpu_name
+
+THIS_MACHINE = "this-machine"
+_DEFAULT = "h100-32"
+_BYTES = {"f32": 4.0, "bf16": BF16, "fp8": FP8_BLOCK, "float32": 4.0, "bfloat16": BF16}
+
+
+def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
+    """The cluster that is planned for. None: the devices that were measured, or a default without a file.
+
+    Raises:
+        UserError: a file that was measured on other devices than the cluster's; `this-machine` without a file of it.
+    """
+    if measured is None:
+        if name == THIS_MACHINE:
+            raise UserError(
+                "--cluster this-machine needs --measured FILE: time this machine first, with dsjax bench modules --json FILE"
+            )
+        return load_cluster(name or _DEFAULT)
+    device = measured.device
+    if name == THIS_MACHINE and device["platform"] == "cpu" and device["name"] != cpu_name():
+        raise UserError(
+            f"--measured {measured.path} was taken on {device['name']}, and this machine is {cpu_name()}; time it here, with "
+            "dsjax bench modules --json FILE, or leave --cluster out to plan for the device that was measured"
+        )
+    if name in (None, THIS_MACHINE):
+        return _of_device(measured)
+    cluster = load_cluster(name)
+    if device["hardware"] != cluster.hardware.key:
+        raise UserError(
+            f"--measured {measured.path} was taken on {device['name']}, and {cluster.name} has {cluster.hardware.name}; "
+            "leave --cluster out to plan for the device that was measured, or measure on one of the cluster's"
+        )
+    return cluster
+
+
+def _of_device(measured: Measured) -> Cluster:
+    device = measured.device
+    count = device["count"]
+    chip = load_hardware(device["hardware"]) if device["hardware"] else _hardware(measured)
+    nothing = f"one host with {count} device{'s' * (count > 1)}: nothing is sent between hosts"
+    return Cluster(
+        name="measured device",
+        description=f"{count} × {device['name']}",
+        hardware=chip,
+        hosts=1,
+        devices_per_host=count,
+        scale_up_devices=count,
+        network="none",
+        network_gbps=1.0,
+        nics_per_host=1,
+        latency=1e-6,
+        latency_low=1e-6,
+        latency_high=1e-6,
+        sources={"network": nothing},
+    )
+
+
+def _hardware(measured: Measured) -> Hardware:
+    device, ceilings = measured.device, measured.body["ceilings"]
+    fields = ("memory_bytes", "memory_bandwidth", "bf16_flops", "fp8_flops", "scale_up_bandwidth", "scale_up_devices")
+    return Hardware(
+        key=device["name"],
+        name=device["name"],
+        platform=device["platform"],
+        memory_bytes=device["memory_bytes"],
+        memory_bandwidth=ceilings["bytes_per_s"],
+        bf16_flops=ceilings["flops_per_s"],
+        fp8_flops=ceilings["flops_per_s"],
+        scale_up_bandwidth=ceilings["bytes_per_s"],
+        scale_up_devices=device["count"],
+        devices_per_host=device["count"],
+        scale_out_gbps=1.0,
+        xla=MappingProxyType({}),
+        sources=MappingProxyType(dict.fromkeys(fields, ceilings["source"])),
+    )
+
+
+def choose_precision(name: str, cache: str, measured: Measured | None) -> Precision:
+    """`--precision` and `--kv-dtype`; `auto`: fp8, or the formats of the file, whose times are of nothing else.
+
+    Raises:
+        UserError: an unknown name, or another format than the file's.
+    """
+    if measured is None:
+        return precision("fp8" if name == "auto" else name, cache)
+    body = measured.body
+    weights = body["weights"]
+    if name not in ("auto", weights) or cache not in ("auto", body["kv_dtype"].replace("bfloat16", "bf16")):
+        raise UserError(
+            f"--precision {name} with --kv-dtype {cache}, but --measured {measured.path} was taken with {weights} weights and a "
+            f"{body['kv_dtype']} cache; leave both out, or measure again with dsjax bench modules --weights and --kv-dtype"
+        )
+    expert, linear = (BF16, 4.0) if weights == "mixed" else (_BYTES[weights],) * 2
+    kept = f"{weights} weights, {body['dtype']}"
+    return Precision(kept, expert, linear, _BYTES[body["kv_dtype"]], _BYTES[body["dtype"]])

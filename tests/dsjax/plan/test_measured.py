@@ -1,0 +1,246 @@
+"""Module times in place of published tables: interpolation, what is refused, and that nothing else is mixed in."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.config import load_config
+from dsjax.errors import UserError
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.figure import Kind
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.measured import Measured, Point, _at, read_measured, widths
+from dsjax.plan.measured_step import MeasuredStep
+from dsjax.plan.own_cluster import choose_precision, find_cluster
+from dsjax.plan.skew import UNIFORM
+from dsjax.plan.step import StepModel
+from dsjax.this_machine import cpu_name
+
+EACH = {"norms": 1e-6, "dense MLP": 2e-3, "router": 3e-6, "shared expert": 4e-6, "head": 5e-4}
+
+
+def row(module, seconds, variant="", once=0.0, **sizes):
+    return {
+        "module": module,
+        "variant": variant,
+        "sizes": sizes,
+        "median_s": seconds,
+        "low_s": seconds * 0.9,
+        "high_s": seconds * 1.2,
+        "once_s": once,
+    }
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_config("demo")
+
+
+@pytest.fixture(scope="module")
+def body(demo):
+    """A file whose times are a constant and a part for each token, of which the planner's sums are known."""
+    rows = []
+    for tokens in (1, 8, 64, 256):
+        rows += [row(module, each * (1 + tokens), once=7e-6, tokens=tokens) for module, each in EACH.items()]
+        for variant in ("even", "skewed"):
+            rows.append(row("experts", 1e-5 * (1 + tokens), variant, tokens=tokens, experts=64))
+        rows.append(row("launch", 8e-5, tokens=tokens))
+        for context in (127, 1023):
+            seconds = 1e-8 * tokens * (context + 1)
+            rows.append(
+                row("attention", seconds, "A_CC_ME decode", 1e-4, rows=tokens, chunk=1, context=context, tokens=tokens)
+            )
+        if tokens >= 64:
+            rows += [
+                row(
+                    "attention",
+                    1e-7 * tokens * (context + tokens),
+                    "CC prefill",
+                    rows=1,
+                    chunk=tokens,
+                    context=context,
+                    tokens=tokens,
+                )
+                for context in (0, 256, 1024)
+            ]
+    return {
+        "format": "dsjax modules 1",
+        "date": "2026-01-01T00:00:00+00:00",
+        "device": {"name": cpu_name(), "platform": "cpu", "memory_bytes": 2**34, "hardware": None, "count": 1},
+        "ceilings": {"bytes_per_s": 2e10, "flops_per_s": 2e11, "source": "made up for a test"},
+        "model": "demo",
+        "widths": widths(demo),
+        "dtype": "float32",
+        "weights": "mixed",
+        "kv_dtype": "float32",
+        "block_tokens": 128,
+        "partial": False,
+        "rows": rows,
+    }
+
+
+@pytest.fixture
+def path(body, tmp_path):
+    found = tmp_path / "m.json"
+    found.write_text(json.dumps(body))
+    return found
+
+
+def model(demo, body, **changes):
+    measured = Measured("m.json", body)
+    options = {"skew": UNIFORM, "measured": measured, **changes}
+    cluster = find_cluster(None, measured)
+    return MeasuredStep(
+        demo, cluster, parse_layout("dp=1", 0, demo), choose_precision("auto", "auto", measured), **options
+    )
+
+
+def test_a_step_is_the_sum_of_its_modules(demo, body):
+    """At a timed size nothing is interpolated: layers × each, once for each place in the program, and the launch."""
+    step = model(demo, body).decode(8, 127)
+    layers, moe = demo.num_hidden_layers, demo.num_moe_layers
+    expected = layers * EACH["norms"] * 9 + 2 * 7e-6  # stands in both stacks of layers
+    expected += EACH["dense MLP"] * 9 + EACH["head"] * 9 + 2 * 7e-6
+    expected += moe * (EACH["router"] + EACH["shared expert"]) * 9 + 2 * 7e-6 + moe * 1e-5 * 9
+    expected += layers * 1e-8 * 8 * 128 + 2 * 1e-4 + 8e-5
+    assert step.value == pytest.approx(expected, rel=1e-9)
+    assert not step.kinds & Kind.ASSUMPTION
+    assert step.low < step.value < step.high
+
+
+def test_no_published_table_is_left_where_everything_was_timed(demo, body):
+    step = model(demo, body).decode(8, 127)
+    sources = {figure.source for figure, _ in step.walk() if figure.source}
+    assert sources == {f"m.json: 2026-01-01T00:00:00+00:00, {cpu_name()}"}
+
+
+def test_without_a_module_s_rows_the_published_table_stays(demo, body):
+    fewer = body | {"rows": [one for one in body["rows"] if one["module"] != "head"]}
+    step = model(demo, fewer).decode(8, 127)
+    assert Kind.ASSUMPTION & step.part("head").kinds
+    assert not step.part("dense MLP").kinds & Kind.ASSUMPTION
+
+
+def test_attention_is_interpolated_in_rows_and_whole_blocks(demo, body):
+    """The file's times are proportional to rows × positions, so that straight lines are exact; 200 positions are 2 blocks of 128."""
+    find = Measured("m", body).attention
+    for rows, context, blocks in ((8, 127, 1), (8, 200, 2), (64, 895, 7), (1, 511, 4)):
+        found = find("A_CC_ME", rows, 1, context, times=5, places=0)
+        straight = 5 * 1e-8 * rows * blocks * 128
+        assert found.low <= straight <= found.high * (1 + 1e-9)
+    between = find("A_CC_ME", 30, 1, 511, times=1, places=0)
+    assert between.low < 1e-8 * 30 * 512 < between.high
+
+
+def test_a_prompt_is_taken_in_the_longest_timed_chunks(demo, body):
+    """512 tokens are two chunks of 256 that begin, on average, behind 128 positions."""
+    found = model(demo, body).prefill(512, prompt=512).part("attention")
+    one = 1e-7 * 256 * (128 + 256)
+    assert found.value == pytest.approx(2 * demo.num_hidden_layers * one * 1.03, rel=0.1)  # 1.03: uneven prompts
+
+
+@pytest.mark.parametrize(("x", "low", "high"), [(4, 0.5, 1.0), (16, 1.0, 1.25 * 1.2 * 4 / 3)])
+def test_beyond_what_was_timed_the_interval_is_wide_and_says_so(x, low, high):
+    points = [Point(8, 1.0, 1.0, 1.0, 0.0), Point(12, 1.2, 1.2, 1.2, 0.0)]
+    found, beyond = _at(points, x, x)
+    assert beyond
+    assert low <= found.low < found.value <= found.high <= high * (1 + 1e-9) + 0.5
+    assert found.high / found.low > 1.4
+
+
+def test_a_figure_beyond_the_file_is_an_assumption(demo, body):
+    inside, outside = (model(demo, body).decode(batch, 127).part("router") for batch in (256, 512))
+    assert not inside.kinds & Kind.ASSUMPTION
+    assert outside.kinds & Kind.ASSUMPTION
+    assert any("beyond what was timed (1 to 256)" in figure.note for figure, _ in outside.walk())
+    contexts = model(demo, body).decode(8, 1900).part("attention")
+    assert contexts.kinds & Kind.ASSUMPTION
+
+
+def test_the_longest_context_of_a_batch_is_what_the_loop_runs_to(demo, body):
+    even, uneven = (model(demo, body).decode(64, 500, uneven=cv) for cv in (0.0, 0.3))
+    assert uneven.part("attention").value > 1.3 * even.part("attention").value
+    assert uneven.part("head").value == even.part("head").value
+
+
+def test_heads_over_tp_keep_the_published_times(demo, body):
+    """What was timed has all heads; only what is whole on every device is taken."""
+    measured = Measured("m.json", body)
+    cluster = dataclasses.replace(load_cluster("h100-32"), hosts=1)
+    arguments = (demo, cluster, parse_layout("tp=2", 0, demo), choose_precision("auto", "auto", measured), UNIFORM)
+    step, plain = MeasuredStep(*arguments, measured=measured).decode(8, 127), StepModel(*arguments).decode(8, 127)
+    assert step.part("attention").value == plain.part("attention").value
+    assert not step.part("router").kinds & Kind.ASSUMPTION
+
+
+def test_a_file_of_another_device_is_refused(body):
+    with pytest.raises(UserError, match=r"taken on .*, and h200-8 has H200"):
+        find_cluster("h200-8", Measured("m.json", body))
+    h200 = body | {"device": body["device"] | {"name": "NVIDIA H200", "platform": "gpu", "hardware": "h200"}}
+    assert find_cluster("h200-8", Measured("m.json", h200)).name == "h200-8"
+    with pytest.raises(UserError, match="h100-32 has H100"):
+        find_cluster("h100-32", Measured("m.json", h200))
+    assert find_cluster(None, Measured("m.json", h200)).hardware.key == "h200"
+
+
+def test_this_machine_is_the_one_that_was_timed(body):
+    assert find_cluster("this-machine", Measured("m.json", body)).num_devices == 1
+    other = body | {"device": body["device"] | {"name": "Another CPU, 4 cores"}}
+    with pytest.raises(UserError, match="Another CPU, 4 cores, and this machine is"):
+        find_cluster("this-machine", Measured("m.json", other))
+    assert find_cluster(None, Measured("m.json", other)).hardware.name == "Another CPU, 4 cores"
+    with pytest.raises(UserError, match="needs --measured"):
+        find_cluster("this-machine", None)
+
+
+def test_the_precision_is_the_file_s(body):
+    found = choose_precision("auto", "auto", Measured("m.json", body))
+    assert (found.expert, found.linear, found.cache) == (2, 4, 4)
+    with pytest.raises(UserError, match="mixed weights"):
+        choose_precision("fp8", "auto", Measured("m.json", body))
+    assert choose_precision("auto", "auto", None).name == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: "[]", "its format is 'list'"),
+        (lambda body: "{", "expected a file that dsjax bench modules"),
+        (lambda body: json.dumps(body | {"format": "another"}), "'another'"),
+        (lambda body: json.dumps(body | {"rows": [{"module": "head"}]}), "row 0"),
+        (lambda body: json.dumps({k: v for k, v in body.items() if k != "device"}), "no device"),
+        (
+            lambda body: json.dumps(body | {"widths": body["widths"] | {"hidden_size": 7168}}),
+            r"hidden_size 7168 \(here 256\)",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_in_words(demo, body, tmp_path, change, message):
+    path = tmp_path / "m.json"
+    path.write_text(change(body))
+    with pytest.raises(UserError, match=message):
+        read_measured(path, demo)
+
+
+def test_the_command_plans_for_the_machine_that_was_timed(path):
+    options = [
+        "plan",
+        "--model",
+        "demo",
+        "--measured",
+        str(path),
+        "--input",
+        "300",
+        "--output",
+        "100",
+        "--explain",
+        "tpot",
+    ]
+    done = CliRunner().invoke(app, options, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "on measured device" in done.output
+    assert f"{path}: 2026-01-01" in done.output.replace("\n", "")
+    assert "dsjax serve --model demo --mesh dp=1" in done.output

@@ -1,0 +1,234 @@
+"""Does the planner, given module times of this machine, predict the engine's steps on it?
+
+    python tools/check_step_prediction.py
+    python tools/check_step_prediction.py --rounds 20 --json check.json --decode 1:200,8:900,16:400 --prefill 256:0
+
+Times the demo model's modules (as `dsjax bench modules` does) and its engine's own steps (`MeshRunner.execute` on real text, with a
+cache that holds it) in one run, in turns, because a machine's speed drifts; then asks the planner (`dsjax plan --measured`) for
+each step. Decode steps are rows:context, prefill launches tokens:cached. Nothing is fitted to the steps; most of them lie between the
+sizes at which modules are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sharding.emulation import emulate_devices
+
+PAGE = 16
+MODULES = (
+    "launch",
+    "inputs",
+    "embedding",
+    "attention",
+    "norms",
+    "dense MLP",
+    "router",
+    "experts",
+    "shared expert",
+    "head",
+)
+
+
+@dataclass
+class EngineStep:
+    """A step of the engine that can be run again and again: a plan whose requests stay as they are."""
+
+    rows: int
+    chunk: int
+    cached: int
+    plan: object
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        if self.chunk == 1:
+            return f"decode {self.rows} rows, {self.cached} cached"
+        return f"prefill {self.chunk} tokens, {self.cached} cached"
+
+    def sample(self, runner, least: float = 0.03) -> None:
+        """Mean seconds over as many executions as take `least`, after one that is not timed."""
+        runner.execute(self.plan)
+        started, count = time.perf_counter(), 0
+        while count == 0 or time.perf_counter() - started < least:
+            runner.execute(self.plan)
+            count += 1
+        self.samples.append((time.perf_counter() - started) / count)
+
+
+def text_tokens(llm, count: int) -> list[int]:
+    """Tokens of this project's own Python source."""
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[1].glob("dsjax/**/*.py")))
+    found = llm.tokenizer.encode(text)
+    return (found * (count // len(found) + 1))[:count]
+
+
+def engine_step(llm, rows: int, chunk: int, cached: int) -> EngineStep:
+    """Requests with `cached` positions of real text in the cache, and a plan for the next `chunk` tokens of each."""
+    from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
+    from dsjax.engine.request import Request
+    from dsjax.engine.sampling_params import SamplingParams
+
+    pages, length = -(-(cached + chunk) // PAGE), cached + chunk
+    text = text_tokens(llm, rows * length)
+    scheduled = []
+    for row in range(rows):
+        tokens = text[row * length : (row + 1) * length]
+        request = Request(f"{rows}-{chunk}-{cached}-{row}", tokens, length, SamplingParams(temperature=0), 1, 0)
+        request.slot, request.admissions = row, 1
+        request.pages = list(range(1 + row * pages, 1 + (row + 1) * pages))
+        scheduled.append(ScheduledRow(request, cached, chunk))
+    for start in range(0, cached, llm.runner.limits.max_chunk):
+        parts = [
+            ScheduledRow(one.request, start, min(llm.runner.limits.max_chunk, cached - start)) for one in scheduled
+        ]
+        for part in parts:
+            llm.runner.execute(StepPlan([RankPlan([], [part])]))
+    plan = RankPlan(scheduled, []) if chunk == 1 else RankPlan([], scheduled)
+    return EngineStep(rows, chunk, cached, StepPlan([plan]))
+
+
+def prepare_modules(llm, args):
+    """The setting and its cases, compiled and warm."""
+    from dsjax.bench.modules.grid import cases
+    from dsjax.bench.modules.options import GridOptions, ModelOptions
+    from dsjax.bench.modules.prepare import make_setting
+
+    setting = make_setting(ModelOptions(model=args.model, max_model_len=llm.runner.limits.max_model_len))
+    grid = GridOptions(only=",".join(MODULES), tokens=args.tokens, contexts=args.contexts, forms="CC,A_CC_ME")
+    chosen = [case for case in cases(setting, grid) if is_needed(case)]
+    prepared = []
+    for number, case in enumerate(chosen, 1):
+        print(f"\rpreparing {number}/{len(chosen)} {case.title:60}", end="", file=sys.stderr, flush=True)
+        made = case.build()
+        made.warm_up()
+        prepared.append((case, made))
+    print("\r" + " " * 80, end="\r", file=sys.stderr)
+    return setting, prepared
+
+
+def is_needed(case) -> bool:
+    """The engine's own forms in their own phase, and its embedding."""
+    if case.module == "attention":
+        return case.variant in ("A_CC_ME decode", "CC prefill") and (case.sizes["chunk"] in (1, 64, 256))
+    return case.module != "embedding" or case.variant == "device"
+
+
+def predictions(setting, rows, device, ceilings, steps, args):
+    """The planner's figure for each step, and the file that it was given."""
+    from dsjax.bench.modules.report import to_json
+    from dsjax.bench.modules.run import Found
+    from dsjax.plan.layout import parse_layout
+    from dsjax.plan.measured import Measured
+    from dsjax.plan.measured_step import MeasuredStep
+    from dsjax.plan.own_cluster import choose_precision, find_cluster
+
+    command = shlex.join(["python", *sys.argv])
+    body = to_json(Found(rows), setting, args.model, ceilings, device, command)
+    measured = Measured("this run", body)
+    cluster = find_cluster("this-machine", measured)
+    layout = parse_layout("dp=1", 0, setting.config)
+    model = MeasuredStep(setting.config, cluster, layout, choose_precision("auto", "auto", measured), measured=measured)
+    found = []
+    for step in steps:
+        if step.chunk == 1:
+            found.append(model.decode(step.rows, step.cached))
+        else:
+            found.append(model.prefill(step.rows * step.chunk, prompt=step.chunk, cached=step.cached))
+    return found, body
+
+
+def main() -> int:
+    """Measure, predict, print; 1 where a prediction is off by more than the bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--decode", default="1:200,8:900,16:400,64:300,128:150", help="rows:context, …")
+    parser.add_argument("--prefill", default="256:0,256:512", help="tokens:cached, …")
+    parser.add_argument("--tokens", default="1,4,32,128,256", help="at which modules are timed")
+    parser.add_argument("--contexts", default="0,128,1024", help="at which attention is timed")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--bound", type=float, default=0.15)
+    parser.add_argument("--json", help="write predictions, samples and the modules' file here")
+    parser.add_argument("--parts", action="store_true", help="print each prediction's parts")
+    args = parser.parse_args()
+    emulate_devices(1)
+
+    from dsjax import LLM
+    from dsjax.bench.modules.case import Row
+    from dsjax.bench.modules.ceilings import Device, find_ceilings
+    from dsjax.bench.modules.timing import Budget
+
+    wanted = [(*map(int, pair.split(":")), True) for pair in args.decode.split(",")]
+    wanted += [(*map(int, pair.split(":")), False) for pair in args.prefill.split(",")]
+    shapes = [(first, 1, second) if decode else (1, first, second) for first, second, decode in wanted]
+    most = max(rows for rows, _, _ in shapes)
+    tokens = max(rows * (-(-(chunk + cached) // PAGE) + 1) * PAGE for rows, chunk, cached in shapes)
+    llm = LLM(args.model, max_num_seqs=most, cache_tokens=tokens, max_num_batched_tokens=max(2048, most))
+    setting, prepared = prepare_modules(llm, args)
+    device = Device.of(setting.step.mesh.devices.flat[0])
+    ceilings = find_ceilings(setting, device, None, Budget())
+    steps = [engine_step(llm, *shape) for shape in shapes]
+    for step in steps:
+        # Pages are shared between the steps: each fills its own again before it is timed.
+        for _ in range(2):
+            llm.runner.execute(step.plan)
+    for turn in range(args.rounds):
+        print(f"\rround {turn + 1}/{args.rounds}", end="", file=sys.stderr, flush=True)
+        for index, (_, made) in enumerate(prepared):
+            made.sample()
+            # Steps are spread over the round, so that both see the same minutes.
+            if index % max(1, len(prepared) // len(steps)) == 0 and index // max(1, len(prepared) // len(steps)) < len(
+                steps
+            ):
+                steps[index // max(1, len(prepared) // len(steps))].sample(llm.runner)
+    print("\r" + " " * 40, end="\r", file=sys.stderr)
+    rows = [Row(case, made.times(), made.in_device_loop) for case, made in prepared]
+    figures, body = predictions(setting, rows, device, ceilings, steps, args)
+    return show(steps, figures, body, args)
+
+
+def show(steps, figures, body, args) -> int:
+    """The table; the JSON; 1 where the bound is missed."""
+    print(
+        f"{body['device']['name']}; {body['date']}; JAX {body['versions']['jax']}; {args.model}, {body['weights']} weights"
+    )
+    print(
+        f"modules at tokens {args.tokens}, contexts {args.contexts}; {args.rounds} rounds; {args.decode}; {args.prefill}"
+    )
+    print(f"{'step':34} {'measured ms':>22} {'predicted ms':>26} {'error':>8}")
+    errors = []
+    for step, figure in zip(steps, figures, strict=True):
+        median, low, high = statistics.median(step.samples), min(step.samples), max(step.samples)
+        errors.append(figure.value / median - 1)
+        measured = f"{median * 1e3:.2f} [{low * 1e3:.2f}–{high * 1e3:.2f}]"
+        predicted = f"{figure.value * 1e3:.2f} [{figure.low * 1e3:.2f}–{figure.high * 1e3:.2f}]"
+        print(f"{step.name:34} {measured:>22} {predicted:>26} {errors[-1]:>+8.1%}")
+        if args.parts:
+            for part in figure.parts:
+                print(f"      {part.name:30} {part.value * 1e3:8.3f} [{part.low * 1e3:.3f}–{part.high * 1e3:.3f}]")
+    mean = statistics.mean(map(abs, errors))
+    worst = max(map(abs, errors))
+    print(
+        f"mean absolute error {mean:.1%}, largest {worst:.1%}; bound {args.bound:.0%}: {'held' if worst <= args.bound else 'missed'}"
+    )
+    if args.json:
+        found = [
+            {"step": s.name, "samples_s": s.samples, "predicted_s": f.to_json(), "error": e}
+            for s, f, e in zip(steps, figures, errors, strict=True)
+        ]
+        Path(args.json).write_text(json.dumps({"steps": found, "modules": body}, indent=1) + "\n", encoding="utf-8")
+    return int(worst > args.bound)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
