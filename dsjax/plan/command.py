@@ -70,6 +70,14 @@ def plan(
         str | None, typer.Option(help="Derivation of the best: tpot, ttft, throughput or memory.")
     ] = None,
     sweep: Annotated[list[str] | None, typer.Option(help="latency, bandwidth or loss-of-hosts; repeatable.")] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Play arrivals through on the best: percentiles, goodput.")
+    ] = False,
+    num_prompts: Annotated[int, typer.Option(help="--simulate: requests that are measured.", min=1)] = 1000,
+    burstiness: Annotated[
+        float, typer.Option(help="--simulate: 1 is Poisson, less is burstier, as vllm bench serve has it.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="--simulate: of lengths and arrivals.", min=0)] = 0,
     rows: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 8,
     pareto: Annotated[Path | None, typer.Option(help="Write the Pareto front: .html, or a picture.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for the sweeps' pictures.")] = None,
@@ -89,6 +97,7 @@ def plan(
     from dsjax.plan.recipe import recipe
     from dsjax.plan.report import show, show_sweep, to_json
     from dsjax.plan.search import Question, search
+    from dsjax.plan.simulation.report import show_simulation, simulations
     from dsjax.plan.skew import read_skew
     from dsjax.plan.static import STATIC_MODES, show_static, static
     from dsjax.plan.sweep import sweep as run_sweep
@@ -99,6 +108,10 @@ def plan(
         raise UserError(f"--mode is {mode!r}, expected one of {', '.join((*_MODES, *STATIC_MODES))}")
     if explain is not None and explain not in EXPLAINED:
         raise UserError(f"--explain is {explain!r}, expected one of {', '.join(EXPLAINED)}")
+    if not burstiness > 0:
+        raise UserError(f"--burstiness is {burstiness:g}, expected more than 0")
+    if simulate and mode in STATIC_MODES:
+        raise UserError(f"--simulate plays a service, --mode {mode} is one batch; give aggregated, separated or both")
     if batch is not None and mode not in STATIC_MODES:
         raise UserError(f"--batch is for --mode {', '.join(STATIC_MODES)}; with --mode {mode} give --concurrency")
     config = load_config(model)
@@ -147,6 +160,7 @@ def plan(
     answer = search(question)
     best = answer.winner or (answer.missed[0] if answer.missed else None)
     sweeps = [run_sweep(question, best, quantity) for quantity in sweep or ()] if best else []
+    outcomes = simulations(best, question.bounds, burstiness, num_prompts, seed) if simulate and best else []
     if pareto:
         (write_html if pareto.suffix == ".html" else draw_front)(answer, pareto)
     if plots:
@@ -156,13 +170,15 @@ def plan(
     if recipe_file and answer.winner:
         recipe_file.write_text(json.dumps(recipe(model, question, answer.winner), indent=2) + "\n", encoding="utf-8")
     if json_file is not None:
-        _write(json_file, to_json(answer, model, rows, sweeps))
+        _write(json_file, to_json(answer, model, rows, sweeps, outcomes))
         return
     show(console, answer, model, rows)
     if explain:
         console.print(
             Text(derive(best, explain)) if best else "nothing fits: there is nothing to explain", soft_wrap=True
         )
+    if outcomes:
+        show_simulation(console, best, outcomes)
     for swept in sweeps:
         show_sweep(console, swept)
 

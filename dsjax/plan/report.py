@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,12 +14,13 @@ from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import Plan
+from dsjax.plan.simulation.outcome import Outcome
 from dsjax.plan.sweep import Sweep
 
 
-def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep]) -> dict[str, Any]:
+def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
     """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "missed", "frontier", "frontier_late",
-    "forbidden", "winner", "sweeps", "compiled"}`."""
+    "forbidden", "winner", "sweeps", "simulation", "compiled"}`."""
     question = plan.question
     return {
         "model": model,
@@ -46,6 +48,7 @@ def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep]) -> dict[str,
         ],
         "winner": recipe(model, question, plan.winner) if plan.winner else None,
         "sweeps": [s.to_json() for s in sweeps],
+        "simulation": [o.to_json() for o in outcomes],
         "compiled": [u.to_json() for u in plan.usages],
     }
 

@@ -1,0 +1,142 @@
+"""A candidate's instances with their clocks: one aggregated instance, or all of a separated service with its transfers."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Protocol
+
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.instance import Instance
+from dsjax.plan.simulation.prices import StepPrices
+from dsjax.plan.simulation.service import Decoder, Engine, Served
+
+
+class Deployment(Protocol):
+    """Something that serves requests on virtual time."""
+
+    def add(self, served: Served, now: float) -> None:
+        """A request arrives."""
+
+    def next_time(self) -> float:
+        """When something happens next; infinite while idle."""
+
+    def advance(self) -> list[Served]:
+        """Let it happen; give the requests that finished."""
+
+    def gaps(self) -> list[tuple[float, float, int]]:
+        """(begin, seconds, decodes) of all decoding steps."""
+
+
+class _Clocked:
+    """An instance that begins a step whenever it has work and none is running. until: the end of the running step."""
+
+    def __init__(self, instance: Engine | Decoder):
+        self.instance, self.until = instance, math.inf
+
+    def add(self, served: Served, now: float) -> None:
+        self.instance.add(served, now)
+        if math.isinf(self.until):
+            self._begin(now)
+
+    def advance(self) -> list[Served]:
+        done = self.instance.end(self.until)
+        self._begin(self.until)
+        return done
+
+    def _begin(self, now: float) -> None:
+        self.until = math.inf if self.instance.idle else now + self.instance.begin(now)
+
+
+def _engine(instance: Instance, batch: float, tokens: float, longest: int, *, one_token: bool = False) -> Engine:
+    work = instance.workload
+    seqs = max(1, math.ceil(batch))
+    step_tokens = max(seqs, math.ceil(tokens))
+    prices = StepPrices(instance.step_model(batch, tokens, prefill=one_token), step_tokens)
+    cache = int(instance.memory.cache_tokens.value)
+    return Engine(
+        prices,
+        instance.replicas,
+        seqs=seqs,
+        step_tokens=step_tokens,
+        cache_tokens=cache,
+        longest=min(longest, cache),
+        sharing=work.prefix_hit > 0,
+        one_token=one_token,
+    )
+
+
+class Aggregated:
+    """One instance: the others get as much and do the same."""
+
+    def __init__(self, candidate: Candidate, longest: int):
+        engine = _engine(candidate.decode, candidate.batch, candidate.prefill_tokens, longest)
+        self._clocked = _Clocked(engine)
+
+    def add(self, served: Served, now: float) -> None:
+        """Queue it."""
+        self._clocked.add(served, now)
+
+    def next_time(self) -> float:
+        """End of the running step."""
+        return self._clocked.until
+
+    def advance(self) -> list[Served]:
+        """End the step and begin the next."""
+        return self._clocked.advance()
+
+    def gaps(self) -> list[tuple[float, float, int]]:
+        """Of the instance."""
+        return self._clocked.instance.gaps
+
+
+class Separated:
+    """All instances of a separated service. A prompt goes to the prefill instance with the fewest tokens waiting, its cache then
+    to the decode instance with the fewest requests; the transfer takes what the mean-value answer has for it."""
+
+    def __init__(self, candidate: Candidate, longest: int):
+        rows = max(1.0, candidate.prefill_tokens / candidate.prefill.workload.computed)
+        # The prefill side holds a step's prompts and those before them in the queue, no more.
+        self._prefill = [
+            _Clocked(_engine(candidate.prefill, 4 * rows, candidate.prefill_tokens, longest, one_token=True))
+            for _ in range(candidate.prefill_count)
+        ]
+        seqs = max(1, math.ceil(candidate.batch))
+        prices = StepPrices(candidate.decode.step_model(candidate.batch, 1.0), seqs)
+        replicas = candidate.decode.replicas
+        self._decode = [_Clocked(Decoder(prices, replicas, seqs=seqs)) for _ in range(candidate.count)]
+        self._transfer = candidate.ttft.part("cache transfer").value
+        self._moving: list[tuple[float, int, Served]] = []
+
+    def add(self, served: Served, now: float) -> None:
+        """Queue its prompt."""
+        min(self._prefill, key=lambda one: one.instance.waiting_tokens).add(served, now)
+
+    def next_time(self) -> float:
+        """The nearest end of a step or of a transfer."""
+        moved = self._moving[0][0] if self._moving else math.inf
+        return min(moved, *(one.until for one in self._prefill), *(one.until for one in self._decode))
+
+    def advance(self) -> list[Served]:
+        """End one step or transfer."""
+        now = self.next_time()
+        for one in self._decode:
+            if one.until == now:
+                return one.advance()
+        for one in self._prefill:
+            if one.until == now:
+                for served in one.advance():
+                    heapq.heappush(self._moving, (now + self._transfer, served.number, served))
+                return []
+        served = heapq.heappop(self._moving)[2]
+        min(self._decode, key=lambda one: one.instance.requests).add(served, now)
+        return []
+
+    def gaps(self) -> list[tuple[float, float, int]]:
+        """Of the decode side."""
+        return [gap for one in self._decode for gap in one.instance.gaps]
+
+
+def deployment(candidate: Candidate, longest: int) -> Deployment:
+    """What plays a candidate. longest: most tokens of a request."""
+    return Aggregated(candidate, longest) if candidate.mode == "aggregated" else Separated(candidate, longest)

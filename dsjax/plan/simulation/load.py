@@ -1,0 +1,70 @@
+"""`Load`: who asks when, for how long: arrivals at a rate, or a fixed number of requests in flight; lengths drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsjax.plan.workload import Lengths, Workload
+
+
+@dataclass(frozen=True)
+class Load:
+    """rate: requests a second, arriving on their own; or concurrency: requests in flight, each finished one replaced at once.
+
+    burstiness: shape of the gamma distribution of the times between arrivals, as `vllm bench serve` has it: 1 is Poisson, less is
+    burstier, infinity is even.
+    """
+
+    rate: float | None
+    concurrency: int | None
+    burstiness: float = 1.0
+
+    def __str__(self) -> str:
+        if self.rate is None:
+            return f"{self.concurrency} in flight"
+        kind = "Poisson" if self.burstiness == 1 else f"burstiness {self.burstiness:g}"
+        return f"{self.rate:.3g} requests/s, {kind}"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: seconds of its arrival, prompt tokens of which the first `shared` are in the cache, output tokens."""
+
+    arrival: float
+    prompt: int
+    shared: int
+    output: int
+
+    def shortened(self, share: float) -> Asked:
+        """The same with so much of its output left."""
+        return Asked(self.arrival, self.prompt, self.shared, max(1, round(self.output * share)))
+
+
+def requests(load: Load, work: Workload, longest: int, seed: int) -> Iterator[Asked]:
+    """Endless; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
+    times, prompts, outputs = (np.random.default_rng((seed, stream)) for stream in range(3))
+    now = 0.0
+    while True:
+        if load.rate is not None:
+            now += _gap(load, times)
+        output = min(_length(work.output, outputs), longest - 2)
+        prompt = min(_length(work.input, prompts), longest - output)
+        yield Asked(now, prompt, math.floor(prompt * work.prefix_hit), output)
+
+
+def _gap(load: Load, times: np.random.Generator) -> float:
+    if math.isinf(load.burstiness):
+        return 1 / load.rate
+    return float(times.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))
+
+
+def _length(lengths: Lengths, source: np.random.Generator) -> int:
+    """Log-normal with the given mean and coefficient of variation; at least 1."""
+    if not lengths.variation:
+        return max(1, round(lengths.mean))
+    spread = math.log(1 + lengths.variation**2)
+    return max(1, round(source.lognormal(math.log(lengths.mean) - spread / 2, math.sqrt(spread))))

@@ -1,0 +1,147 @@
+"""`Outcome`: percentiles and goodput of a simulation beside the mean-value answer at the same load, and where they disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.figure import Figure
+from dsjax.plan.limits import on
+from dsjax.plan.simulation.load import Load
+from dsjax.plan.simulation.service import Served
+from dsjax.plan.workload import Objective
+
+_AGREES = 0.2
+"""A mean that is off by more than this share of the mean-value answer is a disagreement."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and percentiles, seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Spread:
+        """Of a sample, each value as often as its weight says."""
+        each = np.asarray(values, float)
+        share = np.ones_like(each) if weights is None else np.asarray(weights, float)
+        order = np.argsort(each)
+        each, below = each[order], np.cumsum(share[order])
+        points = [float(each[min(np.searchsorted(below, q * below[-1]), len(each) - 1)]) for q in (0.5, 0.9, 0.99)]
+        return cls(float(np.average(each, weights=share[order])), *points)
+
+    def to_json(self) -> dict[str, float]:
+        """Stable fields."""
+        return {"mean": self.mean, "p50": self.p50, "p90": self.p90, "p99": self.p99}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One load on one candidate, the whole deployment.
+
+    ttft, tpot: over requests; itl: over tokens, the time of the step that made each. tokens_per_s: output tokens. goodput:
+    requests a second that kept every objective; kept: their share. mean_ttft, mean_tpot: the mean-value answer at the same load.
+    """
+
+    load: Load
+    requests: int
+    ttft: Spread
+    tpot: Spread
+    itl: Spread
+    requests_per_s: float
+    tokens_per_s: float
+    kept: float
+    mean_ttft: Figure
+    mean_tpot: Figure
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that kept every objective."""
+        return self.kept * self.requests_per_s
+
+    def disagreements(self) -> list[str]:
+        """Where the simulation and the mean-value answer part, in words."""
+        found = []
+        for name, spread, figure in (("TTFT", self.ttft, self.mean_ttft), ("TPOT", self.tpot, self.mean_tpot)):
+            ratio = spread.mean / figure.value
+            if abs(ratio - 1) > _AGREES:
+                inside = "inside" if figure.low <= spread.mean <= figure.high else "outside"
+                found.append(
+                    f"mean {name} {spread.mean * 1e3:,.1f} ms is {ratio:.2f} × the mean-value answer, {inside} its interval"
+                )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields; seconds and requests a second."""
+        return {
+            "requests_per_s_offered": self.load.rate,
+            "concurrency": self.load.concurrency,
+            "burstiness": self.load.burstiness,
+            "requests": self.requests,
+            "ttft_s": self.ttft.to_json(),
+            "tpot_s": self.tpot.to_json(),
+            "itl_s": self.itl.to_json(),
+            "requests_per_s": self.requests_per_s,
+            "output_tokens_per_s": self.tokens_per_s,
+            "goodput_requests_per_s": self.goodput,
+            "share_within_objectives": self.kept,
+            "mean_value": {"ttft_s": self.mean_ttft.to_json(), "tpot_s": self.mean_tpot.to_json()},
+            "disagreements": self.disagreements(),
+        }
+
+
+def outcome(
+    load: Load,
+    instances: int,
+    measured: list[Served],
+    gaps: list[tuple[float, float, int]],
+    objective: Objective,
+    candidate: Candidate,
+) -> Outcome:
+    """Sum up. instances: how many do the same as the one that was played. gaps: (begin, seconds, decodes) of each step."""
+    began, ended = measured[0].arrival, max(served.arrival for served in measured)
+    steps = [(seconds, decodes) for begin, seconds, decodes in gaps if began <= begin]
+    spoken = sum(decodes for begin, _, decodes in gaps if began <= begin <= ended)
+    answer = mean_value(candidate, load)
+    return Outcome(
+        load,
+        len(measured),
+        Spread.of([served.ttft for served in measured]),
+        Spread.of([served.tpot for served in measured if served.tpot is not None] or [0.0]),
+        Spread.of([seconds for seconds, _ in steps], [decodes for _, decodes in steps]),
+        (len(measured) - 1) / (ended - began) * instances,
+        (spoken + len(measured)) / (ended - began) * instances,
+        sum(_keeps(served, objective) for served in measured) / len(measured),
+        answer.ttft,
+        answer.tpot,
+    )
+
+
+def _keeps(served: Served, objective: Objective) -> bool:
+    late = objective.ttft is not None and served.ttft > objective.ttft
+    slow = objective.tpot is not None and served.tpot is not None and served.tpot > objective.tpot
+    return not late and not slow
+
+
+def mean_value(candidate: Candidate, load: Load) -> Candidate:
+    """The mean-value answer for a load: the batch at which the candidate's throughput is what is offered, by bisection."""
+    cluster, output = candidate.decode.cluster, candidate.decode.workload.output.mean
+    if load.rate is None:
+        batch = load.concurrency / (candidate.decode.replicas * candidate.count)
+        return on(candidate, cluster, min(batch, candidate.batch))
+    low, high = 0.0, candidate.batch
+    for _ in range(12):
+        middle = (low + high) / 2
+        if on(candidate, cluster, middle).throughput.value < load.rate * output:
+            low = middle
+        else:
+            high = middle
+    return on(candidate, cluster, high)

@@ -1,0 +1,109 @@
+"""`StepPrices`: seconds of any step of an instance, from tables that one `StepModel` filled."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsjax.plan.figure import exact
+from dsjax.plan.step import StepModel
+
+_FINEST = 2**0.25
+"""Ratio of neighbouring sizes in a table; between them times are interpolated."""
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What one DP rank computes in a step.
+
+    decodes: requests that get one token; context: positions that all of them attend to. prompts: prompt tokens computed;
+    pairs: of a prompt token and a position that it attends to; cached: positions of those prompts that were there before.
+    """
+
+    decodes: int = 0
+    context: int = 0
+    prompts: int = 0
+    pairs: float = 0.0
+    cached: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """All tokens computed."""
+        return self.decodes + self.prompts
+
+
+class _Table:
+    """Seconds over tokens, linear between the sizes that were computed, and beyond them."""
+
+    def __init__(self, sizes: list[float], seconds: list[float]):
+        self._sizes, self._seconds = sizes, seconds
+
+    def __call__(self, tokens: float) -> float:
+        sizes, seconds = self._sizes, self._seconds
+        at = min(max(bisect.bisect_right(sizes, tokens), 1), len(sizes) - 1)
+        share = (tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+        return max(0.0, seconds[at - 1] + share * (seconds[at] - seconds[at - 1]))
+
+
+class StepPrices:
+    """Middle estimates of steps in which ranks differ.
+
+    All ranks wait for the busiest: its tokens bound products and exchanges, its contexts attention. Routed experts see the
+    tokens of all ranks, whoever sent them: their mean. A step with prompts is one program: products are over prompt and decode
+    tokens together, at prefill's efficiencies; attention is priced apart. The planner's allowances for unevenness
+    (`uneven prompts`, `longest contexts`) are left out, because the simulation has the unevenness itself.
+    """
+
+    def __init__(self, model: StepModel, most_tokens: float):
+        self._overlap = model.overlap and model.config.is_moe
+        sizes = [1.0]
+        while sizes[-1] < max(most_tokens, 2.0):
+            sizes.append(sizes[-1] * _FINEST)
+        self._local, self._experts, self._talk = {}, {}, {}
+        for decode in (True, False):
+            rows = [_split(model, size, decode) for size in sizes]
+            for table, column in zip((self._local, self._experts, self._talk), zip(*rows, strict=True), strict=True):
+                table[decode] = _Table(sizes, list(column))
+        layers = model.config.num_hidden_layers
+        self._decode_position = model.attention(1.0, 1.0, 1.0, True).value * layers
+        self._prefill_pair = model.attention(1.0, 0.0, 1.0, False).value * layers
+        # A cached position of a prompt is expanded anew: the difference that 4,096 of them make.
+        both = (model.parts(4096, 4096, 0.0, False), model.parts(4096, 0.0, 0.0, False))
+        self._expansion = (both[0]["projections"].value - both[1]["projections"].value) / 4096
+        share = model.beside_communication()
+        self._beside = {True: 1.0, False: 1 / (1 - share.value) if share else 1.0}
+        self._unhidden = 1 - model.hidden().value
+        self._host = {decode: model.host(decode).value for decode in (True, False)}
+        self._head = _Table(sizes, [model.head(size).value for size in sizes])
+
+    def seconds(self, ranks: Sequence[RankWork]) -> float:
+        """Seconds of a step with this work on each DP rank (idle ones included); 0 where there is none."""
+        tokens = max(work.tokens for work in ranks)
+        if not tokens:
+            return 0.0
+        mean = sum(work.tokens for work in ranks) / len(ranks)
+        decode = not any(work.prompts for work in ranks)
+        attention = max(
+            work.context * self._decode_position + work.pairs * self._prefill_pair + work.cached * self._expansion
+            for work in ranks
+        )
+        work = self._halved(self._local, decode, tokens) + self._halved(self._experts, decode, mean) + attention
+        talk = self._halved(self._talk, decode, tokens)
+        if self._overlap:
+            work *= self._beside[decode]
+            layers = max(work, talk) + min(work, talk) * self._unhidden
+        else:
+            layers = work + talk
+        return layers + self._head(max(one.decodes for one in ranks) or 1) + self._host[decode]
+
+    def _halved(self, table: dict[bool, _Table], decode: bool, tokens: float) -> float:
+        return 2 * table[decode](tokens / 2) if self._overlap else table[decode](tokens)
+
+
+def _split(model: StepModel, tokens: float, decode: bool) -> tuple[float, float, float]:
+    """(what the rank's own tokens cost, its experts, its exchanges) of all layers at no context."""
+    parts = model.parts(tokens, 0.0, 0.0, decode)
+    experts = parts.pop("experts", exact(0.0)).value
+    talk = sum(parts.pop(name, exact(0.0)).value for name in ("dispatch", "combine"))
+    return sum(part.value for name, part in parts.items() if name != "attention"), experts, talk

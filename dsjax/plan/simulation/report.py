@@ -1,0 +1,73 @@
+"""`--simulate` on the terminal: a table of loads, and where the mean-value answer is contradicted."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.simulation.outcome import Outcome, Spread
+from dsjax.plan.simulation.run import loads, simulate
+from dsjax.plan.workload import Objective
+
+
+def simulations(
+    candidate: Candidate, objective: Objective, burstiness: float, num_requests: int, seed: int
+) -> list[Outcome]:
+    """The candidate under each of its `loads`, with a progress bar on standard error."""
+    found = []
+    with Progress(console=Console(file=sys.stderr), transient=True) as bar:
+        for load in loads(candidate, burstiness):
+            task = bar.add_task(f"simulating {load}", total=num_requests)
+
+            def progress(done: int, _: int, task=task) -> None:
+                bar.update(task, completed=done)
+
+            found.append(simulate(candidate, load, objective, num_requests=num_requests, seed=seed, progress=progress))
+    return found
+
+
+def show_simulation(console: Console, candidate: Candidate, found: list[Outcome]) -> None:
+    """P50, P90 and P99 beside the mean-value answer of the same load."""
+    load = found[0].load
+    arrivals = "Poisson arrivals" if load.burstiness == 1 else f"burstiness {load.burstiness:g}"
+    table = Table(
+        title=f"{candidate.name()} simulated, {found[0].requests} requests each, {arrivals if load.rate else 'a fixed number in flight'}; "
+        "milliseconds: P50/P90/P99; mean (mean-value answer)",
+        title_justify="left",
+    )
+    for name in (
+        "requests/s" if load.rate else "users",
+        "TTFT",
+        "mean",
+        "TPOT",
+        "mean",
+        "ITL",
+        "tokens/s",
+        "goodput",
+        "SLO",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found:
+        table.add_row(
+            f"{one.load.rate or one.load.concurrency:.3g}",
+            _percentiles(one.ttft, 0),
+            f"{one.ttft.mean * 1e3:.0f} ({one.mean_ttft.value * 1e3:.0f})",
+            _percentiles(one.tpot, 1),
+            f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot.value * 1e3:.1f})",
+            _percentiles(one.itl, 0),
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.goodput:.3g}",
+            f"{one.kept:.0%}",
+        )
+    console.print(table)
+    for one in found:
+        for text in one.disagreements():
+            console.print(f"{one.load}: {text}", style="yellow", highlight=False)
+
+
+def _percentiles(spread: Spread, digits: int) -> str:
+    return "/".join(f"{value * 1e3:.{digits}f}" for value in (spread.p50, spread.p90, spread.p99))

@@ -1,0 +1,102 @@
+"""`simulate`: a candidate under a load, on virtual time, until enough requests have been served."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+from dsjax.errors import UserError
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.simulation.deployment import deployment
+from dsjax.plan.simulation.load import Load, requests
+from dsjax.plan.simulation.outcome import Outcome, outcome
+from dsjax.plan.simulation.service import Served
+from dsjax.plan.workload import Objective
+
+_LOADS = (0.5, 0.7, 0.85, 0.95)
+"""Shares of a candidate's own rate that are played where the question gives neither rate nor concurrency."""
+
+
+def loads(candidate: Candidate, burstiness: float = 1.0) -> list[Load]:
+    """The question's own load, or shares of the rate that the mean-value answer promises."""
+    work = candidate.decode.workload
+    if work.concurrency is not None:
+        return [Load(None, max(1, round(work.concurrency)))]
+    if work.rate is not None:
+        return [Load(work.rate, None, burstiness)]
+    rate = candidate.throughput.value / work.output.mean
+    return [Load(share * rate, None, burstiness) for share in _LOADS]
+
+
+def simulate(
+    candidate: Candidate,
+    load: Load,
+    objective: Objective,
+    *,
+    num_requests: int = 1000,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Outcome:
+    """Play requests until `num_requests` after a warm-up of two mean stays have finished, others behind them all the time.
+
+    An aggregated service is one instance under its share of the load; a separated one is played whole.
+
+    Raises:
+        UserError: drafts, which the simulation does not make.
+    """
+    if candidate.decode.options.drafts:
+        raise UserError("--simulate makes no drafts; leave --mtp out")
+    instances = candidate.count if candidate.mode == "aggregated" else 1
+    users = load.concurrency and max(1, round(load.concurrency / instances))
+    share = Load(load.rate and load.rate / instances, users, load.burstiness)
+    work = candidate.decode.workload
+    stay = candidate.ttft.value + candidate.tpot.value * work.output.mean
+    warm = 2 * users if users else math.ceil(2 * stay * share.rate)
+    longest = candidate.decode.config.max_position_embeddings
+    played = _play(candidate, share, longest, warm, num_requests, seed, progress)
+    return outcome(load, instances, *played, objective, candidate)
+
+
+def _play(
+    candidate: Candidate,
+    load: Load,
+    longest: int,
+    warm: int,
+    wanted: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[list[Served], list[tuple[float, float, int]]]:
+    """The requests after the warm-up, and the decoding steps of all the time."""
+    service, numbers = deployment(candidate, longest), itertools.count()
+    source = requests(load, candidate.decode.workload, longest, seed)
+    measured: list[Served] = []
+
+    def arrive(now: float) -> None:
+        served = Served(next(numbers), asked, now)
+        if warm <= served.number < warm + wanted:
+            measured.append(served)
+        service.add(served, now)
+
+    asked = next(source)
+    for index in range(load.concurrency or 0):
+        # The first ones are at any point of their outputs, lest all end together.
+        asked = asked.shortened((index + 1) / load.concurrency)
+        arrive(0.0)
+        asked = next(source)
+    done = 0
+    while done < wanted:
+        now = service.next_time()
+        if load.rate is not None and asked.arrival <= now:
+            arrive(asked.arrival)
+            asked = next(source)
+            continue
+        for served in service.advance():
+            if warm <= served.number < warm + wanted:
+                done += 1
+                if progress:
+                    progress(done, wanted)
+            if load.rate is None:
+                arrive(now)
+                asked = next(source)
+    return measured, service.gaps()

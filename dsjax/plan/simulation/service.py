@@ -1,0 +1,189 @@
+"""Instances on virtual time: the engine's own scheduler where there are prompts, and a decode side that gets caches from elsewhere."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+from dsjax.engine.plan import RankPlan, RowResult
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.scheduler import Scheduler, SchedulerConfig
+from dsjax.plan.simulation.load import Asked
+from dsjax.plan.simulation.prices import RankWork, StepPrices
+
+PAGE = 16
+"""Slots of a page, as `dsjax serve` has them by default."""
+_SHARED_TOKEN, _OWN_TOKEN, _PARAMS = 1, 2, SamplingParams()
+
+
+class Served:
+    """One request: its number, and the seconds of its arrival, first token and last token."""
+
+    __slots__ = ("arrival", "asked", "finished", "first", "number")
+
+    def __init__(self, number: int, asked: Asked, arrival: float):
+        self.number, self.asked, self.arrival = number, asked, arrival
+        self.first = self.finished = 0.0
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.first - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds of a token after the first; None where there is only one."""
+        return (self.finished - self.first) / (self.asked.output - 1) if self.asked.output > 1 else None
+
+
+class _Tokens(dict):
+    """What every row of a step yields: some token."""
+
+    def __missing__(self, request_id: str) -> RowResult:
+        return _SOME
+
+
+_SOME = RowResult(0)
+
+
+class Engine:
+    """One instance under the engine's scheduler: aggregated serving, or the prefill side (outputs of one token).
+
+    gaps: (begin, seconds, decodes) of each step with decodes: a running request waits so long for its next token.
+    """
+
+    def __init__(
+        self,
+        prices: StepPrices,
+        ranks: int,
+        *,
+        seqs: int,
+        step_tokens: int,
+        cache_tokens: int,
+        longest: int,
+        sharing: bool,
+        one_token: bool = False,
+    ):
+        config = SchedulerConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=max(seqs, step_tokens),
+            prefill_chunk=max(seqs, step_tokens),
+            max_prefill_rows=step_tokens,
+            page_size=PAGE,
+            pages_per_rank=max(2, cache_tokens // PAGE + 1),
+            max_model_len=longest,
+            prefix_caching=sharing,
+        )
+        self._scheduler, self._prices, self._one_token = Scheduler(config, ranks), prices, one_token
+        self._serving: dict[str, Served] = {}
+        self._count = 0
+        self._plan = None
+        self._results = _Tokens()
+        self.gaps: list[tuple[float, float, int]] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._serving
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of requests that have not begun."""
+        return self._scheduler.waiting_tokens
+
+    def add(self, served: Served, now: float) -> None:
+        """Queue a request."""
+        asked, name = served.asked, str(self._count)
+        # Only the shared part may be found in the cache: what follows is each request's own from its first token on.
+        tokens = [_SHARED_TOKEN] * asked.shared + [_OWN_TOKEN + self._count] * (asked.prompt - asked.shared)
+        output = 1 if self._one_token else asked.output
+        self._scheduler.add(Request(name, tokens, asked.prompt, _PARAMS, output, 0, arrival_time=now))
+        self._serving[name] = served
+        self._count += 1
+
+    def begin(self, now: float) -> float:
+        """Start a step; give its seconds."""
+        self._plan = self._scheduler.schedule(now)
+        seconds = self._prices.seconds([_work(rank) for rank in self._plan.ranks])
+        decodes = sum(len(rank.decodes) for rank in self._plan.ranks)
+        if decodes:
+            self.gaps.append((now, seconds, decodes))
+        return seconds
+
+    def end(self, now: float) -> list[Served]:
+        """Enter the step's tokens; give the requests that finished."""
+        done = []
+        for request, _, reason in self._scheduler.update(self._plan, self._results, now):
+            if reason is not None:
+                served = self._serving.pop(request.request_id)
+                served.first, served.finished = request.first_token_time, now
+                done.append(served)
+        return done
+
+
+def _work(rank: RankPlan) -> RankWork:
+    decodes, prefills = rank
+    context = sum(start for _, start, _ in decodes) + len(decodes)
+    prompts = pairs = cached = 0
+    for _, start, length in prefills:
+        prompts += length
+        pairs += length * (start + (length + 1) / 2)
+        cached += start
+    return RankWork(len(decodes), context, prompts, pairs, cached)
+
+
+class Decoder:
+    """One instance that only decodes: requests come with their caches and run to their end in a slot of the emptiest rank."""
+
+    def __init__(self, prices: StepPrices, ranks: int, *, seqs: int):
+        self._prices, self._seqs = prices, seqs
+        self._decodes, self._context = [0] * ranks, [0] * ranks
+        self._waiting: deque[Served] = deque()
+        self._ends: list[tuple[int, int, int, Served]] = []
+        self._steps = self._count = 0
+        self.gaps: list[tuple[float, float, int]] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._ends and not self._waiting
+
+    @property
+    def requests(self) -> int:
+        """Running and waiting."""
+        return len(self._ends) + len(self._waiting)
+
+    def add(self, served: Served, now: float) -> None:
+        """Queue a request whose cache has arrived."""
+        self._waiting.append(served)
+
+    def begin(self, now: float) -> float:
+        """Admit while slots are free, and start a step; give its seconds."""
+        while self._waiting and min(self._decodes) < self._seqs:
+            served = self._waiting.popleft()
+            rank = min(range(len(self._decodes)), key=lambda r: (self._decodes[r], self._context[r]))
+            self._decodes[rank] += 1
+            self._context[rank] += served.asked.prompt
+            served.first = now
+            steps = max(1, served.asked.output - 1)
+            heapq.heappush(self._ends, (self._steps + steps, self._count, rank, served))
+            self._count += 1
+        for rank, decodes in enumerate(self._decodes):
+            self._context[rank] += decodes
+        ranks = [RankWork(d, c) for d, c in zip(self._decodes, self._context, strict=True)]
+        seconds = self._prices.seconds(ranks)
+        self.gaps.append((now, seconds, len(self._ends)))
+        return seconds
+
+    def end(self, now: float) -> list[Served]:
+        """Enter the step's tokens; give the requests that finished."""
+        self._steps += 1
+        done = []
+        while self._ends and self._ends[0][0] <= self._steps:
+            _, _, rank, served = heapq.heappop(self._ends)
+            served.finished = now
+            self._decodes[rank] -= 1
+            self._context[rank] -= served.asked.prompt + max(1, served.asked.output - 1)
+            done.append(served)
+        return done
