@@ -20,6 +20,7 @@ from dsjax.plan.limits import bottlenecks
 from dsjax.plan.memory import cache_bytes_per_token, memory, weight_bytes
 from dsjax.plan.pareto import draw_front, draw_sweep
 from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.prompts import best_step
 from dsjax.plan.search import Question, search
 from dsjax.plan.sweep import sweep
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
@@ -193,18 +194,14 @@ def page() -> str:
     served, question, plan = serving()
     draw_front(plan, PICTURES / "front.png")
     sweeps = {q: sweep_table(question, plan.winner, q) for q in ("latency", "bandwidth", "loss-of-hosts")}
-    light = aggregated(
-        Instance(
-            CONFIG,
-            CLUSTER,
-            parse_layout("dp=16,tp=2", None, CONFIG),
-            Options(),
-            Workload(Lengths(CONTEXT), Lengths(OUTPUT), concurrency=SESSIONS),
-        ),
-        1,
-        SESSIONS / 16,
-        16384,
+    lone = Instance(
+        CONFIG,
+        CLUSTER,
+        parse_layout("dp=16,tp=2", None, CONFIG),
+        Options(),
+        Workload(Lengths(CONTEXT), Lengths(OUTPUT), concurrency=SESSIONS),
     )
+    light = aggregated(lone, 1, SESSIONS / 16, best_step(lone, SESSIONS / 16, lone.prefill_sizes(chunks=True)))
     return f"""# DeepSeek-V3 on 32 × H20: the plan in circulation, worked through
 
 A plan for 4 hosts of 8 H20 (96 GB) with 25 Gb/s RoCE is passed around: 200 sessions of 32 K tokens, a goal of 50,000 tokens a
@@ -256,7 +253,7 @@ Estimates for the whole step, sessions resident and nothing being prefilled (`st
 {prefill_table()}
 
 An `aggregated` service that also prefills a fresh 32 K prompt for every 1,000 output tokens spends most of its time on prompts: on `{light.decode.layout}`
-{ranged(light.throughput)} output tokens/s, TPOT {ranged(light.tpot, 1e3, 0)} ms. 200 sessions of 32 K can only be served well where prompts are found in the
+{ranged(light.throughput)} output tokens/s, TPOT {ranged(light.tpot, 1e3, 0)} ms, in chunks of {light.prefill_tokens:,.0f} tokens. 200 sessions of 32 K can only be served well where prompts are found in the
 prefix cache.
 
 ## What these machines do well

@@ -126,13 +126,15 @@ class Instance:
             self.steps[key] = min(times, key=lambda time: time.value)
         return self.steps[key]
 
-    def prefill_sizes(self) -> list[float]:
-        """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit."""
+    def prefill_sizes(self, chunks: bool = False) -> list[float]:
+        """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit; chunks too."""
         most = self.options.prefill_tokens
         # Temporaries are known up to the step that was compiled, and grow with it.
         most = min(most, max((run.step_tokens for run in self.dry_runs if run.step == "prefill"), default=most))
         one = min(self.workload.computed, most)
         sizes = {one} | {float(n) for n in (1024, 2048, 4096, 8192, 16384, 32768) if one < n <= most}
+        if chunks:
+            sizes |= {float(n) for n in (1024, 2048, 4096, 8192) if n < one}
         return sorted(sizes | {float(max(one, min(most, one * (most // one))))})
 
     def prompt_seconds(self, tokens: float) -> Figure:

@@ -116,6 +116,7 @@ def draw_sweep(found: Sweep, path: Path) -> None:
     ):
         for field, colour, text in (("same", _BLUE, "the winner, unchanged"), ("best", _RED, "the best layout there")):
             points = [(p.value, getattr(getattr(p, field), name)) for p in found.points if getattr(p, field)]
+            text += "" if len(points) == len(found.points) else ", where it can run"
             x = [value for value, _ in points]
             axes.plot(x, [f.value * scale for _, f in points], marker="o", markersize=4, color=colour, label=text)
             axes.fill_between(

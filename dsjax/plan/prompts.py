@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.instance import Instance
@@ -46,6 +47,14 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
         each.value, low, each.high, kinds, name="prompts, mean of all steps", source=source, parts=each.parts
     )
     return found.named("prompts of other requests, for each token", "s"), step
+
+
+def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float:
+    """The size of a step's prompts, of these, with which a token waits least for them.
+
+    Small steps let more replicas have a chunk at the same time, large ones compute a token for less.
+    """
+    return min(sizes, key=lambda size: prompts_beside_decodes(instance, batch, size)[0].value)
 
 
 @functools.cache

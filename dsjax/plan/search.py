@@ -16,10 +16,15 @@ from dsjax.plan.dry_runs import Usage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import Layout, layouts
 from dsjax.plan.precision import FP8_BLOCK
+from dsjax.plan.prompts import best_step
 from dsjax.plan.workload import Objective, Options, Workload
 
 _POOLS, _DECODERS = 10, 400
 """Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
+_RELIEVED = (0.83, 0.8, 0.75, 0.7, 0.6, 0.4)
+"""Shares of the time that prefill may be busy which are tried where the TTFT forbids the 0.85 that it is kept below."""
+_TYPICAL_BATCH = 64
+"""Requests of a DP rank at which the size of a step's prompts is chosen for all batches."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +197,11 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
 
 
 def _prefill_size(question: Question, instance: Instance) -> float:
-    """The step size with the cheapest prompts among those that leave half of the TTFT's budget for waiting."""
-    sizes = instance.prefill_sizes()
+    """The step size with which decodes wait least for prompts, among those that leave half of the TTFT's budget for waiting."""
+    sizes = instance.prefill_sizes(chunks=True)
     bound = question.objective.ttft
     short = [s for s in sizes if bound is None or instance.prefill_step(s).value <= 0.5 * bound] or sizes[:1]
-    return min(short, key=lambda size: instance.prompt_seconds(size).value)
+    return best_step(instance, min(instance.max_batch, _TYPICAL_BATCH), short)
 
 
 def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
@@ -218,7 +223,31 @@ def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
                 if here > instance.max_batch:
                     continue
                 found.append(separated(pool, left, instance, right, here))
+                bound = question.objective.ttft
+                if users is None and bound is not None and found[-1].ttft.value > bound:
+                    found += _relieved(pool, left, instance, right, here, bound)
     return found
+
+
+def _relieved(
+    pool: PrefillPool, left: int, instance: Instance, right: int, batch: float, ttft: float
+) -> list[Candidate]:
+    """Where prefill is too busy for the TTFT: the same with the most requests that leave it time enough, if any do."""
+    output = max(instance.workload.output.mean - 1, 1.0)
+
+    def served(batch: float) -> float:
+        return batch * instance.replicas * right / (instance.tpot(batch).value * output)
+
+    if served(batch) <= _RELIEVED[0] * pool.rate.value * left or pool.alone.value > ttft:
+        return []
+    for share in _RELIEVED:
+        # Two steps of a fixed point; rounded, so that others ask for the same batch.
+        for _ in range(2):
+            batch = max(1.0, round(batch * share * pool.rate.value * left / served(batch)))
+        found = separated(pool, left, instance, right, batch)
+        if found.ttft.value <= ttft:
+            return [found]
+    return []
 
 
 def _rung(batch: float) -> int:
