@@ -65,6 +65,7 @@ def fuzz(
     findings = Findings()
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as client:
         before = _good_answers(client)
+        vocab_size = client.get("/tokenizer_info").raise_for_status().json()["vocab_size"]
         schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
         schema.config.update(base_url=url)
         operations = {
@@ -72,13 +73,15 @@ def fuzz(
         }
         for (name, operation), share in zip(operations.items(), _shares(operations), strict=True):
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-                _send(operation, mode, max(1, int(cases * share / 2)), start, headers, timeout, findings)
+                _send(operation, mode, max(1, int(cases * share / 2)), start, headers, timeout, findings, vocab_size)
             told(f"{findings.count:6d} requests, {len(findings.wrong)} wrong, after {name}")
         # Some endpoints have few possible requests; what they left goes to the richest one.
         richest = operations["POST /v1/chat/completions"]
         while findings.count < cases:
             start += 1
-            _send(richest, GenerationMode.NEGATIVE, cases - findings.count, start, headers, timeout, findings)
+            _send(
+                richest, GenerationMode.NEGATIVE, cases - findings.count, start, headers, timeout, findings, vocab_size
+            )
         findings.wrong += _left_behind(client)
         if _good_answers(client) != before:
             findings.wrong.append("good requests are answered otherwise than before")
@@ -92,7 +95,14 @@ def _shares(operations: dict[str, Any]) -> Iterator[float]:
 
 
 def _send(
-    operation: Any, mode: GenerationMode, count: int, start: int, headers: dict, timeout: float, findings: Findings
+    operation: Any,
+    mode: GenerationMode,
+    count: int,
+    start: int,
+    headers: dict,
+    timeout: float,
+    findings: Findings,
+    vocab_size: int,
 ) -> None:
     try:
         strategy = operation.as_strategy(generation_mode=mode)
@@ -114,6 +124,7 @@ def _send(
     def one(case: schemathesis.Case) -> None:
         if mode is GenerationMode.POSITIVE:
             _thin(case.body)
+            _make_plausible(case.body, vocab_size)
         _bound(case.body)
         begun = time.monotonic()
         try:
@@ -147,6 +158,35 @@ def _thin(body: Any) -> None:
     chance = random.Random(repr(body))
     for name in chance.sample(optional, max(0, len(optional) - chance.randrange(6))):
         del body[name]
+
+
+def _make_plausible(body: Any, vocab_size: int) -> None:
+    """Give three of four valid requests what the schema cannot ask for, so that they get as far as the device.
+
+    Token ids that there are, messages whose fields go with their roles, the model that is served.
+    """
+    if not isinstance(body, dict) or random.Random(repr(body)).random() < 0.25:
+        return
+    body.pop("model", None)
+    if isinstance(body.get("prompt"), list):
+        body["prompt"] = [_known(one, vocab_size) for one in body["prompt"]] or "x"
+    for name in ("allowed_token_ids", "stop_token_ids", "tokens"):
+        if isinstance(body.get(name), list):
+            body[name] = [_known(one, vocab_size) for one in body[name]] or [1]
+    if isinstance(body.get("messages"), list):
+        roles = [one.get("role") for one in body["messages"] if isinstance(one, dict)]
+        texts = [one.get("content") for one in body["messages"] if isinstance(one, dict)]
+        body["messages"] = [
+            {"role": role if role in ("system", "user", "assistant") else "user", "content": text or "x"}
+            for role, text in zip(roles, texts, strict=True)
+        ] or [{"role": "user", "content": "x"}]
+
+
+def _known(token_ids: Any, vocab_size: int) -> Any:
+    """Token ids within the vocabulary; anything else as it is."""
+    if isinstance(token_ids, list):
+        return [_known(one, vocab_size) for one in token_ids] or [1]
+    return token_ids % vocab_size if type(token_ids) is int else token_ids
 
 
 def _bound(body: Any) -> None:
