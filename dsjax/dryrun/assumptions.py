@@ -59,7 +59,7 @@ def trip_counts(
 ) -> TripCount:
     """Trip counts of the step's loops that XLA cannot know, told apart by the scopes that the model names.
 
-    context: positions that each row attends to; pages: of a row's page table; block_tokens: as ``Step.block_tokens``; experts:
+    context: positions that each row attends to; pages: of a row's page table; block_tokens: as ``PagedAttention.block``; experts:
     None for a model without any.
     """
     block = max(1, min(pages, block_tokens // page_size)) * page_size

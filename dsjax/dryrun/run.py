@@ -59,7 +59,9 @@ def dry_run(
     shape = compiled.shapes[0]
     step = compiled.step
     experts = even_experts(step, shape.tokens) if config.is_moe else None
-    trips = trip_counts(args.row_tokens, shape.pages, step.page_size, step.block_tokens, experts)
+    trips = trip_counts(
+        args.row_tokens, shape.pages, step.page_size, step.attention.block(shape.rows, shape.chunk), experts
+    )
     host_devices = machines.domain if machines else CPU_HOST_DEVICES
     collectives = program_collectives(
         program, dict(mesh.shape), host_devices=host_devices, dtypes=dtypes, trip_count=trips

@@ -25,6 +25,10 @@ from sharding import MeshSpec
 
 Cache = dict[str, Array]
 
+SHORTEST_BLOCK, LONGEST_BLOCK = 128, 1024
+BLOCK_BYTES = 256 * 2**20
+"""Most bytes of a block's float32 scores on a device."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass
@@ -44,8 +48,22 @@ class PagedAttention:
     config: ModelConfig
     layout: Layout
     cache_dtype: jnp.dtype
-    block_tokens: int
-    """Context positions read at once; longer contexts are accumulated block by block."""
+    block_tokens: int | None = None
+    """Context positions read at once; longer contexts are accumulated block by block. None: `block` decides."""
+
+    def block(self, rows: int, chunk: int) -> int:
+        """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
+
+        A CPU works best within its caches. On accelerators each block is a dozen kernels and a wait for the host, so that it
+        is as long as ``BLOCK_BYTES`` of scores allow, but no longer than a short context is likely to be.
+        """
+        if self.block_tokens is not None:
+            return self.block_tokens
+        if self.mesh.devices.flat[0].platform == "cpu":
+            return SHORTEST_BLOCK
+        scores = 4 * rows * chunk * -(-self.config.num_attention_heads // self.spec.tp_size)
+        longest = max(BLOCK_BYTES // scores, 1)
+        return min(max(1 << (longest.bit_length() - 1), SHORTEST_BLOCK), LONGEST_BLOCK)
 
     def write(self, mla: MLA, cache: Cache, layer: Int[Array, ""], slots: Int[Array, "B T"], p: Projections) -> Cache:
         """Store what this layer's cache keeps of each token."""
@@ -110,8 +128,9 @@ class PagedAttention:
         """Run ``kernel`` on each rank over its rows' context, block by block. ``heads_first``: its scores are ``[R, H, C, S]``."""
         batch, heads = self.spec.batch_axes, self.spec.head_axes
         G = next(iter(cache.values())).shape[2]
+        _, R, C = rows.positions.shape
         pages = rows.tables.shape[-1]
-        block_pages = max(1, min(pages, self.block_tokens // G))
+        block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
 
         def local(queries, weights, cache, layer, positions, tables):

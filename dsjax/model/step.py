@@ -50,7 +50,7 @@ class Step:
     prefill_form: Form = "CC"
     decode_form: Form = "A_CC_ME"
     page_size: int = 16
-    block_tokens: int = 128
+    block_tokens: int | None = None
 
     @property
     def attention(self) -> PagedAttention:
