@@ -45,7 +45,7 @@ class DryRun:
 
     rows: of a DP rank; row_tokens: tokens of a row; context: positions of a row's page table; tokens: of a device.
     temporaries: bytes beside weights and cache: temporaries, outputs that are no cache, and code where it was read.
-    flops: dtype → operations of matrix products. step_seconds: of the predicted timeline, where the file has one.
+    flops: dtype → operations of matrix products. timeline: its predicted seconds, where the file has them.
     """
 
     file: str
@@ -68,7 +68,7 @@ class DryRun:
     temporaries: int
     collectives: tuple[Sent, ...]
     flops: Mapping[str, float]
-    step_seconds: float | None = None
+    timeline: Figure | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -143,8 +143,13 @@ def _from_json(file: str, written: str, found: Mapping[str, Any]) -> DryRun:
         temporaries=memory["temporaries"] + max(0, memory["outputs"] - memory["aliased"]) + (memory.get("code") or 0),
         collectives=tuple(Sent.read(one) for one in found["collectives"]),
         flops=dict(found["costs"]["flops_by_dtype"]),
-        step_seconds=timeline.get("step_seconds") if isinstance(timeline, dict) else None,
+        timeline=_predicted(timeline["step"]) if timeline else None,
     )
+
+
+def _predicted(step: Mapping[str, Any]) -> Figure:
+    ends = (float(step["value"]), float(step["low"]), float(step["high"]))
+    return Figure(*ends, Kind.COMPILED | Kind.ASSUMPTION, name="timeline", unit="s")
 
 
 def _versions(found: Mapping[str, Any]) -> str:

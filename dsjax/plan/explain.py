@@ -25,12 +25,15 @@ def _compiled(candidate: Candidate) -> list[str]:
     lines = []
     for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
         for run in instance.dry_runs:
-            figure = instance.compiled_step(run)
-            ends = " … ".join(amount(end, "s") for end in (figure.low, figure.high))
-            said = f"{run.file}: {run.shape}: the planner says {amount(figure.value, 's')} [{ends}]"
-            predicted = "no timeline" if run.step_seconds is None else f"its timeline {amount(run.step_seconds, 's')}"
-            lines.append(f"{said}; {predicted} (compiled)")
+            said = f"the planner says {_interval(instance.compiled_step(run))}"
+            predicted = f"its timeline {_interval(run.timeline)}" if run.timeline else "it has no timeline"
+            lines.append(f"{run.file}: {run.shape}: {said}; {predicted}")
     return lines
+
+
+def _interval(figure: Figure) -> str:
+    low, value, high = (amount(end, "s") for end in (figure.low, figure.value, figure.high))
+    return f"{value} [{low} … {high}] ({Kind(figure.kinds).words()})"
 
 
 def derivation(figure: Figure, depth: int = 0) -> list[str]:

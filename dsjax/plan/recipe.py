@@ -49,6 +49,7 @@ def notes(candidate: Candidate) -> list[str]:
         found.append(
             "The estimate has DeepEP's kernels for dispatch; --dispatch auto reckons with dsjax serve's own instead."
         )
+    found += _contradicted(candidate)
     if candidate.mode == "separated":
         found.append(
             "Prefill and decode are separate services: moving the cache between them is not an option of dsjax serve."
@@ -59,6 +60,21 @@ def notes(candidate: Candidate) -> list[str]:
         found.append("The estimate drafts with the MTP module, which is not an option of dsjax serve.")
     if candidate.decode.options.precision.expert < 1:
         found.append("The estimate has FP4 experts, which dsjax does not load.")
+    return found
+
+
+def _contradicted(candidate: Candidate) -> list[str]:
+    """Steps whose compiled program is predicted to take another time than the planner's interval."""
+    found = []
+    for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
+        for run in instance.dry_runs:
+            ours, theirs = instance.compiled_step(run), run.timeline
+            if theirs and not ours.low <= theirs.value <= ours.high:
+                found.append(
+                    f"The program that dsjax serve runs for {run.shape} takes {theirs.value * 1e3:,.0f} ms by its timeline; the "
+                    f"planner, with published kernels for attention and experts, says {ours.value * 1e3:,.0f} ms "
+                    f"[{ours.low * 1e3:,.0f} … {ours.high * 1e3:,.0f}]."
+                )
     return found
 
 

@@ -43,8 +43,10 @@ def simulate(
     An aggregated service is one instance under its share of the load; a separated one is played whole.
 
     Raises:
-        UserError: drafts, which the simulation does not make.
+        UserError: drafts, which the simulation does not make, or measured modules, which it cannot price.
     """
+    if candidate.decode.options.measured:
+        raise UserError("--simulate prices steps of any shape by the published tables; leave --measured out")
     if candidate.decode.options.drafts:
         raise UserError("--simulate makes no drafts; leave --mtp out")
     instances = candidate.count if candidate.mode == "aggregated" else 1

@@ -58,9 +58,9 @@ def test_weights_that_were_compiled_are_the_planners_to_the_byte(v3, runs):
         assert run.cache_bytes_per_token == 70_272
 
 
-def test_operations_that_were_compiled_are_the_models_and_whole_multiples_of_its_experts(v3, runs):
-    # Everything else agrees to the last operation; the experts' rows are padded to a capacity or a block, and masked.
-    for name, times in (("tp8-decode", 8), ("dp8-decode", 4), ("dp32-decode", 32)):
+def test_operations_that_were_compiled_are_the_models_and_its_experts_in_padded_batches(v3, runs):
+    # Everything else agrees to the last operation; the experts' rows are padded to a capacity.
+    for name, times in (("tp8-decode", 4), ("dp8-decode", 2), ("dp32-decode", 11 / 8), ("dp8-prefill", 1.5)):
         run = runs[name]
         experts = json.loads((FILES / f"{name}.json").read_text())["costs"]["expert_flops"]
         assert sum(run.flops.values()) - needed_flops(v3, run) == pytest.approx((times - 1) * experts, rel=1e-9)
@@ -88,10 +88,10 @@ def test_the_bytes_of_an_exchange_are_those_that_the_formula_says(v3, runs):
 def test_memory_is_set_aside_as_compiled_once_both_steps_are_given(planned, runs):
     plain, both = planned(dispatch="deepep"), planned("dp8-decode", "dp8-prefill")
     memory = both.winner.decode.memory
-    assert memory.reserve.part("temporaries, the prefill step's").value == runs["dp8-prefill"].temporaries > 36e9
+    assert memory.reserve.part("temporaries, the prefill step's").value == runs["dp8-prefill"].temporaries
     assert memory.reserve.value == pytest.approx(runs["dp8-prefill"].temporaries + 0.02 * 141e9)
-    # 36 GB of exchange buffers beside 100.8 GB of weights leave 0.9 GB.
-    assert both.winner.decode.max_batch < 10 < plain.winner.decode.max_batch
+    # 9.4 GB instead of the 11.3 that are assumed leave room for more.
+    assert both.winner.decode.max_batch > plain.winner.decode.max_batch
     assert both.winner.prefill_tokens <= 8192
     one = planned("dp8-decode").winner.decode.memory.reserve
     assert one.value == pytest.approx(0.08 * 141e9)
@@ -139,13 +139,18 @@ def test_files_that_match_no_layout_or_dispatch_are_said(planned):
         assert reason in usage.text
 
 
-def test_a_predicted_timeline_is_shown_beside_the_planners_step(tmp_path):
-    found = json.loads((FILES / "tp8-decode.json").read_text()) | {"timeline": {"step_seconds": 0.0437}}
+@pytest.mark.parametrize("timeline", [True, False])
+def test_a_predicted_timeline_is_shown_beside_the_planners_step(tmp_path, timeline):
+    found = json.loads((FILES / "tp8-decode.json").read_text())
+    predicted = found["timeline"]["step"]["value"]
+    if not timeline:
+        del found["timeline"]
     path = tmp_path / "with.json"
     path.write_text(json.dumps(found))
     arguments = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated", "--dispatch", "auto"]
     shown = CliRunner().invoke(app, [*arguments, "--compiled", str(path), "--explain", "tpot"], catch_exceptions=False)
-    assert "its timeline 43.7 ms" in shown.output
+    assert (f"its timeline {predicted * 1e3:.3g} ms [" if timeline else "it has no timeline") in shown.output
+    assert ("takes 184 ms by its timeline" in " ".join(shown.output.split())) == timeline
     assert "times a step  (compiled; with.json, dsjax dryrun --target h200" in shown.output
 
 
