@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from dsjax.plan.network import cache_transfer
 from dsjax.plan.prompts import prompts_beside_decodes
 from dsjax.plan.workload import Objective
 
+_SETTLE = 30
+"""Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
 _BUSY = 0.85
 """Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
 
@@ -152,19 +155,32 @@ class PrefillPool:
     def seconds_at(self, rate: float) -> Figure:
         """Seconds of a prompt at so many requests a second of the instance: a step takes what arrived in the one before.
 
-        Tokens and seconds of such a step settle where `seconds = f(rate × seconds)`; f is linear from one prompt a rank to a
-        full step. All wait for the fullest rank: prompts are whole, which adds `(ranks - 1) ÷ 2 ranks` of one on average.
+        Tokens and seconds of such a step settle where `seconds = f(fullest rank's share of rate × seconds)`; f is linear from
+        one prompt a rank to a full step.
         """
-        ranks, computed = self.instance.replicas, self.instance.workload.computed
+        computed = self.instance.workload.computed
         full, alone = self.seconds.value, self.alone.value
         if computed >= self.tokens or full <= alone:
             return self.seconds
-        slope = (full - alone) / (self.tokens - computed)
-        arriving = rate / ranks * computed
-        below = slope * computed * (ranks + 1) / (2 * ranks)
-        settled = (alone - below) / (1 - slope * arriving) if slope * arriving < 1 else full
-        share = min(1.0, max(0.0, (settled - alone) / (full - alone)))
+        share = seconds = 0.0
+        for _ in range(_SETTLE):
+            seconds = alone + share * (full - alone)
+            share = (self._fullest(rate * seconds) - computed) / (self.tokens - computed)
         return self.alone * (1 - share) + self.seconds * share
+
+    def _fullest(self, prompts: float) -> float:
+        """Tokens of the rank that has most of so many prompts, which the router spreads evenly: from one prompt to a full step.
+
+        Prompts are whole, which adds `(ranks - 1) ÷ 2 ranks` of one on average; and the largest of n normal variables is about
+        √(2 ln n) standard deviations above their mean.
+        """
+        work, ranks = self.instance.workload, self.instance.replicas
+        each = prompts / ranks
+        longest = (
+            math.sqrt(2 * math.log(max(1.0, min(prompts, ranks)))) * work.input.variation * math.sqrt(max(1.0, each))
+        )
+        tokens = work.computed * (max(1.0, each + (ranks - 1) / (2 * ranks)) + longest)
+        return min(self.tokens, tokens)
 
 
 def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:

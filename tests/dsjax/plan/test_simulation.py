@@ -173,3 +173,12 @@ def test_the_command_shows_and_writes_it():
     for wrong, reason in ((["--burstiness", "0"], "more than 0"), (["--mode", "static"], "one batch")):
         found = CliRunner().invoke(app, [*arguments, *wrong])
         assert reason in str(found.exception)
+
+
+@pytest.mark.parametrize("variation", [0.0, 0.5, 1.0])
+def test_the_mean_value_answer_knows_that_prefill_waits_for_the_longest_prompts(candidate, variation):
+    found = candidate("dp=8", batch=32, prompt=2000, output=500, variation=variation, prefill="dp=8")
+    rate = 0.6 * found.throughput.value / 500
+    one = simulate(found, Load(rate, None), Objective(), num_requests=400)
+    # Normal variables stand for log-normal prompts: within 40 %, where an even mean was off six times at variation 1.
+    assert 0.6 < one.ttft.mean / one.mean_ttft.value < 1.4
