@@ -164,7 +164,9 @@ class PrefillPool:
             return self.seconds
         share = seconds = 0.0
         for _ in range(_SETTLE):
-            seconds = alone + share * (full - alone)
+            before, seconds = seconds, alone + share * (full - alone)
+            if seconds - before < 1e-3 * alone:
+                break
             share = (self._fullest(rate * seconds) - computed) / (self.tokens - computed)
         return self.alone * (1 - share) + self.seconds * share
 
