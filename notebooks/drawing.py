@@ -47,7 +47,8 @@ def panels(rows: int = 1, columns: int = 1, *, width: float = 9.0, height: float
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
     """A table that GitHub shows too; the first column is text, the others are figures."""
     lines = ["| " + " | ".join(header) + " |", "|:--" + "|--:" * (len(header) - 1) + "|"]
-    return Markdown("\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]))
+    shown = ([str(cell).replace("|", "\\|") for cell in row] for row in rows)
+    return Markdown("\n".join(lines + ["| " + " | ".join(row) + " |" for row in shown]))
 
 
 def size(count: float) -> str:
