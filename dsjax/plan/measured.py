@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,25 @@ class Measured:
         ]
 
     def seconds(
-        self, module: str, tokens: float, *, variant: str = "", times: int = 1, places: int = 1, **sizes: float | str
+        self,
+        module: str,
+        tokens: float,
+        *,
+        variant: str = "",
+        times: int = 1,
+        places: int = 1,
+        scale: Callable[[float], float] | None = None,
+        **sizes: float | str,
     ) -> Figure | None:
         """Seconds of `times` applications in one call, interpolated in tokens; None where the file has no such rows.
 
-        places: how often the module stands in the program, each of which costs `once`.
+        places: how often the module stands in the program, each of which costs `once`. scale: what of the tokens to interpolate
+        in, growing with them, if not the tokens themselves.
         """
-        return self._figure(module, _points(self.rows(module, variant, **sizes), "tokens"), tokens, times, places)
+        points = _points(self.rows(module, variant, **sizes), "tokens")
+        if scale is not None:
+            points = [dataclasses.replace(point, at=scale(point.at)) for point in points]
+        return self._figure(module, points, tokens if scale is None else scale(tokens), times, places)
 
     def attention(
         self, form: str, rows: float, chunk: float, cached: float, *, times: int, places: int

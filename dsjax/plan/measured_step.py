@@ -12,6 +12,7 @@ from dsjax.plan.step import StepModel
 
 DECODE_FORM, PREFILL_FORM = "A_CC_ME", "CC"
 """`dsjax serve`'s own."""
+_TILE = 16
 _TIMED_SKEW = 0.3
 """Of the rows `skewed`: popularity ∝ rank^-0.3."""
 
@@ -98,7 +99,15 @@ class MeasuredStep(StepModel):
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
         rows = own * config.num_experts_per_tok
         slowest = self.skew.slowest(mesh.ep_size, slots, rows, self.balanced or self.layout.redundant > 0)
-        times = {"times": layers, "experts": slots}
+        # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew
+        # for every `_TILE` rows of one.
+        ranks, top_k = config.n_routed_experts / slots, config.num_experts_per_tok
+
+        def visits(tokens: float) -> float:
+            unused = (1 - top_k / config.n_routed_experts) ** (tokens * ranks)
+            return slots * (1 - unused) + tokens * top_k / _TILE
+
+        times = {"times": layers, "experts": slots, "scale": visits}
         even = self.measured.seconds("experts", own * slowest.value, variant="even", **times)
         if even is None:
             return None

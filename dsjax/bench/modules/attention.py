@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from flax import nnx
 from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting, Stack
 from dsjax.bench.modules.timing import Prepared, device_loop
-from dsjax.model.attention import PagedAttention, Rows
+from dsjax.model.attention import Cache, PagedAttention, Rows
 from dsjax.model.forms import Form, cache_widths, common_layout
 from dsjax.model.mla import MLA
 from dsjax.model.mla_costs import cache_bytes, mla_cost
@@ -62,50 +63,76 @@ def cache_layers(setting: Setting, form: Form, rows: int, context: int) -> int:
     return max(1, min(setting.config.num_hidden_layers, MOST_CACHE // max(one, 1)))
 
 
-def attention_loop(setting: Setting, form: Form, rows: int, chunk: int, cached: int) -> Prepared:
-    """All that attention does in a layer of the step, over layers, for rows that attend to all of `cached`."""
-    step, config = setting.step, setting.config
-    page, stack = step.page_size, _stack(setting, form)
-    layout = common_layout(form, form)
-    attention = PagedAttention(step.mesh, step.spec, config, layout, step.cache_dtype, step.block_tokens)
-    pages = -(-(cached + chunk) // page)
-    layers = cache_layers(setting, form, rows, cached + chunk)
-    stored = storage_dtype(jnp.dtype(step.cache_dtype), setting.platform)
-    cache = {
-        name: jnp.zeros((layers, rows * pages + 1, page, *width), stored)
-        for name, width in cache_widths(layout, config).items()
-    }
-    # Pages in a random order, as after some time of serving; page 0 is never used.
-    order = np.random.default_rng(setting.seed).permutation(rows * pages) + 1
-    tables = np.zeros((1, rows, -(-setting.max_model_len // page)), np.int32)
-    tables[0, :, :pages] = order.reshape(rows, pages)
-    positions = np.broadcast_to(np.arange(cached, cached + chunk), (1, rows, chunk))
-    slots = np.take_along_axis(tables, positions // page, axis=2) * page + positions % page
-    inputs = {
-        "params": stack.values(setting.seed),
-        "x": setting.random((1, rows * chunk, config.hidden_size)),
-        "positions": jnp.asarray(positions, jnp.int32),
-        "tables": jnp.asarray(tables),
-        "slots": jnp.asarray(slots.reshape(1, -1), jnp.int32),
-    }
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention of one shape is: the model's attention, the form, the shape."""
 
+    attention: PagedAttention
+    form: Form
+    rows: int
+    chunk: int
+
+    @classmethod
+    def of(
+        cls, setting: Setting, form: Form, rows: int, chunk: int, cached: int
+    ) -> tuple[AttentionInputs, dict[str, jax.Array]]:
+        """With its arrays: `x`, positions, page tables, slots, for rows that attend to all of `cached`."""
+        step, config = setting.step, setting.config
+        page, pages = step.page_size, -(-(cached + chunk) // step.page_size)
+        # Pages in a random order, as after some time of serving; page 0 is never used.
+        order = np.random.default_rng(setting.seed).permutation(rows * pages) + 1
+        tables = np.zeros((1, rows, -(-setting.max_model_len // page)), np.int32)
+        tables[0, :, :pages] = order.reshape(rows, pages)
+        positions = np.broadcast_to(np.arange(cached, cached + chunk), (1, rows, chunk))
+        slots = np.take_along_axis(tables, positions // page, axis=2) * page + positions % page
+        arrays = {
+            "x": setting.random((1, rows * chunk, config.hidden_size)),
+            "positions": jnp.asarray(positions, jnp.int32),
+            "tables": jnp.asarray(tables),
+            "slots": jnp.asarray(slots.reshape(1, -1), jnp.int32),
+        }
+        layout = common_layout(form, form)
+        attention = PagedAttention(step.mesh, step.spec, config, layout, step.cache_dtype, step.block_tokens)
+        return cls(attention, form, rows, chunk), arrays
+
+
+def cache_for(setting: Setting, form: Form, rows: int, context: int) -> Cache:
+    """Zeros, for `cache_layers` layers."""
+    step, pages = setting.step, rows * -(-context // setting.step.page_size) + 1
+    lead = (cache_layers(setting, form, rows, context), pages, step.page_size)
+    stored = storage_dtype(jnp.dtype(step.cache_dtype), setting.platform)
+    found = cache_widths(common_layout(form, form), setting.config)
+    return {name: jnp.zeros((*lead, *width), stored) for name, width in found.items()}
+
+
+def attend_layer(at: AttentionInputs, mla: MLA, x: jax.Array, arrays: Mapping[str, jax.Array], cache: Cache, layer):
+    """All that attention does in a layer of the step: projections, cache write, attending, output; `(out, cache)`."""
+    rows, chunk, config = at.rows, at.chunk, at.attention.config
+    rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.qk_rope_head_dim)
+    p = mla.project(x, rotation, query_heads=at.form != "AM_CC_ME")
+    cache = at.attention.write(mla, cache, layer, arrays["slots"], p)
+    part = jax.tree.map(lambda a: a.reshape(1, rows, chunk, *a.shape[2:]), p)
+    heads = at.attention.attend(mla, at.form, cache, layer, Rows(arrays["positions"], arrays["tables"]), part)
+    out = mla.add_output_bias(heads) if at.form == "AM_CC_ME" else mla.output(heads)
+    return out.reshape(x.shape), cache
+
+
+def attention_loop(setting: Setting, form: Form, rows: int, chunk: int, cached: int) -> Prepared:
+    """Attention over layers, for rows that attend to all of `cached`."""
+    stack = _stack(setting, form)
+    layers = cache_layers(setting, form, rows, cached + chunk)
+    attention, arrays = AttentionInputs.of(setting, form, rows, chunk, cached)
     graph = stack.graph
 
     def one_layer(inputs, index, carry):
         total, cache, layer = carry
-        flat = inputs["positions"].reshape(1, -1)
-        rotation = Rotation.at(flat, config.rope, config.qk_rope_head_dim)
         mla: MLA = nnx.merge(graph, stack.layer(inputs["params"], index))
-        p = mla.project(inputs["x"], rotation, query_heads=form != "AM_CC_ME")
-        cache = attention.write(mla, cache, layer, inputs["slots"], p)
-        part = jax.tree.map(lambda a: a.reshape(1, rows, chunk, *a.shape[2:]), p)
-        at = Rows(inputs["positions"], inputs["tables"])
-        heads = attention.attend(mla, form, cache, layer, at, part)
-        out = mla.add_output_bias(heads) if form == "AM_CC_ME" else mla.output(heads)
-        return total + out.reshape(total.shape), cache, (layer + 1) % layers
+        out, cache = attend_layer(attention, mla, inputs["x"], inputs, cache, layer)
+        return total + out, cache, (layer + 1) % layers
 
-    carry = (jnp.zeros_like(inputs["x"]), cache, jnp.int32(0))
-    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=config.num_hidden_layers)
+    carry = (jnp.zeros_like(arrays["x"]), cache_for(setting, form, rows, cached + chunk), jnp.int32(0))
+    inputs = arrays | {"params": stack.values(setting.seed)}
+    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=setting.config.num_hidden_layers)
 
 
 def _stack(setting: Setting, form: Form) -> Stack:

@@ -26,9 +26,10 @@ def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
     prepare_devices(grid.mesh)
     from dsjax.bench.modules.ceilings import Device, find_ceilings
     from dsjax.bench.modules.grid import cases
+    from dsjax.bench.modules.one_rank import RankPlan, extrapolate, one_rank_cases
     from dsjax.bench.modules.prepare import make_setting
     from dsjax.bench.modules.progress import case_progress
-    from dsjax.bench.modules.report import show, to_json
+    from dsjax.bench.modules.report import show, show_extrapolation, to_json
     from dsjax.bench.modules.run import run_cases
     from dsjax.bench.modules.timing import Budget
 
@@ -36,7 +37,8 @@ def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
     device = Device.of(setting.step.mesh.devices.flat[0])
     budget = Budget(run.seconds or (0.2 if grid.quick else 1.0))
     ceilings = find_ceilings(setting, device, run.hardware, budget)
-    todo = list(cases(setting, grid))
+    plan = RankPlan.of(setting, grid.one_rank_of, grid.batch, grid.layers) if grid.one_rank_of else None
+    todo = list(one_rank_cases(setting, plan, grid.context_lengths) if plan else cases(setting, grid))
     if not todo:
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
     with case_progress(Console(stderr=True), run.progress, len(todo)) as on_start:
@@ -45,9 +47,13 @@ def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
     if not console.is_terminal:
         console.width = 140
     show(console, found, ceilings, device)
+    steps = extrapolate(setting, found.rows) if plan else []
+    if plan:
+        show_extrapolation(console, steps, plan, setting.config)
     if run.json_file:
         command = shlex.join(["dsjax", *sys.argv[1:]])
-        _write(run.json_file, to_json(found, setting, model.model, ceilings, device, command))
+        more = {"one_rank": {**vars(plan), "steps": [step.to_json() for step in steps]}} if plan else {}
+        _write(run.json_file, to_json(found, setting, model.model, ceilings, device, command, **more))
     if found.interrupted:
         print("interrupted: the figures are of what was done until then", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting, Stack
-from dsjax.bench.modules.timing import Prepared, device_loop
+from dsjax.bench.modules.timing import Prepared, call_in_turn, device_loop
 from dsjax.engine.sampler import greedy
 from dsjax.model.mlp import MLP
 from dsjax.model.norm import RMSNorm
@@ -92,7 +92,7 @@ def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> Pre
     stack = Stack.of(setting, make, in_model)
     x = setting.random((1, tokens, setting.config.hidden_size))
     if in_model == 1:
-        return one_after_another(setting, stack, apply, x)
+        return one_in_a_step(setting, stack, apply, x)
     graph = stack.graph
 
     def one_layer(inputs, index, total):
@@ -102,18 +102,16 @@ def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> Pre
     return device_loop(one_layer, inputs, jnp.zeros_like(x), depth=stack.depth, in_call=in_model)
 
 
-def one_after_another(setting: Setting, stack: Stack, apply, x) -> Prepared:
-    """Each layer's weights as arrays of their own: XLA compiles a scan of one layer away, and its slices with it."""
-    layers = [{path: array[i] for path, array in stack.values(setting.seed).items()} for i in range(stack.depth)]
+def one_in_a_step(setting: Setting, stack: Stack, apply, x) -> Prepared:
+    """What the model has one of, as a step runs it: once a call, with arrays of its own, copies of it in turn."""
+    every = stack.values(setting.seed)
+    copies = [{path: array[i] for path, array in every.items()} | {"x": x} for i in range(stack.depth)]
 
-    def every_layer(inputs, _, total):
-        for params in inputs["layers"]:
-            # Each layer waits for the one before, as in a model: independent products would share the cores.
-            x = inputs["x"].at[0, 0, 0].add(total[0, 0, 0] * 1e-9)
-            total = apply(stack.table.bind(params), x, total)
-        return total
+    def one(inputs, total):
+        params = {path: inputs[path] for path in stack.table.infos}
+        return apply(stack.table.bind(params), inputs["x"], total)
 
-    return device_loop(every_layer, {"layers": layers, "x": x}, jnp.zeros_like(x), unit=stack.depth)
+    return call_in_turn(one, copies, jnp.zeros_like(x))
 
 
 class Head(nnx.Module):
@@ -145,5 +143,5 @@ def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
             {"tokens": count},
             Work(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V),
             stack.nbytes + 2 * (x_bytes + 4 * count * V),
-            lambda count=count: one_after_another(setting, stack, apply, setting.random((1, count, D))),
+            lambda count=count: one_in_a_step(setting, stack, apply, setting.random((1, count, D))),
         )

@@ -50,6 +50,9 @@ class GridOptions(Checked):
         None, "experts of the rank; default: all that fit a quarter of memory, else a 32nd", least=1
     )
     mesh: str = option("dp=1", "time every dispatch method on this mesh too, emulated on a CPU")
+    one_rank_of: int | None = option(None, "time a step's layers of one rank of so many instead of modules", least=1)
+    layers: str = option("auto", "with --one-rank-of: MoE layers at once; auto: as many as fit")
+    batch: int = option(32, "with --one-rank-of: requests of each rank", least=1)
     quick: bool = option(
         False, f"tokens {_QUICK_TOKENS}, contexts {_QUICK_CONTEXTS}, the engine's own two forms, 0.2 s a row"
     )
@@ -65,6 +68,8 @@ class GridOptions(Checked):
         if unknown:
             raise OptionError(f"--forms names {', '.join(unknown)}; expected some of {', '.join(FORMS)}")
         self.token_counts, self.context_lengths  # noqa: B018 (checks both)
+        if self.layers != "auto" and not (self.layers.isdigit() and int(self.layers) >= 1):
+            raise OptionError(f"--layers is {self.layers!r}, expected auto or a number of at least 1")
 
     @property
     def modules(self) -> tuple[str, ...]:

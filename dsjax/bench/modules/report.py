@@ -14,8 +14,10 @@ from rich.table import Table
 
 from dsjax.bench.modules.case import Row
 from dsjax.bench.modules.ceilings import Ceilings, Device
+from dsjax.bench.modules.one_rank import Extrapolation, RankPlan
 from dsjax.bench.modules.run import Found
 from dsjax.bench.modules.setting import Setting
+from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths
 
 
@@ -31,7 +33,7 @@ def show(console: Console, found: Found, ceilings: Ceilings, device: Device) -> 
     for one in found.skipped:
         console.print(f"left out: {one.case.title}: {one.reason}", highlight=False)
     console.print(
-        "ms: one application in one layer, median, in a loop on the device (*: called from the host, launch included); 10th to 90th "
+        "ms: one application in one layer, median, in a loop on the device (*: called from the host); 10th to 90th "
         "percentile; +once: what a call costs beside, the first time. Shares are of the ceilings above; above 100 %: caches.",
         style="dim",
     )
@@ -60,6 +62,25 @@ def _table(module: str, rows: list[Row], ceilings: Ceilings) -> Table:
         ]
         table.add_row(*cells)
     return table
+
+
+def show_extrapolation(console: Console, steps: list[Extrapolation], plan: RankPlan, config: ModelConfig) -> None:
+    """A step of the whole model, layer by layer."""
+    table = Table(
+        title=f"a decode step of one rank of {plan.ranks}: {plan.batch} requests, {plan.experts} of "
+        f"{config.n_routed_experts} experts a layer; {plan.layers} MoE layers timed, {config.num_moe_layers} reckoned",
+        title_justify="left",
+    )
+    for name in ("routing", "context", "sum", "ms", "tokens/s of the rank"):
+        table.add_column(name, justify="left" if name == "sum" else "right")
+    for step in steps:
+        terms = " + ".join(f"{count} × {each * 1e3:.4g} {name}" for name, count, each in step.parts)
+        rate = plan.batch / step.seconds
+        table.add_row(step.variant, str(step.context), terms, f"{step.seconds * 1e3:.4g}", f"{rate:,.1f}")
+    console.print(table)
+    console.print(
+        "Without the exchanges between ranks: --only dispatch --mesh times those.", style="dim", highlight=False
+    )
 
 
 def to_json(

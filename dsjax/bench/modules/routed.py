@@ -104,21 +104,14 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
 
 def expert_loop(setting: Setting, experts: int, found: Arrivals) -> Prepared:
     """The step's own call, `dispatch` over an EP group of one rank, whose experts are read out of the whole stack of layers."""
-    stack, rng = _stack(setting, experts), np.random.default_rng(setting.seed)
-    # Each layer routes differently: ids that never change would be sorted once, before the loop.
-    ids = np.stack([np.append(rng.permutation(experts), -1)[found.ids] for _ in range(stack.depth)])
+    stack = _stack(setting, experts)
     inputs = {
         "params": stack.values(setting.seed),
         "x": setting.random((found.rows, setting.config.hidden_size)),
-        "ids": jnp.asarray(ids, jnp.int32),
+        "ids": layer_ids(setting, experts, found, stack.depth),
         "weights": jnp.asarray(found.weights),
     }
-    product = ExpertProduct(
-        weight_dtype=stack.table.infos["down.weight"].dtype,
-        platform=setting.platform,
-        mean_load=found.mean_load,
-    )
-
+    product = product_of(setting, stack.table.infos["down.weight"].dtype, found)
     specs = {name: P() for name in (*inputs["params"], "layer")}
 
     def one_layer(inputs, layer, total):
@@ -134,6 +127,18 @@ def expert_loop(setting: Setting, experts: int, found: Arrivals) -> Prepared:
     counts |= {name: jnp.zeros((1,), jnp.int32) for name in ("rows_received", "rows_sent", "rounds")}
     carry = (counts, jnp.zeros_like(inputs["x"]))
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=config.num_moe_layers)
+
+
+def layer_ids(setting: Setting, experts: int, found: Arrivals, layers: int) -> jax.Array:
+    """Ids `[layers, N, K]`: each layer routes differently. Ids that never change would be sorted once, before the loop."""
+    rng = np.random.default_rng(setting.seed)
+    every = [np.append(rng.permutation(experts), -1)[found.ids] for _ in range(layers)]
+    return jnp.asarray(np.stack(every), jnp.int32)
+
+
+def product_of(setting: Setting, weight_dtype: np.dtype, found: Arrivals) -> ExpertProduct:
+    """The product that the step would choose."""
+    return ExpertProduct(weight_dtype=weight_dtype, platform=setting.platform, mean_load=found.mean_load)
 
 
 def default_experts(config, memory: int, expert_bytes: int) -> int:

@@ -116,10 +116,16 @@ class Stack:
         """The module's structure, for `nnx.merge`."""
         return self.table.graph
 
-    def layer(self, params: Mapping[str, jax.Array], index: jax.Array):
-        """One layer's weights, sliced out of the stack as a scan over layers does it; the state for `nnx.merge`."""
-        weights = nnx.split(self.table.bind(params))[1]
-        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), weights)
+    def layer(self, params: Mapping[str, jax.Array], index: jax.Array, skip: str | None = None):
+        """One layer's weights, sliced out of the stack as a scan over layers does it; the state for `nnx.merge`.
+
+        skip: parameters whose path has this stay whole stacks, as experts do in the step.
+        """
+        chosen = {
+            path: array if skip and skip in path else jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+            for path, array in params.items()
+        }
+        return nnx.split(self.table.bind(chosen))[1]
 
 
 def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,6 +50,8 @@ class Prepared:
     few: int = 0
     many: int = 0
     samples: list[Sample] = field(default_factory=list)
+    empty: Callable[[int], None] | None = None
+    """As many calls of a program that does nothing, where `run` is calls from the host and they are to be taken off."""
     state: Callable[[], Any] = lambda: None
     """What the loop carries, after the last call."""
 
@@ -76,6 +78,10 @@ class Prepared:
         self.run(self.few)
         whole = self.in_device_loop and self.few
         empty, short = (self._time(0), self._time(self.few)) if whole else (0.0, 0.0)
+        if self.empty is not None:
+            started = time.perf_counter()
+            self.empty(self.many)
+            empty = time.perf_counter() - started
         self.samples.append(Sample(empty, short, self._time(self.many)))
         return self.samples[-1]
 
@@ -90,7 +96,7 @@ class Prepared:
 
     def times(self) -> Times:
         """Of the samples so far."""
-        return Times(tuple(self.samples), self.few, self.many, self.unit)
+        return Times(tuple(self.samples), self.few if self.in_device_loop else 0, self.many, self.unit)
 
     def _time(self, applications: int) -> float:
         started = time.perf_counter()
@@ -139,6 +145,29 @@ def host_loop(call: Callable[[], Any]) -> Prepared:
             jax.block_until_ready(call())
 
     return Prepared(run, in_device_loop=False)
+
+
+def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry: Any) -> Prepared:
+    """`carry = apply(inputs, carry)` as one call from the host each time, inputs in turn; the cost of an empty call is taken off.
+
+    For what a step has once: in a loop of nothing else it would find the threads of its products awake.
+    """
+
+    def program(inputs, carry):
+        with jax.default_matmul_precision("highest"):
+            return apply(inputs, carry)
+
+    compiled = jax.jit(program, donate_argnums=1).lower(inputs[0], carry).compile()
+    nothing = jax.jit(lambda inputs, carry: carry, donate_argnums=1, keep_unused=True)
+    nothing = nothing.lower(inputs[0], carry).compile()
+    held, turn = [carry], [0]
+
+    def run(calls: int, program=compiled) -> None:
+        for _ in range(calls):
+            turn[0] += 1
+            held[0] = jax.block_until_ready(program(inputs[turn[0] % len(inputs)], held[0]))
+
+    return Prepared(run, in_device_loop=False, empty=lambda calls: run(calls, nothing), state=lambda: held[0])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from dsjax.bench.modules.attention import attention_cases
 from dsjax.bench.modules.ceilings import Ceilings, hardware_of
 from dsjax.bench.modules.dense import mlp_cases
 from dsjax.bench.modules.grid import cases
+from dsjax.bench.modules.one_rank import RankPlan, extrapolate, layer_stack, one_rank_cases
 from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions, OptionError
 from dsjax.bench.modules.prepare import make_setting
 from dsjax.bench.modules.routed import arrivals, route_randomly
@@ -21,6 +23,7 @@ from dsjax.bench.modules.setting import Stack
 from dsjax.bench.modules.timing import Budget
 from dsjax.cli import app
 from dsjax.config import load_config
+from dsjax.errors import UserError
 from dsjax.model.mlp import MLP
 
 FAST = Ceilings(1e12, 1e15, "test")
@@ -144,6 +147,7 @@ def test_ceilings_are_found_by_the_device_s_name(name, key):
         ({"only": "attention,mpl"}, "mpl"),
         ({"tokens": "0"}, "at least 1"),
         ({"forms": "XX"}, "A_CC_ME"),
+        ({"layers": "x"}, "auto"),
     ],
 )
 def test_a_mistake_is_named_with_what_would_do(options, message):
@@ -187,3 +191,31 @@ def test_the_command_prints_tables_and_writes_json(tmp_path):
     for row in body["rows"]:
         assert row["min_s"] <= row["low_s"] <= row["median_s"] <= row["high_s"]
         assert len(row["samples_s"]) >= 3
+
+
+def test_one_rank_of_many_is_reckoned_up_layer_by_layer(setting):
+    plan = RankPlan.of(setting, 32, 4, "2")
+    assert (plan.experts, plan.layers) == (2, 2)
+    found = run_cases(setting, one_rank_cases(setting, plan, [16]), FAST, NO_TIME, 60.0)
+    assert not found.skipped
+    even, skewed = extrapolate(setting, found.rows)
+    assert (even.variant, skewed.variant) == ("even", "skewed")
+    each = {row.case.module: row.times.median for row in found.rows if row.case.variant in ("", "even")}
+    # The demo has one dense layer and four with experts.
+    expected = 4 * each["MoE layer"] + each["dense layer"] + each["head"] + each["launch"]
+    assert even.seconds == pytest.approx(expected)
+
+
+def test_a_rank_s_layer_has_its_experts_and_nothing_of_the_others(v3):
+    """8 of 256 experts, the shared one, the router and attention: 44,040,192 × 9 + 1,835,264 + 187,107,328 and two norms."""
+    stack = layer_stack(v3, 8, 1)
+    parameters = sum(math.prod(info.shape) for info in stack.table.infos.values())
+    assert parameters == 9 * 44_040_192 + 1_835_264 + 187_107_328 + 2 * 7168
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layers", "message"), [(7, "auto", "does not divide 64"), (32, "5", "the model has 4 layers")]
+)
+def test_a_rank_that_cannot_be_is_refused(setting, ranks, layers, message):
+    with pytest.raises(UserError, match=message):
+        RankPlan.of(setting, ranks, 4, layers)

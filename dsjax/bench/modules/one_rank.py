@@ -1,0 +1,191 @@
+"""One rank of many on one device: its true share of a model's layers, timed as a step's, and reckoned up to the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from dsjax.bench.modules.attention import AttentionInputs, attend_layer, cache_for, cache_layers
+from dsjax.bench.modules.case import Case, Row, Work
+from dsjax.bench.modules.dense import head_cases
+from dsjax.bench.modules.launch import launch_cases
+from dsjax.bench.modules.routed import SKEWS, Arrivals, arrivals, layer_ids, product_of
+from dsjax.bench.modules.setting import Setting, Stack, free_memory
+from dsjax.bench.modules.timing import Prepared, device_loop
+from dsjax.errors import UserError
+from dsjax.model.mla_costs import mla_cost
+from dsjax.model.transformer import DecoderLayer
+from sharding.dispatch import DispatchConfig, dispatch
+
+MEMORY_SHARE = 0.5
+"""Of the free memory, what the layers may take: while weights are made, a stack of them exists twice."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What is timed: a decode step of `batch` requests of one of `ranks` ranks, with `experts` a layer and `layers` MoE layers."""
+
+    ranks: int
+    experts: int
+    batch: int
+    layers: int
+
+    @classmethod
+    def of(cls, setting: Setting, ranks: int, batch: int, layers: str) -> RankPlan:
+        """Experts divided over the ranks; as many layers as memory holds, or as were asked for.
+
+        Raises:
+            UserError: a model without experts, ranks that do not divide them, or more layers than the model has.
+        """
+        config = setting.config
+        if not config.is_moe:
+            raise UserError("--one-rank-of divides experts over ranks, and this model has none; leave it out")
+        if config.n_routed_experts % ranks:
+            raise UserError(f"--one-rank-of is {ranks}, which does not divide {config.n_routed_experts} experts")
+        experts = config.n_routed_experts // ranks
+        free = free_memory(setting.step.mesh.devices.flat[0])
+        fit = int(MEMORY_SHARE * free // layer_stack(setting, experts, 1).nbytes)
+        wanted = min(config.num_moe_layers, max(1, fit)) if layers == "auto" else int(layers)
+        if wanted > config.num_moe_layers:
+            raise UserError(f"--layers is {wanted}, and the model has {config.num_moe_layers} layers with experts")
+        return cls(ranks, experts, batch, wanted)
+
+
+def layer_stack(setting: Setting, experts: int, depth: int) -> Stack:
+    """`depth` layers of the model as one rank holds them: with so many physical experts, or, with 0, dense."""
+    make = lambda declare: DecoderLayer(declare, setting.config, num_physical=experts)  # noqa: E731
+    return Stack.of(setting, make, depth, depth=depth)
+
+
+def one_rank_cases(setting: Setting, plan: RankPlan, contexts: list[int]) -> Iterator[Case]:
+    """A dense layer and the MoE layers, for each context; the head and the launch."""
+    config = setting.config
+    yield from launch_cases(setting, [plan.batch])
+    for context in contexts:
+        if context + 1 > setting.max_model_len:
+            continue
+        if config.num_dense_layers:
+            depth = min(2, config.num_dense_layers)
+            yield _case(setting, plan, "dense layer", "", context, layer_stack(setting, 0, depth), None)
+        for variant, skew in SKEWS.items():
+            found = arrivals(setting, plan.batch, plan.experts, skew)
+            stack = layer_stack(setting, plan.experts, plan.layers)
+            yield _case(setting, plan, "MoE layer", variant, context, stack, found)
+    yield from head_cases(setting, [plan.batch])
+
+
+def _case(
+    setting: Setting, plan: RankPlan, module: str, variant: str, context: int, stack: Stack, found: Arrivals | None
+) -> Case:
+    config, size = setting.config, setting.dtype.itemsize
+    attention = mla_cost(
+        config,
+        setting.step.decode_form,
+        rows=plan.batch,
+        chunk=1,
+        context=context + 1,
+        cache_itemsize=jnp.dtype(setting.step.cache_dtype).itemsize,
+        activation_itemsize=size,
+    )
+    expert = 6 * config.hidden_size * config.moe_intermediate_size
+    sizes = {"tokens": plan.batch, "context": context, "layers": stack.depth}
+    other = attention.cache_read_bytes + attention.cache_write_bytes + attention.activation_bytes
+    flops, weights = attention.flops, stack.layer_bytes
+    if found is None:
+        flops += 6 * plan.batch * config.hidden_size * config.intermediate_size
+    else:
+        flops += expert * (found.pairs + plan.batch * config.n_shared_experts)
+        sizes |= {"experts": plan.experts, "rows": found.rows, "pairs": found.pairs}
+        other += 2 * found.rows * config.hidden_size * size
+    build = lambda: _loop(setting, plan, stack, found, context)  # noqa: E731
+    return Case(module, variant, sizes, Work(flops, weights, other), int(stack.nbytes / MEMORY_SHARE * 0.8), build)
+
+
+def _loop(setting: Setting, plan: RankPlan, stack: Stack, found: Arrivals | None, context: int) -> Prepared:
+    """Whole layers: attention and MLP or experts, each behind a norm and beside a residual, as the step has them."""
+    step, config = setting.step, setting.config
+    tokens, layers = plan.batch, cache_layers(setting, step.decode_form, plan.batch, context + 1)
+    attention, inputs = AttentionInputs.of(setting, step.decode_form, tokens, 1, context)
+    inputs |= {"params": stack.values(setting.seed)}
+    graph, experts = stack.graph, None
+    if found is not None:
+        experts = product_of(setting, stack.table.infos["moe.experts.down.weight"].dtype, found)
+        inputs["rows"] = setting.random((found.rows, config.hidden_size))
+        inputs["ids"] = layer_ids(setting, plan.experts, found, stack.depth)
+        inputs["weights"] = jnp.asarray(found.weights)
+
+    def one_layer(inputs, index, carry):
+        x, cache, turn = carry
+        # Values of every layer start from the same: residuals of thousands of layers would grow without end.
+        x = inputs["x"] + 1e-3 * jnp.tanh(x)
+        params = {path: inputs["params"][path] for path in stack.table.infos}
+        block: DecoderLayer = nnx.merge(graph, stack.layer(params, index, skip=".experts."))
+        out, cache = attend_layer(attention, block.attn, block.attn_norm(x), inputs, cache, turn)
+        x = x + out
+        y = block.mlp_norm(x)
+        x = x + (block.mlp(y) if found is None else _routed(block, y, inputs, params, index))
+        return x, cache, (turn + 1) % layers
+
+    def _routed(block, y, inputs, params, index):
+        """The router's choice for the rank's own tokens; the product of the rows that all ranks sent; the shared expert."""
+        prefix = "moe.experts."
+        stored = {path.removeprefix(prefix): array for path, array in params.items() if path.startswith(prefix)}
+        specs = {name: P() for name in (*stored, "layer")}
+        arguments = (inputs["rows"], inputs["ids"][index], inputs["weights"], stored | {"layer": index})
+
+        def apply(_, x, routing):
+            config = DispatchConfig(report=True)
+            out, _ = dispatch(setting.spec, step.mesh, config, *arguments, experts, specs, experts=plan.experts)
+            # What comes back to the rank are as many rows as it sent, summed from other ranks: here rows of its own.
+            back = jnp.resize(out, (tokens, out.shape[-1]))[None]
+            return back * routing.weights.sum(-1, keepdims=True).astype(back.dtype), None
+
+        return block.moe(y, apply)[0]
+
+    carry = (jnp.zeros_like(inputs["x"]), cache_for(setting, step.decode_form, tokens, context + 1), jnp.int32(0))
+    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=stack.depth)
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """A step of the whole model from the times of its layers. Exchanges between ranks are not in it."""
+
+    variant: str
+    context: int
+    parts: tuple[tuple[str, int, float], ...]
+    """(name, how many, seconds of one)."""
+
+    @property
+    def seconds(self) -> float:
+        """The sum."""
+        return sum(count * each for _, count, each in self.parts)
+
+    def to_json(self) -> dict:
+        """Stable fields, seconds."""
+        parts = [{"part": name, "count": count, "each_s": each} for name, count, each in self.parts]
+        return {"variant": self.variant, "context": self.context, "parts": parts, "step_s": self.seconds}
+
+
+def extrapolate(setting: Setting, rows: list[Row]) -> list[Extrapolation]:
+    """For each MoE layer that was timed: the model's dense layers, its MoE layers, head and launch."""
+    config, found = setting.config, []
+    alone = {row.case.module: row.times.median for row in rows if row.case.module in ("head", "launch")}
+    for row in rows:
+        if row.case.module != "MoE layer":
+            continue
+        context = row.case.sizes["context"]
+        dense = [r for r in rows if r.case.module == "dense layer" and r.case.sizes["context"] == context]
+        parts = [("MoE layers", config.num_moe_layers, row.times.median)]
+        parts += [("dense layers", config.num_dense_layers, r.times.median) for r in dense]
+        parts += [(name, 1, seconds) for name, seconds in alone.items()]
+        found.append(Extrapolation(row.case.variant, context, tuple(parts)))
+    return found
+
+
+def layers_timed(rows: list[Row]) -> int:
+    """MoE layers that were there at once."""
+    return max((row.case.sizes["layers"] for row in rows if row.case.module == "MoE layer"), default=0)
