@@ -125,9 +125,9 @@ class TargetPrices:
         size = 2 * max((shape.nbytes for shape in operation.shapes), default=0)
         return {COPIES: Work(size / self._memory + self._time(self.assumed.launch), 0.0, size, "memory")}
 
-    def turn(self, loop: Operation) -> Work:
+    def turn(self, loop: Operation, known: bool) -> Work:
         """Nothing where the length is known before."""
-        return Work(0.0 if loop.trip_count is not None else self._time(self.assumed.turn), bound="host")
+        return Work(0.0 if known else self._time(self.assumed.turn), bound="host")
 
     def transfer(self, collective: ProgramCollective) -> Mapping[str, Work]:
         """Inside the scale-up domain, between domains, or both at once."""

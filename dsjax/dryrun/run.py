@@ -164,10 +164,7 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
     elif hardware.platform == "cuda":
         yield "hosts are scale-up domains: devices that NVLink joins"
     else:
-        yield (
-            "of TPU programs only memory is read in full: products are convolutions there, which are not counted, and "
-            "loops of layers count once"
-        )
+        yield "the products of grouped kernels (tpu_custom_call) are not counted"
     memory = DeviceMemory.of(compiled)
     unread = memory.weight_bytes + memory.cache + memory.inputs - memory.arguments
     if unread > 0:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -208,15 +209,19 @@ def ragged_dot(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPair
     row_P = jnp.pad(pairs.row_P, (0, block))  # so that the slice of the last block is not shifted back
     weight_P = jnp.pad(pairs.weight_P, (0, block))
 
+    # TPU's kernel refuses bf16 operands under the step's "highest" precision, which asks nothing of them.
+    exact = lax.Precision.HIGHEST if rows_ND.dtype == jnp.float32 else lax.Precision.DEFAULT
+    grouped = partial(lax.ragged_dot, precision=exact, preferred_element_type=jnp.float32)
+
     def one_block(b: Array, out_ND: Array) -> Array:
         at = b * block
         sizes_X = jnp.clip(end_X, at, at + block) - jnp.clip(pairs.start_X, at, at + block)
         row_C = lax.dynamic_slice_in_dim(row_P, at, block)
         x_CD = rows_ND.take(row_C, axis=0, mode="clip")
-        hidden = lax.ragged_dot(x_CD, gate_up, sizes_X, preferred_element_type=jnp.float32)
+        hidden = grouped(x_CD, gate_up, sizes_X)
         gate, up = jnp.split(hidden, 2, axis=-1)
         hidden_CF = (jax.nn.silu(gate) * up).astype(x_CD.dtype)
-        y_CD = lax.ragged_dot(hidden_CF, down, sizes_X, preferred_element_type=jnp.float32)
+        y_CD = grouped(hidden_CF, down, sizes_X)
         y_CD = y_CD * lax.dynamic_slice_in_dim(weight_P, at, block)[:, None]
         used_C = jnp.arange(block) < jnp.sum(sizes_X)
         return out_ND.at[row_C].add(jnp.where(used_C[:, None], y_CD, 0), mode="promise_in_bounds")

@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sharding.program.asynchronous import KINDS, collective_of, is_done, is_start, start_of
 from sharding.program.groups import Groups, mesh_axes, replica_groups, source_target_pairs
 from sharding.program.text import Operation, Program, Shape, item_bits
 from sharding.program.walk import Executed, TripCount, executed
-
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
 
 
 @dataclass(frozen=True)
@@ -78,10 +69,10 @@ def program_collectives(
         devices *= size
     found = []
     for one in executed(program, trip_count):
-        kind = _kind(program, one.operation)
-        if kind is None or one.times == 0:
+        collective = collective_of(program, one.operation)
+        if collective is None or one.times == 0:
             continue
-        inner = _collective_of(program, one.operation)
+        kind, inner = collective
         groups = (
             source_target_pairs(inner.attributes)
             if kind == "collective-permute"
@@ -91,7 +82,7 @@ def program_collectives(
             continue
         operand = _operand(one, inner, kind, dtypes)
         inside, between = _most_sent(kind, groups, _travelling(one, kind, operand), host_devices)
-        beside = _beside(one)
+        beside = _beside(program, one)
         found.append(
             ProgramCollective(
                 name=one.operation.name,
@@ -133,23 +124,6 @@ def true_dtypes(partitioned: Program) -> TrueDtypes:
     return {key: dtype for key, dtype in found.items() if key not in ambiguous}
 
 
-def _kind(program: Program, operation: Operation) -> str | None:
-    """The kind of a collective or of its start; None for its done, and for everything else."""
-    name = operation.opcode.removesuffix("-start")
-    if name in KINDS:
-        return name
-    if operation.opcode == "async-start":
-        inner = program.computations[operation.computation("calls")].root
-        return inner.opcode if inner.opcode in KINDS else None
-    return None
-
-
-def _collective_of(program: Program, operation: Operation) -> Operation:
-    if operation.opcode == "async-start":
-        return program.computations[operation.computation("calls")].root
-    return operation
-
-
 def _operand(one: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | None) -> tuple[Shape, ...]:
     """The arrays put in, sizes read from the operands, dtypes from before the backend's changes where they are known."""
     known = one.computation.operations
@@ -158,7 +132,7 @@ def _operand(one: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | No
     dtype = dtypes.get((kind, inner.channel or 0, _elements(inner))) if dtypes else None
     if dtype is None:
         return shapes
-    return tuple(Shape(dtype, s.dims) if item_bits(dtype) < item_bits(s.dtype) else s for s in shapes)
+    return tuple(Shape(dtype, s.dims, s.space) if item_bits(dtype) < item_bits(s.dtype) else s for s in shapes)
 
 
 def _travelling(one: Executed, kind: str, operand: tuple[Shape, ...]) -> int:
@@ -220,16 +194,20 @@ def _permutation_axes(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]
     return tuple(axis for axis in mesh if axis in changed)
 
 
-def _beside(one: Executed) -> tuple[str, ...] | None:
+def _beside(program: Program, one: Executed) -> tuple[str, ...] | None:
     """Names of what is scheduled between a start and its done; None for a synchronous collective."""
-    if not one.operation.opcode.endswith("-start"):
+    if not is_start(program, one.operation):
         return None
     between: list[str] = []
     started = False
     for operation in one.computation.operations.values():
         if operation is one.operation:
             started = True
-        elif started and operation.opcode.endswith("-done") and one.operation.name in operation.operands:
+        elif (
+            started
+            and is_done(program, operation)
+            and start_of(program, one.computation, operation) == one.operation.name
+        ):
             break
         elif started and operation.opcode not in _FREE:
             between.append(operation.name)

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sharding.program.collectives import KINDS
+from sharding.program.asynchronous import KINDS, collective_of, is_done
+from sharding.program.convolutions import convolution_flops
 from sharding.program.text import Computation, Operation, Program
 from sharding.program.walk import TripCount, executed
 
@@ -64,23 +65,24 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
 
 
 def bytes_moved(program: Program, computation: Computation, operation: Operation) -> int:
-    """Bytes that one scheduled operation reads and writes; 0 for those that only name things, and for collectives."""
+    """Bytes of main memory that one scheduled operation reads and writes; 0 for those that only name things, and for collectives."""
     opcode = operation.opcode
     if opcode in FREE or opcode.endswith(("-start", "-done", "-update")) or opcode in KINDS:
         return 0
     known = computation.operations
     if opcode == "fusion":
+        if collective_of(program, operation) or is_done(program, operation):
+            return 0
         inner = program.computations[operation.computation("calls")]
-        read = sum(_read(inner, parameter) for parameter in inner.parameters)
-        return read + _written(inner)
+        return sum(_read(program, inner, parameter) for parameter in inner.parameters) + _written(inner, operation)
     if opcode in _SLICES:
-        return 2 * operation.nbytes
+        return 2 * operation.memory_bytes
     if opcode in _UPDATES:
-        return 2 * known[operation.operands[1 if opcode == "dynamic-update-slice" else -1]].nbytes
-    return operation.nbytes + sum(known[name].nbytes for name in operation.operands if name in known)
+        return 2 * known[operation.operands[1 if opcode == "dynamic-update-slice" else -1]].memory_bytes
+    return operation.memory_bytes + sum(known[name].memory_bytes for name in operation.operands if name in known)
 
 
-def _read(inner: Computation, parameter: Operation) -> int:
+def _read(program: Program, inner: Computation, parameter: Operation) -> int:
     """Bytes of a fusion's parameter that are read: its slices, if nothing else is done with it."""
     read, pending = 0, [parameter]
     while pending:
@@ -93,18 +95,26 @@ def _read(inner: Computation, parameter: Operation) -> int:
                 continue  # updated in place: what is written is counted there
             elif user.opcode in _RENAMES:
                 pending.append(user)
+            elif user.opcode == "fusion":
+                nested = program.computations[user.computation("calls")]
+                places = [place for place, name in enumerate(user.operands) if name == value.name]
+                read += sum(_read(program, nested, nested.parameters[place]) for place in places)
+            elif user.opcode in KINDS or (user is inner.root and user.opcode == "tuple"):
+                continue  # moved by the collective, or passed on
             else:
-                return parameter.nbytes
-    return min(read, parameter.nbytes)
+                return parameter.memory_bytes
+    return min(read, parameter.memory_bytes)
 
 
-def _written(inner: Computation) -> int:
+def _written(inner: Computation, fusion: Operation) -> int:
     root = inner.root
     results = [inner.operations[name] for name in root.operands] if root.opcode == "tuple" else [root]
     written = 0
-    for result in results:
+    for result, shape in zip(results, fusion.shapes, strict=False):
         while result.opcode in _RENAMES and result.operands:
             result = inner.operations[result.operands[0]]
+        if shape.space or result.opcode == "parameter" or result.opcode in KINDS:
+            continue
         if result.opcode in _UPDATES:
             written += inner.operations[result.operands[1 if result.opcode == "dynamic-update-slice" else -1]].nbytes
         else:
@@ -120,7 +130,10 @@ def products(program: Program, computation: Computation, operation: Operation) -
             yield from products(program, inner, one)
         return
     contracting = None
-    if operation.opcode == "dot":
+    if operation.opcode == "convolution":
+        left, right = (computation.operations[name].shapes[0] for name in operation.operands)
+        yield left.dtype, convolution_flops(operation, left, right)
+    elif operation.opcode == "dot":
         contracting = operation.integers("lhs_contracting_dims")
     elif operation.opcode == "custom-call":
         contracting = _gemm(computation, operation)

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from sharding.program.asynchronous import collective_of, is_done, is_start, start_of
 from sharding.program.collectives import ProgramCollective
 from sharding.program.costs import FREE
+from sharding.program.loops import known_trip_count
 from sharding.program.text import Computation, Operation, Program
 from sharding.program.walk import TripCount
 
@@ -41,8 +43,8 @@ class Prices(Protocol):
     def copy(self, computation: Computation, operation: Operation) -> Mapping[str, Work]:
         """The start of anything else that is asynchronous."""
 
-    def turn(self, loop: Operation) -> Work:
-        """What going round a loop costs once, beside the operations in it."""
+    def turn(self, loop: Operation, known: bool) -> Work:
+        """What going round a loop costs once, beside the operations in it. known: whether its length is, before it runs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,42 +177,40 @@ class _Builder:
 
     def items(self, computation: Computation) -> tuple[_Item, ...]:
         found: list[_Item] = []
-        starts: dict[str, str] = {}
         for operation in computation.operations.values():
-            found += self._items(computation, operation, starts)
+            found += self._items(computation, operation)
         return tuple(found)
 
-    def _items(self, computation: Computation, operation: Operation, starts: dict[str, str]) -> list[_Item]:
+    def _items(self, computation: Computation, operation: Operation) -> list[_Item]:
         opcode = operation.opcode
         if opcode == "while":
-            return self._loop(operation)
+            return self._loop(computation, operation)
         if opcode == "conditional":
             branches = [self.items(self.program.computations[name]) for name in operation.branches]
             return list(max(branches, key=_alone_seconds))
         if opcode == "call":
             return list(self.items(self.program.computations[operation.computation("to_apply")]))
-        if opcode.endswith("-update") and operation.operands:
-            starts[operation.name] = starts.get(operation.operands[0], operation.operands[0])
-            return []
-        if opcode.endswith("-done"):
-            return [_Wait(starts.get(operation.operands[0], operation.operands[0]))]
+        if is_done(self.program, operation):
+            return [_Wait(start_of(self.program, computation, operation))]
         if operation.name in self.collectives:
             works = self.prices.transfer(self.collectives[operation.name])
-            return [_Transfer(operation, works, opcode.endswith("-start"))]
+            return [_Transfer(operation, works, is_start(self.program, operation))]
+        if collective_of(self.program, operation):
+            return [_Transfer(operation, {}, is_start(self.program, operation))]
         if opcode.endswith("-start"):
             return [_Transfer(operation, self.prices.copy(computation, operation), True)]
-        if opcode in FREE:
+        if opcode in FREE or opcode.endswith("-update"):
             return []
         work = self.prices.operation(self.program, computation, operation)
         return [_Compute(operation, work)] if work.seconds > 0 else []
 
-    def _loop(self, operation: Operation) -> list[_Item]:
-        known = operation.trip_count
+    def _loop(self, computation: Computation, operation: Operation) -> list[_Item]:
+        known = known_trip_count(self.program, computation, operation)
         times = self.trip_count(operation) if known is None else known
         times = 1 if times is None else times
         if not times:
             return []
-        turn = self.prices.turn(operation)
+        turn = self.prices.turn(operation, known is not None)
         items = self.items(self.program.computations[operation.computation("body")])
         if known is None:  # otherwise nothing has to be looked at to go on
             items = self.items(self.program.computations[operation.computation("condition")]) + items

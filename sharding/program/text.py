@@ -14,7 +14,7 @@ _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128":
 _ITEM_BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (4, 8, 16, 32, 64)} | {
     f"f{b}": b for b in (16, 32, 64)
 }
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ?]*)\]")
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ?]*)\](?:{[^}]*?S\((\d+)\)[^}]*})?")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _OPERATION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"([\w\-]+)\(")
@@ -27,10 +27,14 @@ class ProgramTextError(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """One array: XLA's name of its dtype (``bf16``, ``f8e4m3fn``, ``pred``) and its dimensions."""
+    """One array: XLA's name of its dtype (``bf16``, ``f8e4m3fn``, ``pred``) and its dimensions.
+
+    space: the memory it lies in: 0 is the device's main memory, others are a TPU core's own.
+    """
 
     dtype: str
     dims: tuple[int, ...]
+    space: int = 0
 
     @property
     def size(self) -> int:
@@ -77,6 +81,11 @@ class Operation:
     def nbytes(self) -> int:
         """Bytes of the result."""
         return sum(shape.nbytes for shape in self.shapes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the result that lie in the device's main memory."""
+        return sum(shape.nbytes for shape in self.shapes if not shape.space)
 
     @cached_property
     def op_name(self) -> str:
@@ -199,8 +208,8 @@ def _parse_operation(line: str) -> Operation:
 
 def _shapes(text: str) -> tuple[Shape, ...]:
     found = []
-    for dtype, dims in _SHAPE.findall(text):
-        found.append(Shape(dtype, tuple(int(dim.lstrip("<= ")) for dim in dims.split(",") if dim)))
+    for dtype, dims, space in _SHAPE.findall(text):
+        found.append(Shape(dtype, tuple(int(dim.lstrip("<= ")) for dim in dims.split(",") if dim), int(space or 0)))
     return tuple(found)
 
 

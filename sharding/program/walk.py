@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from sharding.program.loops import known_trip_count
 from sharding.program.text import Computation, Operation, Program
 
 TripCount = Callable[[Operation], float | None]
-"""How often a ``while`` whose count XLA does not know runs its body, as far as the caller can tell."""
+"""How often a ``while`` whose count the text does not tell runs its body, as far as the caller can tell."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def _walk(
     for operation in computation.operations.values():
         yield Executed(operation, computation, times, open_)
         if operation.opcode == "while":
-            known = operation.trip_count
+            known = known_trip_count(program, computation, operation)
             assumed = trip_count(operation) if known is None else known
             inside = times * (1 if assumed is None else assumed)
             for name in (operation.computation("condition"), operation.computation("body")):

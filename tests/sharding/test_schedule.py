@@ -27,8 +27,8 @@ class Named:
     def copy(self, computation, operation):
         return {"copies": Work(self.seconds[operation.name])}
 
-    def turn(self, loop):
-        return Work(self.each)
+    def turn(self, loop, known):
+        return Work(0 if known else self.each)
 
 
 def program(*lines, others=""):

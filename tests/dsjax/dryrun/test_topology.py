@@ -13,6 +13,7 @@ from dsjax.dryrun.topology import cuda_shape, cuda_target, target_devices, torus
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 
+HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
 HAS_CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
@@ -79,3 +80,26 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, tmp_path):
     experts = timeline["by_scope"]["experts/dispatch/experts"]["flops"]
     assert report["costs"]["expert_flops"] <= experts <= 2 * report["costs"]["expert_flops"]
     assert (tmp_path / "t.png").is_file()
+
+
+@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu], without a TPU")
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+def test_a_step_for_tpus_counts_its_layers_and_its_products(step, tmp_path):
+    command = (
+        f"dryrun --model demo --mesh dp=2,tp=2 --target tpu-v5e --step {step} --context 512 --json - "
+        f"--timeline {tmp_path}/t.json"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    done = subprocess.run(
+        [sys.executable, "-m", "dsjax", *command.split()],
+        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=600, check=True,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    layers = {one["times"] for one in report["collectives"] if "mla_output" in one["op_name"]}
+    assert sum(layers) == 5  # one dense layer and four with experts, or all in one loop
+    tokens = report["tokens_per_device"] * 2
+    weights = sum(report["parameters"][part] for part in ("attention", "head")) / 2
+    head = report["parameters"]["head"] / 2
+    rows = report["batch"] if step == "prefill" else tokens  # the head sees each row's last token
+    assert report["costs"]["flops"] > 2 * (tokens * (weights - head) + rows * head)
+    assert 0 < report["timeline"]["step"]["low"] < report["timeline"]["step_seconds"]

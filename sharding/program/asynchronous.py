@@ -1,0 +1,73 @@
+"""Starts and dones: the pairs in which a schedule writes what runs beside it, as GPU programs and as TPU programs do.
+
+GPU: ``all-gather-start`` and ``all-gather-done``, or ``async-start`` of a computation. TPU: a fusion around the collective and a
+custom call ``AsyncCollectiveStart``, one with ``AsyncCollectiveDone``, and between them fusions that compute while they move the
+collective on, each with a copy of it under the same channel.
+"""
+
+from __future__ import annotations
+
+from sharding.program.text import Computation, Operation, Program
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_START, _DONE = '"AsyncCollectiveStart"', '"AsyncCollectiveDone"'
+_BETWEEN = "async_collective_fusion"
+
+
+def collective_of(program: Program, operation: Operation) -> tuple[str, Operation] | None:
+    """``(kind, the operation with its groups)`` of what starts a collective, or runs one; None for its done, and for all else."""
+    name = operation.opcode.removesuffix("-start")
+    if name in KINDS:
+        return name, operation
+    if operation.opcode == "async-start":
+        root = program.computations[operation.computation("calls")].root
+        return (root.opcode, root) if root.opcode in KINDS else None
+    if operation.opcode == "fusion" and not is_done(program, operation):
+        inner = program.computations[operation.computation("calls")]
+        found = [one for one in inner.operations.values() if one.opcode in KINDS]
+        if found and not inner.name.startswith(_BETWEEN):
+            return found[0].opcode, found[0]
+    return None
+
+
+def is_start(program: Program, operation: Operation) -> bool:
+    """Whether it hands something over that a done will wait for."""
+    return operation.opcode.endswith("-start") or _calls(program, operation, _START)
+
+
+def is_done(program: Program, operation: Operation) -> bool:
+    """Whether it waits for a start."""
+    return operation.opcode.endswith("-done") or _calls(program, operation, _DONE)
+
+
+def start_of(program: Program, computation: Computation, done: Operation) -> str:
+    """The name of the start that a done of the same computation waits for; of its operand where there is none."""
+    if done.opcode == "fusion":
+        channel = _channel(program, done)
+        for operation in computation.operations.values():
+            if _calls(program, operation, _START) and _channel(program, operation) == channel:
+                return operation.name
+    found = computation.operations.get(done.operands[0])
+    while found is not None and found.opcode.endswith("-update"):
+        found = computation.operations.get(found.operands[0])
+    return found.name if found is not None else done.operands[0]
+
+
+def _calls(program: Program, operation: Operation, target: str) -> bool:
+    if operation.opcode != "fusion":
+        return False
+    root = program.computations[operation.computation("calls")].root
+    return root.opcode == "custom-call" and target in root.attributes
+
+
+def _channel(program: Program, operation: Operation) -> int | None:
+    inner = program.computations[operation.computation("calls")]
+    return next((one.channel for one in inner.operations.values() if one.opcode in KINDS), None)

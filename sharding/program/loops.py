@@ -1,0 +1,67 @@
+"""How often a ``while`` runs its body, where the text tells: XLA's own note of it, or a counter that goes up to a constant."""
+
+from __future__ import annotations
+
+from sharding.program.text import Computation, Operation, Program
+
+_SAME = ("bitcast", "copy", "copy-done", "copy-start", "reshape")
+
+
+def known_trip_count(program: Program, computation: Computation, loop: Operation) -> int | None:
+    """Turns of a loop of ``computation``; None where they hang on values.
+
+    GPU and CPU programs carry XLA's ``known_trip_count``. TPU programs do not: there the condition compares a counter with a
+    constant, the body adds one to it, and it starts at a constant.
+    """
+    if loop.trip_count is not None:
+        return loop.trip_count
+    condition, body = (program.computations[loop.computation(part)] for part in ("condition", "body"))
+    compared = condition.root
+    if compared.opcode != "compare" or "direction=LT" not in compared.attributes:
+        return None
+    counter, limit = (_origin(condition, name) for name in compared.operands)
+    if counter is None or limit is None or counter.opcode != "get-tuple-element":
+        return None
+    index = counter.number("index")
+    before = _element(computation, loop.operands[0], index)
+    first = _integer(before)
+    last = _integer(limit)
+    if limit.opcode == "get-tuple-element" and _passed_on(body, limit.number("index")):
+        last = _integer(_element(computation, loop.operands[0], limit.number("index")))
+    if first is None or last is None or not _adds_one(body, index):
+        return None
+    return max(0, last - first)
+
+
+def _origin(computation: Computation, name: str) -> Operation | None:
+    """What a value is but for copies."""
+    found = computation.operations.get(name)
+    while found is not None and found.opcode in _SAME:
+        found = computation.operations.get(found.operands[0])
+    return found
+
+
+def _element(computation: Computation, name: str, index: int) -> Operation | None:
+    made = computation.operations[name]
+    return _origin(computation, made.operands[index]) if made.opcode == "tuple" else None
+
+
+def _integer(operation: Operation | None) -> int | None:
+    if operation is None or operation.opcode != "constant":
+        return None
+    return int(operation.literal) if operation.literal.lstrip("-").isdigit() else None
+
+
+def _passed_on(body: Computation, index: int) -> bool:
+    """Whether the body leaves an element of its tuple as it was."""
+    found = _element(body, body.root.name, index)
+    return found is not None and found.opcode == "get-tuple-element" and found.number("index") == index
+
+
+def _adds_one(body: Computation, index: int) -> bool:
+    added = _element(body, body.root.name, index)
+    if added is None or added.opcode != "add":
+        return False
+    terms = [_origin(body, name) for name in added.operands]
+    counters = [term for term in terms if term is not None and term.opcode == "get-tuple-element"]
+    return [one.number("index") for one in counters] == [index] and 1 in [_integer(term) for term in terms]
