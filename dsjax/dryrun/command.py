@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.options import engine_options, prepare_devices
+from dsjax.report_console import report_console
 
 
 @engine_options
@@ -70,7 +70,7 @@ def dryrun(
         picture = timeline_picture or timeline.with_name(timeline.name.split(".json")[0] + ".png")
         _write_timeline(report, timeline, picture)
     if json_file is None:
-        show(Console(), report)
+        show(report_console(), report)
         return
     text = json.dumps(report.to_json(), indent=2) + "\n"
     if json_file == "-":

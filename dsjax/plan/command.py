@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from dsjax.errors import UserError
+from dsjax.report_console import report_console
 
 _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
 
@@ -144,9 +144,7 @@ def plan(
             modules,
         ),
     )
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
+    console = report_console()
     if mode in STATIC_MODES:
         results = static(question, mode, batch)
         if json_file is None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from dsjax.bench.serve.flags import options_of
 from dsjax.bench.serve.options import LoadOptions, OptionError, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.errors import UserError
+from dsjax.report_console import report_console
 
 if TYPE_CHECKING:
     from dsjax.bench.serve.result_files import PointResult
@@ -119,7 +120,7 @@ def _write(
     bodies = [result_json(head, one, devices, report.save_detailed) for one in points]
     swept = "max_concurrency" if load.sweep_concurrency else "request_rate" if load.sweep_rate else None
     if swept:
-        Console(stderr=report.json_file == "-").print(sweep_table(bodies, swept))
+        report_console(stderr=report.json_file == "-").print(sweep_table(bodies, swept))
     if report.json_file and bodies:
         _write_json(report.json_file, {**head, "swept": swept, "points": bodies} if swept else bodies[0])
     if report.csv_points and bodies:

@@ -1,0 +1,17 @@
+"""Tables in files and pipes are wide enough for their figures."""
+
+import subprocess
+import sys
+
+import pytest
+
+PRINT = "from dsjax.report_console import report_console; print(report_console().width)"
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(None, 120), ("200", 200)])
+def test_a_pipe_has_room_for_wide_tables_unless_its_width_is_said(columns, expected, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    found = subprocess.run([sys.executable, "-c", PRINT], capture_output=True, text=True, check=True)
+    assert int(found.stdout) == expected
