@@ -95,11 +95,11 @@ def plan(
     from dsjax.plan.own_cluster import choose_precision, find_cluster
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
     from dsjax.plan.recipe import recipe
-    from dsjax.plan.report import show, show_sweep, to_json
-    from dsjax.plan.search import Question, search
+    from dsjax.plan.report import show, show_sweep, show_usages, to_json
+    from dsjax.plan.search import Question, instances, search, usages
     from dsjax.plan.simulation.report import show_simulation, simulations
     from dsjax.plan.skew import read_skew
-    from dsjax.plan.static import STATIC_MODES, show_static, static
+    from dsjax.plan.static import STATIC_MODES, show_static, static_of
     from dsjax.plan.sweep import sweep as run_sweep
     from dsjax.plan.workload import Lengths, Objective, Options, Workload
     from sharding.mesh import MeshSpec
@@ -146,14 +146,14 @@ def plan(
     )
     console = report_console()
     if mode in STATIC_MODES:
-        results = static(question, mode, batch)
+        _, fitting, too_large = instances(question)
+        results, taken = static_of(fitting, mode, batch), usages(question, fitting + too_large)
         if json_file is None:
+            show_usages(console, taken)
             show_static(console, results, mode, rows)
         else:
-            _write(
-                json_file,
-                {"model": model, "cluster": found.name, "mode": mode, "ranked": [r.to_json() for r in results[:rows]]},
-            )
+            ranked, read = [r.to_json() for r in results[:rows]], [u.to_json() for u in taken]
+            _write(json_file, {"model": model, "cluster": found.name, "mode": mode, "ranked": ranked, "compiled": read})
         return
     answer = search(question)
     best = answer.winner or (answer.missed[0] if answer.missed else None)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsjax.plan.candidate import Candidate
+from dsjax.plan.dry_runs import Usage
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.recipe import recipe
@@ -67,11 +68,7 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
         "memory and one request",
         highlight=False,
     )
-    for found in plan.usages:
-        what = f"{found.run.file} ({found.run.mesh}, {found.run.shape}, {found.run.target}): "
-        console.print(
-            Text(what + ("taken: " if found.used else "not used: ") + found.text, "" if found.used else "yellow")
-        )
+    show_usages(console, plan.usages)
     if any(found.used for found in plan.usages) and len(plan.considered) > 1:
         console.print(
             "Rows marked compiled count what XLA's program does beyond the published kernels; the others do not. Compare like "
@@ -86,6 +83,15 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
         console.print(Text(sentence(reason)), highlight=False)
     if plan.missed:
         _table(console, "none meets the objectives; nearest first", plan, plan.missed[:rows])
+
+
+def show_usages(console: Console, usages: Sequence[Usage]) -> None:
+    """What was taken of each dry run, or why nothing was."""
+    for found in usages:
+        what = f"{found.run.file} ({found.run.mesh}, {found.run.shape}, {found.run.target}): "
+        console.print(
+            Text(what + ("taken: " if found.used else "not used: ") + found.text, "" if found.used else "yellow")
+        )
 
 
 def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
@@ -77,10 +77,7 @@ class Plan:
     @property
     def usages(self) -> list[Usage]:
         """What was taken of each dry run that was given."""
-        question, options = self.question, self.question.options
-        weights = {i.layout.unit: i.memory.weights_total for i in self.fitting + self.too_large}
-        about = (question.config, question.cluster, options.precision, options.dispatch, weights)
-        return [usage(run, *about) for run in options.compiled]
+        return usages(self.question, self.fitting + self.too_large)
 
     @property
     def winner(self) -> Candidate | None:
@@ -117,6 +114,14 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
     shared: dict = {}
     made = [question.instance(layout, steps.setdefault(layout.unit, {"shared": shared})) for layout in found]
     return found, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
+
+
+def usages(question: Question, among: Sequence[Instance]) -> list[Usage]:
+    """What a plan over these instances takes of each dry run that was given."""
+    options = question.options
+    weights = {i.layout.unit: i.memory.weights_total for i in among}
+    about = (question.config, question.cluster, options.precision, options.dispatch, weights)
+    return [usage(run, *about) for run in options.compiled]
 
 
 def search(question: Question) -> Plan:

@@ -46,7 +46,11 @@ class StaticResult:
 
 def static(question: Question, mode: str, batch: int | None) -> list[StaticResult]:
     """Every layout with room for the batch, most tokens a second a device first; batch None: as many as each holds."""
-    _, fitting, _ = instances(question)
+    return static_of(instances(question)[1], mode, batch)
+
+
+def static_of(fitting: list[Instance], mode: str, batch: int | None) -> list[StaticResult]:
+    """The same of instances that are known to fit."""
     found = [_result(i, mode, batch or i.max_batch) for i in fitting if (batch or 1) <= i.max_batch]
     return sorted(found, key=lambda r: -r.rate.value)
 

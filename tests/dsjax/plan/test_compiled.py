@@ -154,6 +154,22 @@ def test_a_predicted_timeline_is_shown_beside_the_planners_step(tmp_path, timeli
     assert "times a step  (compiled; with.json, dsjax dryrun --target h200" in shown.output
 
 
+def test_a_mesh_with_copies_of_the_experts_is_as_many_of_the_one_that_was_compiled(planned, runs):
+    copies = planned("dp8-decode", mesh="dp=16,ep=8").winner
+    assert copies.decode.dry_runs == (runs["dp8-decode"],)
+    assert copies.decode.decode_step(96.0).part("dispatch").kinds & Kind.COMPILED
+
+
+def test_static_modes_say_what_they_took_too(tmp_path):
+    base = ["plan", "--cluster", "h200-8", "--mode", "static_gen", "--batch", "8", "--dispatch", "auto"]
+    arguments = [*base, "--compiled", str(FILES / "tp8-decode.json"), "--compiled", str(FILES / "dp32-decode.json")]
+    shown = " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
+    assert "taken: temporaries 2.89 GB" in shown
+    assert "not used: no layout of this plan is dp=32" in shown
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json", "-"], catch_exceptions=False).stdout)
+    assert [one["used"] for one in found["compiled"]] == [True, False]
+
+
 def test_a_file_that_is_no_dry_run_is_refused(tmp_path):
     path = tmp_path / "no.json"
     for text in ("[]", "{}", "no", '{"device_bytes": 1}'):
