@@ -62,7 +62,8 @@ class Instance:
         most = min(self.max_batch, _LADDER[-1])
         return sorted({b for b in _LADDER if b <= most} | ({most} if most else set()))
 
-    def _models(self) -> list[StepModel]:
+    def step_models(self) -> list[StepModel]:
+        """With and without two-batch overlap, as the options allow; the faster one counts."""
         if "models" not in self.steps:
             options = self.options
             arguments = (self.config, self.cluster, self.layout.unit, options.precision, options.skew)
@@ -87,26 +88,16 @@ class Instance:
         key = ("decode", batch)
         if key not in self.steps:
             context, uneven = self.workload.context, self.workload.uneven
-            times = [m.decode(batch, context, drafts=self.options.drafts, uneven=uneven) for m in self._models()]
+            times = [m.decode(batch, context, drafts=self.options.drafts, uneven=uneven) for m in self.step_models()]
             self.steps[key] = min(times, key=lambda time: time.value)
         return self.steps[key]
 
     def compiled_step(self, run: DryRun) -> Figure:
         """Seconds of the step that was compiled: the same rows and context, without overlap."""
-        model = self._models()[0]
+        model = self.step_models()[0]
         if run.step == "decode":
             return model.decode(run.rows, run.context)
         return model.prefill(run.step_tokens, prompt=run.row_tokens, cached=run.context - run.row_tokens)
-
-    def step_model(self, batch: float, tokens: float, prefill: bool = False) -> StepModel:
-        """The model, with or without overlap, that makes a decode (or prefill) step the faster one."""
-
-        def seconds(model: StepModel) -> float:
-            if prefill:
-                return model.prefill(tokens, prompt=self.workload.computed, cached=self.workload.cached).value
-            return model.decode(batch, self.workload.context).value
-
-        return min(self._models(), key=seconds)
 
     def overlapped(self, batch: float) -> bool:
         """Whether `decode_step` overlaps two half batches."""
@@ -122,7 +113,7 @@ class Instance:
         if key not in self.steps:
             computed, work = self.workload.computed, self.workload
             prompt = computed * (1 + work.input.variation**2)
-            times = [m.prefill(tokens, prompt=prompt, cached=work.cached, busy=busy) for m in self._models()]
+            times = [m.prefill(tokens, prompt=prompt, cached=work.cached, busy=busy) for m in self.step_models()]
             self.steps[key] = min(times, key=lambda time: time.value)
         return self.steps[key]
 

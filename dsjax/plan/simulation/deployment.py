@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.instance import Instance
-from dsjax.plan.simulation.prices import StepPrices
+from dsjax.plan.simulation.prices import Fastest
 from dsjax.plan.simulation.service import Decoder, Engine, Served
 
 
@@ -52,7 +52,7 @@ def _engine(instance: Instance, batch: float, tokens: float, longest: int, *, on
     work = instance.workload
     seqs = max(1, math.ceil(batch))
     step_tokens = max(seqs, math.ceil(tokens))
-    prices = StepPrices(instance.step_model(batch, tokens, prefill=one_token), step_tokens)
+    prices = Fastest(instance.step_models(), step_tokens)
     cache = int(instance.memory.cache_tokens.value)
     return Engine(
         prices,
@@ -102,7 +102,7 @@ class Separated:
             for _ in range(candidate.prefill_count)
         ]
         seqs = max(1, math.ceil(candidate.batch))
-        prices = StepPrices(candidate.decode.step_model(candidate.batch, 1.0), seqs)
+        prices = Fastest(candidate.decode.step_models(), seqs)
         replicas = candidate.decode.replicas
         self._decode = [_Clocked(Decoder(prices, replicas, seqs=seqs)) for _ in range(candidate.count)]
         self._transfer = candidate.ttft.part("cache transfer").value

@@ -39,10 +39,6 @@ class Asked:
     shared: int
     output: int
 
-    def shortened(self, share: float) -> Asked:
-        """The same with so much of its output left."""
-        return Asked(self.arrival, self.prompt, self.shared, max(1, round(self.output * share)))
-
 
 def requests(load: Load, work: Workload, longest: int, seed: int) -> Iterator[Asked]:
     """Endless; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""

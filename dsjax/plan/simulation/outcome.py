@@ -29,8 +29,10 @@ class Spread:
     p99: float
 
     @classmethod
-    def of(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Spread:
-        """Of a sample, each value as often as its weight says."""
+    def of(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Spread | None:
+        """Of a sample, each value as often as its weight says; None of an empty one."""
+        if not len(values):
+            return None
         each = np.asarray(values, float)
         share = np.ones_like(each) if weights is None else np.asarray(weights, float)
         order = np.argsort(each)
@@ -44,18 +46,28 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class Played:
+    """What a simulation saw: the requests that are measured; when any request ended; (begin, seconds, decodes) of each step."""
+
+    measured: list[Served]
+    finishes: list[float]
+    gaps: list[tuple[float, float, int]]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One load on one candidate, the whole deployment.
 
-    ttft, tpot: over requests; itl: over tokens, the time of the step that made each. tokens_per_s: output tokens. goodput:
+    ttft, tpot: over requests; itl: over tokens, the time of the step that made each; None where outputs have one token.
+    requests_per_s: that ended, while the measured ones arrived. tokens_per_s: output tokens. goodput:
     requests a second that kept every objective; kept: their share. mean_ttft, mean_tpot: the mean-value answer at the same load.
     """
 
     load: Load
     requests: int
     ttft: Spread
-    tpot: Spread
-    itl: Spread
+    tpot: Spread | None
+    itl: Spread | None
     requests_per_s: float
     tokens_per_s: float
     kept: float
@@ -71,7 +83,7 @@ class Outcome:
         """Where the simulation and the mean-value answer part, in words."""
         found = []
         for name, spread, figure in (("TTFT", self.ttft, self.mean_ttft), ("TPOT", self.tpot, self.mean_tpot)):
-            ratio = spread.mean / figure.value
+            ratio = spread.mean / figure.value if spread else 1.0
             if abs(ratio - 1) > _AGREES:
                 inside = "inside" if figure.low <= spread.mean <= figure.high else "outside"
                 found.append(
@@ -87,8 +99,8 @@ class Outcome:
             "burstiness": self.load.burstiness,
             "requests": self.requests,
             "ttft_s": self.ttft.to_json(),
-            "tpot_s": self.tpot.to_json(),
-            "itl_s": self.itl.to_json(),
+            "tpot_s": self.tpot and self.tpot.to_json(),
+            "itl_s": self.itl and self.itl.to_json(),
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.tokens_per_s,
             "goodput_requests_per_s": self.goodput,
@@ -98,27 +110,24 @@ class Outcome:
         }
 
 
-def outcome(
-    load: Load,
-    instances: int,
-    measured: list[Served],
-    gaps: list[tuple[float, float, int]],
-    objective: Objective,
-    candidate: Candidate,
-) -> Outcome:
-    """Sum up. instances: how many do the same as the one that was played. gaps: (begin, seconds, decodes) of each step."""
+def outcome(load: Load, instances: int, played: Played, objective: Objective, candidate: Candidate) -> Outcome:
+    """Sum up. instances: how many do the same as the one that was played."""
+    measured, gaps = played.measured, played.gaps
     began, ended = measured[0].arrival, max(served.arrival for served in measured)
+    if ended == began:  # a single one: the time that it took
+        ended = measured[0].finished
     steps = [(seconds, decodes) for begin, seconds, decodes in gaps if began <= begin]
     spoken = sum(decodes for begin, _, decodes in gaps if began <= begin <= ended)
+    ends = sum(began <= end <= ended for end in played.finishes)
     answer = mean_value(candidate, load)
     return Outcome(
         load,
         len(measured),
         Spread.of([served.ttft for served in measured]),
-        Spread.of([served.tpot for served in measured if served.tpot is not None] or [0.0]),
+        Spread.of([served.tpot for served in measured if served.tpot is not None]),
         Spread.of([seconds for seconds, _ in steps], [decodes for _, decodes in steps]),
-        (len(measured) - 1) / (ended - began) * instances,
-        (spoken + len(measured)) / (ended - began) * instances,
+        ends / (ended - began) * instances,
+        (spoken + ends) / (ended - began) * instances,
         sum(_keeps(served, objective) for served in measured) / len(measured),
         answer.ttft,
         answer.tpot,

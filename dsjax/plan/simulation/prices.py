@@ -46,6 +46,17 @@ class _Table:
         return max(0.0, seconds[at - 1] + share * (seconds[at] - seconds[at - 1]))
 
 
+class Fastest:
+    """Of a step, the price by whichever model makes it shortest: an engine overlaps two half batches where that pays."""
+
+    def __init__(self, models: Sequence[StepModel], most_tokens: float):
+        self._prices = [StepPrices(model, most_tokens) for model in models]
+
+    def seconds(self, ranks: Sequence[RankWork]) -> float:
+        """As `StepPrices.seconds`."""
+        return min(prices.seconds(ranks) for prices in self._prices)
+
+
 class StepPrices:
     """Middle estimates of steps in which ranks differ.
 

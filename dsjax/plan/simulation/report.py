@@ -57,7 +57,7 @@ def show_simulation(console: Console, candidate: Candidate, found: list[Outcome]
             _percentiles(one.ttft, 0),
             f"{one.ttft.mean * 1e3:.0f} ({one.mean_ttft.value * 1e3:.0f})",
             _percentiles(one.tpot, 1),
-            f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot.value * 1e3:.1f})",
+            f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot.value * 1e3:.1f})" if one.tpot else "–",
             _percentiles(one.itl, 0),
             f"{one.tokens_per_s:,.0f}",
             f"{one.goodput:.3g}",
@@ -69,5 +69,7 @@ def show_simulation(console: Console, candidate: Candidate, found: list[Outcome]
             console.print(f"{one.load}: {text}", style="yellow", highlight=False)
 
 
-def _percentiles(spread: Spread, digits: int) -> str:
+def _percentiles(spread: Spread | None, digits: int) -> str:
+    if spread is None:
+        return "–"
     return "/".join(f"{value * 1e3:.{digits}f}" for value in (spread.p50, spread.p90, spread.p99))

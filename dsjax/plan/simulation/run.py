@@ -10,12 +10,15 @@ from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.simulation.deployment import deployment
 from dsjax.plan.simulation.load import Load, requests
-from dsjax.plan.simulation.outcome import Outcome, outcome
+from dsjax.plan.simulation.outcome import Outcome, Played, outcome
 from dsjax.plan.simulation.service import Served
 from dsjax.plan.workload import Objective
 
 _LOADS = (0.5, 0.7, 0.85, 0.95)
 """Shares of a candidate's own rate that are played where the question gives neither rate nor concurrency."""
+
+_WARM = 1.25
+"""Mean stays of a request before the first that is measured arrives."""
 
 
 def loads(candidate: Candidate, burstiness: float = 1.0) -> list[Load]:
@@ -38,7 +41,7 @@ def simulate(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Play requests until `num_requests` after a warm-up of two mean stays have finished, others behind them all the time.
+    """Play requests until `num_requests` after a warm-up of a mean stay and a quarter have finished, others behind them all the time.
 
     An aggregated service is one instance under its share of the load; a separated one is played whole.
 
@@ -54,51 +57,53 @@ def simulate(
     share = Load(load.rate and load.rate / instances, users, load.burstiness)
     work = candidate.decode.workload
     stay = candidate.ttft.value + candidate.tpot.value * work.output.mean
-    warm = 2 * users if users else math.ceil(2 * stay * share.rate)
+    warm = math.ceil(_WARM * (users or stay * share.rate))
     longest = candidate.decode.config.max_position_embeddings
-    played = _play(candidate, share, longest, warm, num_requests, seed, progress)
-    return outcome(load, instances, *played, objective, candidate)
+    played = _play(candidate, share, longest, stay, warm, num_requests, seed, progress)
+    return outcome(load, instances, played, objective, candidate)
 
 
 def _play(
     candidate: Candidate,
     load: Load,
     longest: int,
+    stay: float,
     warm: int,
     wanted: int,
     seed: int,
     progress: Callable[[int, int], None] | None,
-) -> tuple[list[Served], list[tuple[float, float, int]]]:
-    """The requests after the warm-up, and the decoding steps of all the time."""
+) -> Played:
+    """The first of a fixed number in flight come one after the other over a mean stay, lest all end together."""
     service, numbers = deployment(candidate, longest), itertools.count()
     source = requests(load, candidate.decode.workload, longest, seed)
-    measured: list[Served] = []
+    played = Played([], [], [])
+    users = load.concurrency or 0
+    starts = iter([stay * index / users for index in range(users)])
 
     def arrive(now: float) -> None:
         served = Served(next(numbers), asked, now)
         if warm <= served.number < warm + wanted:
-            measured.append(served)
+            played.measured.append(served)
         service.add(served, now)
 
     asked = next(source)
-    for index in range(load.concurrency or 0):
-        # The first ones are at any point of their outputs, lest all end together.
-        asked = asked.shortened((index + 1) / load.concurrency)
-        arrive(0.0)
-        asked = next(source)
+    following = next(starts) if users else asked.arrival
     done = 0
     while done < wanted:
         now = service.next_time()
-        if load.rate is not None and asked.arrival <= now:
-            arrive(asked.arrival)
+        if following <= now:
+            arrive(following)
             asked = next(source)
+            following = next(starts, math.inf) if users else asked.arrival
             continue
         for served in service.advance():
+            played.finishes.append(now)
             if warm <= served.number < warm + wanted:
                 done += 1
                 if progress:
                     progress(done, wanted)
-            if load.rate is None:
+            if users:
                 arrive(now)
                 asked = next(source)
-    return measured, service.gaps()
+    played.gaps.extend(service.gaps())
+    return played

@@ -10,7 +10,7 @@ from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig
 from dsjax.plan.simulation.load import Asked
-from dsjax.plan.simulation.prices import RankWork, StepPrices
+from dsjax.plan.simulation.prices import Fastest, RankWork
 
 PAGE = 16
 """Slots of a page, as `dsjax serve` has them by default."""
@@ -55,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        prices: StepPrices,
+        prices: Fastest,
         ranks: int,
         *,
         seqs: int,
@@ -136,7 +136,7 @@ def _work(rank: RankPlan) -> RankWork:
 class Decoder:
     """One instance that only decodes: requests come with their caches and run to their end in a slot of the emptiest rank."""
 
-    def __init__(self, prices: StepPrices, ranks: int, *, seqs: int):
+    def __init__(self, prices: Fastest, ranks: int, *, seqs: int):
         self._prices, self._seqs = prices, seqs
         self._decodes, self._context = [0] * ranks, [0] * ranks
         self._waiting: deque[Served] = deque()

@@ -132,7 +132,17 @@ def test_a_prefix_that_all_share_is_computed_once(candidate):
     assert one.ttft.p50 < 0.6 * whole.ttft.p50
 
 
+@pytest.mark.parametrize("prefill", [None, "dp=8"])
+def test_outputs_of_one_token_have_no_time_between_tokens(candidate, prefill):
+    one = simulate(candidate("dp=8", output=1, prefill=prefill), Load(5.0, None), Objective(tpot=0.01), num_requests=50)
+    assert one.tpot is None
+    assert one.kept == 1
+    assert one.to_json()["tpot_s"] is None
+    assert one.requests_per_s == pytest.approx(5, rel=0.4)  # 50 Poisson gaps: a standard error of 14 %
+
+
 def test_percentiles_weigh_tokens():
+    assert Spread.of([]) is None
     spread = Spread.of([1.0, 2.0], [99, 1])
     assert (spread.p50, spread.p90, spread.p99) == (1.0, 1.0, 1.0)
     assert spread.mean == pytest.approx(1.01)
