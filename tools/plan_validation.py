@@ -27,7 +27,7 @@ What the errors say:
 - Point 6: what 128 requests a GPU must read and compute takes about 50 ms a step on eight H200; 88 ms were measured. In two
   steps of five a prompt has arrived somewhere, and seven GPUs wait for the eighth. That the middle estimate comes so near is
   luck as much as merit: a simulation of the same load (`dsjax/plan/simulation/`), in which a step's prompts and decodes read
-  the weights once, says 1,675.
+  the weights once, says 1,734.
 - Tensor parallelism within one host (point 8) is within 10 %: there a step is little else than reading weights.
 - Two-batch overlap is judged better than it was measured, in decode at both batches and in prefill: halving a batch costs more
   in practice than what products lose at half the rows. No independent figure of that cost was at hand, so nothing was changed.

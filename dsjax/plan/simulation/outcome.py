@@ -59,7 +59,7 @@ class Outcome:
     """One load on one candidate, the whole deployment.
 
     ttft, tpot: over requests; itl: over tokens, the time of the step that made each; None where outputs have one token.
-    requests_per_s: that ended, while the measured ones arrived. tokens_per_s: output tokens. goodput:
+    requests_per_s: that ended from the first measured one's arrival to the last one's end. tokens_per_s: output tokens. goodput:
     requests a second that kept every objective; kept: their share. mean_ttft, mean_tpot: the mean-value answer at the same load.
     """
 
@@ -113,9 +113,7 @@ class Outcome:
 def outcome(load: Load, instances: int, played: Played, objective: Objective, candidate: Candidate) -> Outcome:
     """Sum up. instances: how many do the same as the one that was played."""
     measured, gaps = played.measured, played.gaps
-    began, ended = measured[0].arrival, max(served.arrival for served in measured)
-    if ended == began:  # a single one: the time that it took
-        ended = measured[0].finished
+    began, ended = measured[0].arrival, max(served.finished for served in measured)
     steps = [(seconds, decodes) for begin, seconds, decodes in gaps if began <= begin]
     spoken = sum(decodes for begin, _, decodes in gaps if began <= begin <= ended)
     ends = sum(began <= end <= ended for end in played.finishes)
