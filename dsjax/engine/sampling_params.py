@@ -8,6 +8,8 @@ from dsjax.engine.structured_params import SamplingError, StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_TEMPERATURE = 1e6
+"""All tokens are then equally probable; beyond float32 masked ones would be -∞ ÷ ∞."""
 MAX_BAD_WORDS = 1_024
 GREEDY_TEMPERATURE = 1e-5
 
@@ -106,7 +108,7 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         _check_integer("n", self.n, 1, None)
-        _check_number("temperature", self.temperature, 0.0, None)
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise SamplingError("top_p", "found 0, expected a number above 0 and at most 1")

@@ -11,6 +11,7 @@ from dsjax.engine.sampling_params import SamplingError, SamplingParams
         ("n", 0),
         ("n", True),
         ("temperature", -0.1),
+        ("temperature", 1e39),
         ("temperature", float("nan")),
         ("temperature", "1"),
         ("top_p", 0.0),
