@@ -105,18 +105,16 @@ class Measured:
     ) -> Figure | None:
         """Seconds of attention for `rows` of `chunk` tokens behind `cached` positions: between contexts, then between rows.
 
-        The context is counted in the blocks that the model's loop over it takes, of which it takes whole ones.
+        The context is counted in the blocks that the model reads it in, of which it reads whole ones.
         """
         decode = chunk == 1
         found = self.rows("attention", f"{form} {'decode' if decode else 'prefill'}")
         size, at = ("rows", rows) if decode else ("chunk", chunk)
-        block = self.body.get("block_tokens", 1)
-        reach = _reach(cached + chunk, block)
         points = []
         for number in sorted({row["sizes"][size] for row in found}):
             same = [row for row in found if row["sizes"][size] == number]
-            by_reach = _points(same, lambda s: _reach(s["context"] + s["chunk"], block))
-            points.append(_at(by_reach, reach, number))
+            by_reach = _points(same, lambda s: _reach(s["context"] + s["chunk"], s["block"]))
+            points.append(_at(by_reach, _reach(cached + chunk, same[0]["sizes"]["block"]), number))
         # Rows timed at different contexts are not compared: the common ones decide what lies between.
         return self._figure("attention", [point for point, _ in points], at, times, places, any(f for _, f in points))
 

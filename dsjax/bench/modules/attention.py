@@ -43,6 +43,7 @@ def attention_cases(setting: Setting, form: Form, shapes: list[tuple[int, int, i
             activation_itemsize=setting.dtype.itemsize,
         )
         stack = _stack(setting, form)
+        block = paged_attention(setting, form).block(rows, chunk)
         other = cost.cache_read_bytes + cost.cache_write_bytes + cost.activation_bytes
         layers = cache_layers(setting, form, rows, context)
         pages = rows * -(-context // setting.step.page_size) + 1
@@ -50,7 +51,7 @@ def attention_cases(setting: Setting, form: Form, shapes: list[tuple[int, int, i
         yield Case(
             "attention",
             f"{form} {'decode' if chunk == 1 else 'prefill'}",
-            {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk},
+            {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk, "block": block},
             Work(cost.flops, stack.layer_bytes, other),
             stack.nbytes + 2 * cache,
             lambda rows=rows, chunk=chunk, cached=cached: attention_loop(setting, form, rows, chunk, cached),
@@ -91,9 +92,13 @@ class AttentionInputs:
             "tables": jnp.asarray(tables),
             "slots": jnp.asarray(slots.reshape(1, -1), jnp.int32),
         }
-        layout = common_layout(form, form)
-        attention = PagedAttention(step.mesh, step.spec, config, layout, step.cache_dtype, step.block_tokens)
-        return cls(attention, form, rows, chunk), arrays
+        return cls(paged_attention(setting, form), form, rows, chunk), arrays
+
+
+def paged_attention(setting: Setting, form: Form) -> PagedAttention:
+    """As the step's, with the cache in the layout that the form reads."""
+    step, layout = setting.step, common_layout(form, form)
+    return PagedAttention(step.mesh, step.spec, setting.config, layout, step.cache_dtype, step.block_tokens)
 
 
 def cache_for(setting: Setting, form: Form, rows: int, context: int) -> Cache:

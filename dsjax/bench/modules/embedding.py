@@ -11,7 +11,7 @@ import numpy as np
 
 from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting, Stack
-from dsjax.bench.modules.timing import Prepared, device_loop, host_loop
+from dsjax.bench.modules.timing import Prepared, call_in_turn, host_loop
 from dsjax.model.transformer import Embedding
 
 
@@ -27,7 +27,7 @@ def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
         rows = count * config.hidden_size * setting.dtype.itemsize
         read = count * config.hidden_size * _table_dtype(setting).itemsize
         yield Case(
-            "embedding", "device", {"tokens": count}, Work(0, read, rows), table, lambda n=count: _on_device(setting, n)
+            "embedding", "device", {"tokens": count}, Work(0, read, rows), 3 * table, lambda n=count: _on_device(setting, n)
         )
         yield Case(
             "embedding", "host", {"tokens": count}, Work(0, read, 2 * rows), table, lambda n=count: _host(setting, n)
@@ -39,24 +39,21 @@ def _table_dtype(setting: Setting) -> np.dtype:
     return setting.step.table.infos["embed.weight"].dtype
 
 
-def _tokens(setting: Setting, count: int) -> np.ndarray:
-    return np.random.default_rng(setting.seed).integers(0, setting.config.vocab_size, (1, count), np.int32)
+def _tokens(setting: Setting, count: int, turn: int = 0) -> np.ndarray:
+    return np.random.default_rng(setting.seed + turn).integers(0, setting.config.vocab_size, (1, count), np.int32)
 
 
 def _on_device(setting: Setting, count: int) -> Prepared:
     stack = Stack.of(setting, lambda declare: Embedding(declare, setting.config), 1, depth=1)
     params = {path: array[0] for path, array in stack.values(setting.seed).items()}
-    inputs = {"params": params, "tokens": jnp.asarray(_tokens(setting, count))}
-    shape = (1, count, setting.config.hidden_size)
+    # Other rows in each call, as other tokens come in each step.
+    inputs = [params | {"tokens": jnp.asarray(_tokens(setting, count, turn))} for turn in range(4)]
 
-    def one_round(inputs, _, carry):
-        total, turn = carry
-        # Other rows each round, as other tokens come each step.
-        tokens = (inputs["tokens"] + turn * 97) % setting.config.vocab_size
-        embed: Embedding = stack.table.bind(inputs["params"])
-        return total + embed(tokens, setting.dtype), turn + 1
+    def one(inputs, total):
+        embed: Embedding = stack.table.bind({path: inputs[path] for path in stack.table.infos})
+        return total + embed(inputs["tokens"], setting.dtype)
 
-    return device_loop(one_round, inputs, (jnp.zeros(shape, setting.dtype), jnp.int32(0)))
+    return call_in_turn(one, inputs, jnp.zeros((1, count, setting.config.hidden_size), setting.dtype))
 
 
 def _host_table(setting: Setting) -> np.ndarray:
@@ -79,5 +76,5 @@ def _host(setting: Setting, count: int) -> Prepared:
 
 def _copied(setting: Setting) -> Prepared:
     table, device = _host_table(setting).view(np.uint8), setting.step.mesh.devices.flat[0]
-    # Without may_alias=False the CPU platform hands out the host's own memory, and nothing is copied.
-    return host_loop(lambda: jax.device_put(table, device, may_alias=False))
+    # `device_put` would hand out the host's own memory on the CPU platform, and copy nothing.
+    return host_loop(lambda: jnp.array(table, copy=True, device=device))

@@ -115,7 +115,6 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
         "weights": setting.weights,
         "kv_dtype": str(step.cache_dtype),
         "page_size": step.page_size,
-        "block_tokens": step.block_tokens,
         "max_model_len": setting.max_model_len,
         "seed": setting.seed,
     }

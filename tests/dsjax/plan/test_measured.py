@@ -51,7 +51,17 @@ def body(demo):
         for context in (127, 1023):
             seconds = 1e-8 * tokens * (context + 1)
             rows.append(
-                row("attention", seconds, "A_CC_ME decode", 1e-4, rows=tokens, chunk=1, context=context, tokens=tokens)
+                row(
+                    "attention",
+                    seconds,
+                    "A_CC_ME decode",
+                    1e-4,
+                    rows=tokens,
+                    chunk=1,
+                    context=context,
+                    tokens=tokens,
+                    block=128,
+                )
             )
         if tokens >= 64:
             rows += [
@@ -63,6 +73,7 @@ def body(demo):
                     chunk=tokens,
                     context=context,
                     tokens=tokens,
+                    block=128,
                 )
                 for context in (0, 256, 1024)
             ]
@@ -76,7 +87,6 @@ def body(demo):
         "dtype": "float32",
         "weights": "mixed",
         "kv_dtype": "float32",
-        "block_tokens": 128,
         "partial": False,
         "rows": rows,
     }
