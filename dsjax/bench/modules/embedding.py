@@ -27,7 +27,12 @@ def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
         rows = count * config.hidden_size * setting.dtype.itemsize
         read = count * config.hidden_size * _table_dtype(setting).itemsize
         yield Case(
-            "embedding", "device", {"tokens": count}, Work(0, read, rows), 3 * table, lambda n=count: _on_device(setting, n)
+            "embedding",
+            "device",
+            {"tokens": count},
+            Work(0, read, rows),
+            3 * table,
+            lambda n=count: _on_device(setting, n),
         )
         yield Case(
             "embedding", "host", {"tokens": count}, Work(0, read, 2 * rows), table, lambda n=count: _host(setting, n)
