@@ -16,6 +16,10 @@ import numpy as np
 LEAST_SAMPLE = 0.02
 """Seconds that a sample lasts at least: a call of a compiled program costs 20 to 100 µs on the host, under 1 % of it."""
 LEAST_SAMPLES = 3
+CALL_RESOLUTION = 1e-6
+"""Seconds: the least that a call less an empty call is said to take."""
+HOST_PAUSE = 2e-4
+"""Seconds of the host's work before a short call, as between two steps, in which the device's threads fall asleep."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Prepared:
         """An empty call, a short one, a long one. Another before them is not timed: what ran before left its own in the caches."""
         self.run(self.few)
         whole = self.in_device_loop and self.few
-        empty, short = (self._time(0), self._time(self.few)) if whole else (0.0, 0.0)
+        empty, short = (self._after_pause(0), self._after_pause(self.few)) if whole else (0.0, 0.0)
         if self.empty is not None:
             started = time.perf_counter()
             self.empty(self.many)
@@ -98,10 +102,21 @@ class Prepared:
         """Of the samples so far."""
         return Times(tuple(self.samples), self.few if self.in_device_loop else 0, self.many, self.unit)
 
+    def _after_pause(self, applications: int) -> float:
+        pause()
+        return self._time(applications)
+
     def _time(self, applications: int) -> float:
         started = time.perf_counter()
         self.run(applications)
         return time.perf_counter() - started
+
+
+def pause() -> None:
+    """Keep this thread busy for `HOST_PAUSE`."""
+    until = time.perf_counter() + HOST_PAUSE
+    while time.perf_counter() < until:
+        pass
 
 
 def device_loop(
@@ -164,6 +179,7 @@ def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry:
 
     def run(calls: int, program=compiled) -> None:
         for _ in range(calls):
+            pause()
             turn[0] += 1
             held[0] = jax.block_until_ready(program(inputs[turn[0] % len(inputs)], held[0]))
 
@@ -183,7 +199,9 @@ class Times:
     def each(self) -> list[float]:
         """Seconds of one application, a value a sample, ascending; the median empty call taken off."""
         empty = statistics.median(sample.empty for sample in self.samples)
-        return sorted(max(sample.long - empty, 1e-9) / self.many for sample in self.samples)
+        # Of what is called one by one, no difference to an empty call below a microsecond is more than noise.
+        least = 1e-9 if self.few or not empty else CALL_RESOLUTION * self.many
+        return sorted(max(sample.long - empty, least) / self.many for sample in self.samples)
 
     @property
     def median(self) -> float:
