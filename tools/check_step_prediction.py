@@ -3,10 +3,10 @@
     python tools/check_step_prediction.py
     python tools/check_step_prediction.py --rounds 20 --json check.json --decode 1:200,8:900,16:400 --prefill 256:0
 
-Times the demo model's modules (as `dsjax bench modules` does) and its engine's own steps (`MeshRunner.execute` on real text, with a
-cache that holds it) in one run, in turns, because a machine's speed drifts; then asks the planner (`dsjax plan --measured`) for
-each step. Decode steps are rows:context, prefill launches tokens:cached. Nothing is fitted to the steps; most of them lie between the
-sizes at which modules are timed.
+Times the demo model's modules (as `dsjax bench modules` does) and its engine's own steps (`MeshRunner.execute` on real text,
+behind a cache that was filled with real text) in one run, in turns, because a machine's speed drifts; then asks the planner
+(`dsjax plan --measured`) for each step. Decode steps are rows:context, prefill launches tokens:cached. Nothing is fitted to the
+steps; most of them lie between the sizes at which modules are timed.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def main() -> int:
     ceilings = find_ceilings(setting, device, None, Budget())
     steps = [engine_step(llm, *shape) for shape in shapes]
     for step in steps:
-        # Pages are shared between the steps: each fills its own again before it is timed.
+        # The steps share the cache's pages; a row may attend to another step's text, which takes as long.
         for _ in range(2):
             llm.runner.execute(step.plan)
     for turn in range(args.rounds):

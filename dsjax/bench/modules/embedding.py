@@ -31,7 +31,7 @@ def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
             "device",
             {"tokens": count},
             Work(0, read, rows),
-            3 * table,
+            2 * table,
             lambda n=count: _on_device(setting, n),
         )
         yield Case(

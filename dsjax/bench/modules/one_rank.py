@@ -21,8 +21,8 @@ from dsjax.model.mla_costs import mla_cost
 from dsjax.model.transformer import DecoderLayer
 from sharding.dispatch import DispatchConfig, dispatch
 
-MEMORY_SHARE = 0.5
-"""Of the free memory, what the layers may take: while weights are made, a stack of them exists twice."""
+MEMORY_SHARE = 0.4
+"""Of the free memory, what `--layers auto` fills; a case may take a little more (`run.MEMORY_SHARE`)."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _case(
         sizes |= {"experts": plan.experts, "rows": found.rows, "pairs": found.pairs}
         other += 2 * found.rows * config.hidden_size * size
     build = lambda: _loop(setting, plan, stack, found, context)  # noqa: E731
-    return Case(module, variant, sizes, Work(flops, weights, other), int(stack.nbytes / MEMORY_SHARE * 0.8), build)
+    return Case(module, variant, sizes, Work(flops, weights, other), stack.nbytes, build)
 
 
 def _loop(setting: Setting, plan: RankPlan, stack: Stack, found: Arrivals | None, context: int) -> Prepared:

@@ -12,8 +12,8 @@ from dsjax.bench.modules.ceilings import Ceilings
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.bench.modules.timing import Budget
 
-MEMORY_SHARE = 0.8
-"""Of the free memory, what a case may take."""
+MEMORY_SHARE = 0.5
+"""Of the free memory, what a case may take: while weights are made they exist twice."""
 
 
 @dataclass(frozen=True)
