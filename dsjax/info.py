@@ -1,14 +1,14 @@
 """`dsjax info`: what a model is: its directory, its configuration, its parameters by component."""
 
 import importlib.resources
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from dsjax.result_files import write_json
 
 
 def info(
@@ -22,11 +22,7 @@ def info(
     if json_file is None:
         _show(Console(), facts)
         return
-    text = json.dumps(facts, indent=2) + "\n"
-    if json_file == "-":
-        sys.stdout.write(text)
-    else:
-        Path(json_file).write_text(text, encoding="utf-8")
+    write_json(json_file, facts)
 
 
 def describe(model: str) -> dict[str, Any]:

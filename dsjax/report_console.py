@@ -5,7 +5,7 @@ import sys
 
 from rich.console import Console
 
-FILE_COLUMNS = 120
+FILE_COLUMNS = 140
 
 
 def report_console(*, stderr: bool = False) -> Console:

@@ -1,7 +1,6 @@
 """`dsjax dryrun`: the command."""
 
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.options import engine_options, prepare_devices
 from dsjax.report_console import report_console
+from dsjax.result_files import write_json
 
 
 @engine_options
@@ -72,11 +72,7 @@ def dryrun(
     if json_file is None:
         show(report_console(), report)
         return
-    text = json.dumps(report.to_json(), indent=2) + "\n"
-    if json_file == "-":
-        sys.stdout.write(text)
-    else:
-        Path(json_file).write_text(text, encoding="utf-8")
+    write_json(json_file, report.to_json())
 
 
 def _write_timeline(report, trace: Path, picture: Path) -> None:

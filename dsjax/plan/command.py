@@ -1,15 +1,14 @@
 """`dsjax plan`: a cluster, a workload and objectives in, a layout out, with figures that can be checked."""
 
-import json
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from dsjax.errors import UserError
 from dsjax.report_console import report_console
+from dsjax.result_files import write_json, writing
 
 _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
 
@@ -153,22 +152,26 @@ def plan(
             show_static(console, results, mode, rows)
         else:
             ranked, read = [r.to_json() for r in results[:rows]], [u.to_json() for u in taken]
-            _write(json_file, {"model": model, "cluster": found.name, "mode": mode, "ranked": ranked, "compiled": read})
+            write_json(
+                json_file, {"model": model, "cluster": found.name, "mode": mode, "ranked": ranked, "compiled": read}
+            )
         return
     answer = search(question)
     best = answer.winner or (answer.missed[0] if answer.missed else None)
     sweeps = [run_sweep(question, best, quantity) for quantity in sweep or ()] if best else []
     outcomes = simulations(best, question.bounds, burstiness, num_prompts, seed) if simulate and best else []
     if pareto:
-        (write_html if pareto.suffix == ".html" else draw_front)(answer, pareto)
+        with writing(pareto):
+            (write_html if pareto.suffix == ".html" else draw_front)(answer, pareto)
     if plots:
-        plots.mkdir(parents=True, exist_ok=True)
-        for swept in sweeps:
-            draw_sweep(swept, plots / f"{swept.quantity}.png")
+        with writing(plots):
+            plots.mkdir(parents=True, exist_ok=True)
+            for swept in sweeps:
+                draw_sweep(swept, plots / f"{swept.quantity}.png")
     if recipe_file and answer.winner:
-        recipe_file.write_text(json.dumps(recipe(model, question, answer.winner), indent=2) + "\n", encoding="utf-8")
+        write_json(recipe_file, recipe(model, question, answer.winner))
     if json_file is not None:
-        _write(json_file, to_json(answer, model, rows, sweeps, outcomes))
+        write_json(json_file, to_json(answer, model, rows, sweeps, outcomes))
         return
     show(console, answer, model, rows)
     if explain:
@@ -179,11 +182,3 @@ def plan(
         show_simulation(console, best, outcomes)
     for swept in sweeps:
         show_sweep(console, swept)
-
-
-def _write(json_file: str, found: dict[str, Any]) -> None:
-    text = json.dumps(found, indent=2) + "\n"
-    if json_file == "-":
-        sys.stdout.write(text)
-    else:
-        Path(json_file).write_text(text, encoding="utf-8")

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from dsjax.result_files import writing
 from dsjax.top.reading import Client, NoAnswerError, Reading
 from dsjax.top.screen import Screen
 from dsjax.top.view import view
@@ -65,7 +66,7 @@ def _watch(client: Client, before: Reading, interval: float) -> None:
 
 def _write(client: Client, before: Reading, interval: float, once: bool, json_file: str) -> None:
     standard = contextlib.nullcontext(sys.stdout)
-    with standard if json_file == "-" else Path(json_file).open("w", encoding="utf-8") as file:
+    with writing(json_file), standard if json_file == "-" else Path(json_file).open("w", encoding="utf-8") as file:
         while True:
             time.sleep(interval)
             after = client.read()

@@ -1,10 +1,7 @@
 """`dsjax bench modules`: the command. JAX is imported when it runs."""
 
-import json
 import shlex
 import sys
-from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -13,6 +10,8 @@ from dsjax.bench.modules.options import GridOptions, ModelOptions, RunOptions
 from dsjax.bench.serve.flags import options_of
 from dsjax.errors import UserError
 from dsjax.options import prepare_devices
+from dsjax.report_console import report_console
+from dsjax.result_files import write_json
 
 _INTERRUPTED = 130
 
@@ -43,28 +42,14 @@ def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
     with case_progress(Console(stderr=True), run.progress, len(todo)) as on_start:
         found = run_cases(setting, todo, ceilings, budget, run.row_limit, on_start)
-    console = Console(stderr=run.json_file == "-")
-    if not console.is_terminal:
-        console.width = 140
-    show(console, found, ceilings, device)
+    show(report_console(stderr=run.json_file == "-"), found, ceilings, device)
     steps = extrapolate(setting, found.rows) if plan else []
     if plan:
         show_extrapolation(console, steps, plan, setting.config)
     if run.json_file:
         command = shlex.join(["dsjax", *sys.argv[1:]])
         more = {"one_rank": {**vars(plan), "steps": [step.to_json() for step in steps]}} if plan else {}
-        _write(run.json_file, to_json(found, setting, model.model, ceilings, device, command, **more))
+        write_json(run.json_file, to_json(found, setting, model.model, ceilings, device, command, **more))
     if found.interrupted:
         print("interrupted: the figures are of what was done until then", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED)
-
-
-def _write(where: str, body: dict[str, Any]) -> None:
-    text = json.dumps(body, indent=1, allow_nan=False) + "\n"
-    if where == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(where).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {where}: {error.strerror}") from error

@@ -3,7 +3,6 @@
 import asyncio
 import datetime
 import functools
-import json
 import signal
 import sys
 from pathlib import Path
@@ -14,8 +13,8 @@ from rich.console import Console
 
 from dsjax.bench.serve.flags import options_of
 from dsjax.bench.serve.options import LoadOptions, OptionError, ReportOptions, ServerOptions, WorkloadOptions
-from dsjax.errors import UserError
 from dsjax.report_console import report_console
+from dsjax.result_files import write_json
 
 if TYPE_CHECKING:
     from dsjax.bench.serve.result_files import PointResult
@@ -122,7 +121,7 @@ def _write(
     if swept:
         report_console(stderr=report.json_file == "-").print(sweep_table(bodies, swept))
     if report.json_file and bodies:
-        _write_json(report.json_file, {**head, "swept": swept, "points": bodies} if swept else bodies[0])
+        write_json(report.json_file, {**head, "swept": swept, "points": bodies} if swept else bodies[0])
     if report.csv_points and bodies:
         write_points_csv(Path(report.csv_points), bodies)
     if report.csv_requests:
@@ -144,14 +143,3 @@ def _head(facts: "ServerFacts", server: ServerOptions, workload: WorkloadOptions
         "dataset_name": workload.dataset_name,
         "seed": workload.seed,
     }
-
-
-def _write_json(where: str, body: dict[str, Any]) -> None:
-    text = json.dumps(body, indent=2, allow_nan=False) + "\n"
-    if where == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(where).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {where}: {error.strerror}") from error

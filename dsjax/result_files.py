@@ -1,0 +1,42 @@
+"""What a command writes where the user says: JSON, pictures, pages. A path that cannot be written is one clear message."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dsjax.errors import UserError
+
+
+def write_json(where: str | Path, body: Any) -> None:
+    """Write indented JSON to a file, or for `-` to standard output.
+
+    Raises:
+        UserError: the file cannot be written.
+        ValueError: `body` holds a number that JSON cannot.
+    """
+    text = json.dumps(body, indent=2, allow_nan=False) + "\n"
+    if str(where) == "-":
+        sys.stdout.write(text)
+        return
+    with writing(where):
+        Path(where).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """While `path` is written.
+
+    Raises:
+        UserError: it cannot be; also for a picture whose kind its name does not tell.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another file") from error
+    except ValueError as error:
+        if "is not supported" not in str(error):  # matplotlib, of a file name's end that it does not know
+            raise
+        raise UserError(f"cannot write {path}: {error}") from error
