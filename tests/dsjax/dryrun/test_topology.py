@@ -42,6 +42,16 @@ def test_the_compiler_is_told_the_files_figures():
         assert part in text
 
 
+def dry_run(command: str) -> dict:
+    """The JSON of a dry run in a process of its own, whose devices nobody has chosen yet."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    done = subprocess.run(
+        [sys.executable, "-m", "dsjax", *command.split()],
+        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=600, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
 @pytest.mark.skipif(HAS_CUDA_COMPILER, reason="the CUDA compiler is installed")
 def test_without_the_compiler_the_message_says_what_to_install():
     with pytest.raises(UserError, match=r"--target h200.*pip install 'dsjax\[cuda\]'.*--target cpu"):
@@ -55,12 +65,7 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, tmp_path):
         f"dryrun --model deepseek-v3 --mesh dp=32 --weights fp8 --target h200 --step {step} --json - "
         f"--timeline {tmp_path}/t.json.gz"
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
-    done = subprocess.run(
-        [sys.executable, "-m", "dsjax", *command.split()],
-        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=600, check=True,
-    )  # fmt: skip
-    report = json.loads(done.stdout)
+    report = dry_run(command)
     memory = report["device_bytes"]
     assert report["platform"] == "gpu"
     assert memory["arguments"] == memory["weights_total"] + memory["cache"] + memory["inputs"]
@@ -89,12 +94,7 @@ def test_a_step_for_tpus_counts_its_layers_and_its_products(step, tmp_path):
         f"dryrun --model demo --mesh dp=2,tp=2 --target tpu-v5e --step {step} --context 512 --json - "
         f"--timeline {tmp_path}/t.json"
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
-    done = subprocess.run(
-        [sys.executable, "-m", "dsjax", *command.split()],
-        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=600, check=True,
-    )  # fmt: skip
-    report = json.loads(done.stdout)
+    report = dry_run(command)
     layers = {one["times"] for one in report["collectives"] if "mla_output" in one["op_name"]}
     assert sum(layers) == 5  # one dense layer and four with experts, or all in one loop
     tokens = report["tokens_per_device"] * 2
