@@ -3,7 +3,7 @@
 python tools/bench_host.py --requests 1024
 
 `schedule` and `update` lie between two steps of the device; `prepare` (hashing and allocating the next pages) runs while it
-computes. Prompts differ in length, so that in each step some requests fill a page. Times are the thread's own, so that what else
+computes. Python's garbage collector runs as in the server. Prompts differ in length, so that in each step some requests fill a page. Times are the thread's own, so that what else
 runs on the machine counts little; given is the least over the repeats of the mean over steps.
 """
 
@@ -15,6 +15,7 @@ from dsjax.engine.plan import RowResult
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig
+from dsjax.serve.collector import settle_collector
 
 PROMPT, OUTPUT, PAGE = 64, 200, 16
 
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
+    settle_collector()
     print(f"{arguments.requests} running requests, milliseconds a step")
     for ranks in arguments.ranks:
         for prefix_caching in (True, False):

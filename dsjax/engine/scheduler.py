@@ -224,10 +224,11 @@ class Scheduler:
                     continue
                 request.num_computed_tokens = start + 1
                 result = results[request.request_id]
-                token_id, tokens, reason = result.token_id, request.token_ids, None
+                token_id, _, _, finite, _, _, error = result
+                tokens, reason = request.token_ids, None
                 if (
-                    result.finite
-                    and result.error is None
+                    finite
+                    and error is None
                     and token_id not in request.stop_ids
                     and len(tokens) + 1 < request.max_total_tokens
                     and request.first_token_time is not None

@@ -1,7 +1,6 @@
 """`Server`: uvicorn, with an end that is always clean: signals, a time limit for what runs, and a dead engine."""
 
 import asyncio
-import gc
 import os
 import socket
 import sys
@@ -13,6 +12,7 @@ import uvicorn
 
 from dsjax.errors import UserError
 from dsjax.serve.app import create_app
+from dsjax.serve.collector import settle_collector
 from dsjax.serve.connections import bounded_connections
 from dsjax.serve.logging_requests import RequestLog
 from dsjax.serve.serving import Phase, Serving
@@ -89,9 +89,7 @@ class Server(uvicorn.Server):
                 self._warming = False
         if self.should_exit:
             return
-        # What is there now stays: the collector need not look through the libraries' and the model's objects ever again.
-        gc.collect()
-        gc.freeze()
+        settle_collector()
         self._engine.start()
         self._watch_steps(asyncio.get_running_loop())
         self._serving.phase = Phase.READY
