@@ -3,8 +3,9 @@
 python tools/bench_host.py --requests 1024
 
 `schedule` and `update` lie between two steps of the device; `prepare` (hashing and allocating the next pages) runs while it
-computes. Python's garbage collector runs as in the server. Prompts differ in length, so that in each step some requests fill a page. Times are the thread's own, so that what else
-runs on the machine counts little; given is the least over the repeats of the mean over steps.
+computes. Python's garbage collector runs as in the server. Prompts differ in length, so that in each step some requests fill a
+page. Times are the thread's own, so that what else runs on the machine counts little; given is the least over the repeats of the
+mean over steps.
 """
 
 import argparse
