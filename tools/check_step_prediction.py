@@ -25,18 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from sharding.emulation import emulate_devices
 
 PAGE = 16
-MODULES = (
-    "launch",
-    "inputs",
-    "embedding",
-    "attention",
-    "norms",
-    "dense MLP",
-    "router",
-    "experts",
-    "shared expert",
-    "head",
-)
+NOT_IN_A_STEP = ("fp8", "product", "dispatch")  # of one device
 
 
 @dataclass
@@ -101,11 +90,16 @@ def engine_step(llm, rows: int, chunk: int, cached: int) -> EngineStep:
 def prepare_modules(llm, args):
     """The setting and its cases, compiled and warm."""
     from dsjax.bench.modules.grid import cases
-    from dsjax.bench.modules.options import GridOptions, ModelOptions
+    from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions
     from dsjax.bench.modules.prepare import make_setting
 
     setting = make_setting(ModelOptions(model=args.model, max_model_len=llm.runner.limits.max_model_len))
-    grid = GridOptions(only=",".join(MODULES), tokens=args.tokens, contexts=args.contexts, forms="CC,A_CC_ME")
+    grid = GridOptions(
+        only=",".join(name for name in MODULES if name not in NOT_IN_A_STEP),
+        tokens=args.tokens,
+        contexts=args.contexts,
+        forms="CC,A_CC_ME",
+    )
     chosen = [case for case in cases(setting, grid) if is_needed(case)]
     prepared = []
     for number, case in enumerate(chosen, 1):

@@ -96,8 +96,7 @@ def judge(
 ) -> dict[str, Any]:
     """Everything that was found, and each claim with what was found and expected."""
     grew = {at: int(np.mean(part)) for at, part in _thirds(memory).items()} if memory else {}
-    # The first minutes meet every shape on every thread, each of which keeps what its largest step needed; a leak goes on growing.
-    growth = grew["end"] / grew["middle"] - 1 if grew else None
+    growth = grew["end"] / grew["start"] - 1 if grew else None
     pages = sum(load["used_pages"] for load in loads)
     held = sum(load["running"] + load["waiting"] for load in loads)
     name = "dsjax_compilations_after_warm_up_total"

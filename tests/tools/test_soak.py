@@ -82,7 +82,6 @@ def verdict(**changed) -> list[str]:
 )
 def test_each_claim_can_fail(changed, claim):
     assert verdict() == []
-    assert verdict(memory=[90] * 20 + [100] * 30) == [], "buffers that are made in the first minutes are no leak"
     assert verdict(**changed) == [claim]
 
 
