@@ -6,10 +6,10 @@ from types import MappingProxyType
 
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
+from dsjax.hardware.this_machine import cpu_name
 from dsjax.plan.cluster import Cluster, load_cluster
 from dsjax.plan.measured import Measured
 from dsjax.plan.precision import BF16, FP8_BLOCK, Precision, precision
-from dsjax.this_machine import cpu_name
 
 THIS_MACHINE = "this-machine"
 _DEFAULT = "h100-32"

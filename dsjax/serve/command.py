@@ -8,10 +8,10 @@ from typing import Annotated, Protocol
 import typer
 from rich.console import Console
 
+from dsjax.cli.options import engine_options, prepare_devices
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.facts import EngineFacts
-from dsjax.options import engine_options, prepare_devices
 from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
 
 

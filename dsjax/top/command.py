@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from dsjax.result_files import writing
+from dsjax.cli.output import writing
 from dsjax.top.reading import Client, NoAnswerError, Reading
 from dsjax.top.screen import Screen
 from dsjax.top.view import view

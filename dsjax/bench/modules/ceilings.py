@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.bench.modules.timing import Budget, device_loop
 from dsjax.hardware import bundled_hardware, load_hardware
-from dsjax.this_machine import cpu_name, host_memory
+from dsjax.hardware.this_machine import cpu_name, host_memory
 
 _COPY_BYTES = 256 << 20
 _SIDE = 2048

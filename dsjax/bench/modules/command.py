@@ -8,10 +8,9 @@ from rich.console import Console
 
 from dsjax.bench.modules.options import GridOptions, ModelOptions, RunOptions
 from dsjax.bench.serve.flags import options_of
+from dsjax.cli.options import prepare_devices
+from dsjax.cli.output import report_console, write_json
 from dsjax.errors import UserError
-from dsjax.options import prepare_devices
-from dsjax.report_console import report_console
-from dsjax.result_files import write_json
 
 _INTERRUPTED = 130
 

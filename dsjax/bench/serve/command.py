@@ -13,8 +13,7 @@ from rich.console import Console
 
 from dsjax.bench.serve.flags import options_of
 from dsjax.bench.serve.options import LoadOptions, OptionError, ReportOptions, ServerOptions, WorkloadOptions
-from dsjax.report_console import report_console
-from dsjax.result_files import write_json
+from dsjax.cli.output import report_console, write_json
 
 if TYPE_CHECKING:
     from dsjax.bench.serve.result_files import PointResult

@@ -282,7 +282,7 @@ def test_a_promised_but_absent_mtp_module_is_not_promised_again(tiny_config, che
 def test_the_command_converts_to_the_other_form_and_says_what_it_wrote(checkpoints, tmp_path):
     import typer
 
-    from dsjax.checkpoint.command import convert
+    from dsjax.cli.convert import convert
 
     app = typer.Typer()
     app.command()(convert)
@@ -299,14 +299,14 @@ def test_the_command_converts_to_the_other_form_and_says_what_it_wrote(checkpoin
 
 def test_naming_the_command_does_not_import_jax():
     """The command line must be able to set the number of emulated devices first."""
-    code = "import sys, dsjax.checkpoint.command, dsjax.checkpoint.hub; sys.exit('jax' in sys.modules)"
+    code = "import sys, dsjax.cli.convert, dsjax.checkpoint.hub; sys.exit('jax' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("text", ["", "0", "5XB", "-1GB", "GB"])
 def test_a_size_that_is_none_is_refused(text):
-    from dsjax.checkpoint.command import parse_bytes
+    from dsjax.cli.convert import parse_bytes
 
     assert parse_bytes("1.5 KiB") == 1536
     with pytest.raises(ValueError, match="expected a positive number with a unit"):

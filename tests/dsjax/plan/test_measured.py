@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.config import load_config
 from dsjax.errors import UserError
+from dsjax.hardware.this_machine import cpu_name
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Kind
 from dsjax.plan.layout import parse_layout
@@ -17,7 +18,6 @@ from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.own_cluster import choose_precision, find_cluster
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import StepModel
-from dsjax.this_machine import cpu_name
 
 EACH = {"norms": 1e-6, "dense MLP": 2e-3, "router": 3e-6, "shared expert": 4e-6, "head": 5e-4}
 

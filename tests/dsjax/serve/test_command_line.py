@@ -14,13 +14,13 @@ from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 from dsjax.cli import app
+from dsjax.cli.generate import write_continuations
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.facts import EngineFacts
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.errors import UserError
-from dsjax.generate import write_continuations
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 
 

@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
+from dsjax.cli.options import engine_options, prepare_devices
+from dsjax.cli.output import report_console, write_json
 from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
-from dsjax.options import engine_options, prepare_devices
-from dsjax.report_console import report_console
-from dsjax.result_files import write_json
 
 
 @engine_options

@@ -1,8 +1,5 @@
 """A model's configuration: one frozen dataclass with Hugging Face's field names, checked where it is made.
 
-    config = load_config("deepseek-v3")          # bundled name, directory, or path of a config.json
-    config.num_moe_layers, config.softmax_scale
-
 The family is DeepSeek-V3, V3.1, R1, Kimi-K2, Moonlight (sigmoid router, `noaux_tc`) and DeepSeek-V2, V2-Lite (softmax
 router, `greedy` or `group_limited_greedy`). Where DeepSeek's remote code and transformers differ, transformers counts.
 """
@@ -14,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsjax.config_fields import (
+from dsjax.config.checks import (
     check_boolean,
     check_choice,
     check_integer,
@@ -22,12 +19,10 @@ from dsjax.config_fields import (
     check_number,
     reject,
 )
-from dsjax.config_json import read_fields, write_fields
+from dsjax.config.hugging_face import read_fields, write_fields
+from dsjax.config.quantization import QuantizationConfig
+from dsjax.config.rope import RopeConfig
 from dsjax.errors import ConfigError
-from dsjax.quantization_config import QuantizationConfig
-from dsjax.rope_config import RopeConfig
-
-__all__ = ["ModelConfig", "QuantizationConfig", "RopeConfig", "bundled_models", "load_config"]
 
 # What each model type's router may be: topk_method -> scoring_func. Transformers' classes compute nothing else.
 _ROUTERS = {

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dsjax.config_fields import check_choice, check_mapping, reject, required
+from dsjax.config.checks import check_choice, check_mapping, reject, required
 
 _KEYS = ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", "modules_to_not_convert")
 

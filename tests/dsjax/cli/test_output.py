@@ -1,13 +1,16 @@
-"""A path that cannot be written is one clear message, whichever command was to write it."""
+"""Tables in files and pipes are wide enough for their figures; a path that cannot be written is one clear message."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
+from dsjax.cli.info import info
+from dsjax.cli.output import write_json, writing
+from dsjax.cli.plan import plan
 from dsjax.errors import UserError
-from dsjax.info import info
-from dsjax.plan.command import plan
-from dsjax.result_files import write_json, writing
 
 
 def test_json_goes_to_a_file_or_to_standard_output(tmp_path, capsys):
@@ -41,3 +44,16 @@ def test_what_json_cannot_hold_is_not_taken_for_the_users_mistake(tmp_path):
 def test_commands_say_what_they_cannot_write(command, tmp_path):
     with pytest.raises(UserError, match="cannot write"):
         command(tmp_path / "missing")
+
+
+PRINT = "from dsjax.cli.output import report_console; print(report_console().width)"
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(None, 140), ("200", 200)])
+def test_a_pipe_has_room_for_wide_tables_unless_its_width_is_said(columns, expected):
+    # Said in full: where readline was imported, the C library's environment has a COLUMNS that `os.environ` does not.
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    if columns:
+        environment["COLUMNS"] = columns
+    found = subprocess.run([sys.executable, "-c", PRINT], capture_output=True, text=True, check=True, env=environment)
+    assert int(found.stdout) == expected

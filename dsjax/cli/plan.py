@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from dsjax.cli.output import report_console, write_json, writing
 from dsjax.errors import UserError
-from dsjax.report_console import report_console
-from dsjax.result_files import write_json, writing
 
 _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
 

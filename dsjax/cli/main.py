@@ -16,13 +16,13 @@ from rich.text import Text
 
 from dsjax.errors import UserError
 
-_COMMANDS = {
+COMMANDS = {
     "serve": ("dsjax.serve.command", "serve"),
-    "generate": ("dsjax.generate", "generate"),
-    "convert": ("dsjax.checkpoint.command", "convert"),
-    "dryrun": ("dsjax.dryrun.command", "dryrun"),
-    "info": ("dsjax.info", "info"),
-    "plan": ("dsjax.plan.command", "plan"),
+    "generate": ("dsjax.cli.generate", "generate"),
+    "convert": ("dsjax.cli.convert", "convert"),
+    "dryrun": ("dsjax.cli.dryrun", "dryrun"),
+    "info": ("dsjax.cli.info", "info"),
+    "plan": ("dsjax.cli.plan", "plan"),
     "bench": ("dsjax.bench.command", "bench"),
     "top": ("dsjax.top.command", "top"),
 }
@@ -34,13 +34,13 @@ class LazyCommands(typer.core.TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All names."""
-        return list(_COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import and make one; None for an unknown name."""
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in COMMANDS:
             return None
-        module, function = _COMMANDS[cmd_name]
+        module, function = COMMANDS[cmd_name]
         command = getattr(importlib.import_module(module), function)
         if isinstance(command, typer.Typer):
             return typer.main.get_command(command)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dsjax.config_fields import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
+from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
 from dsjax.errors import ConfigError
 
 _DEFAULT_THETA = 10000.0

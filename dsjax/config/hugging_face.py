@@ -4,10 +4,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from dsjax.config_fields import reject, required
+from dsjax.config.checks import reject, required
+from dsjax.config.quantization import read_quantization
+from dsjax.config.rope import read_rope
 from dsjax.errors import ConfigError
-from dsjax.quantization_config import read_quantization
-from dsjax.rope_config import read_rope
 
 _REQUIRED = (
     "model_type",

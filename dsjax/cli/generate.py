@@ -1,0 +1,94 @@
+"""`dsjax generate`: continue prompts in the terminal, as the tokens come."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated, TextIO
+
+import typer
+
+from dsjax.cli.options import engine_options, prepare_devices
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.engine import LLMEngine
+from dsjax.engine.sampling_params import OutputKind, SamplingParams
+from dsjax.errors import UserError
+
+
+@engine_options
+def generate(
+    args: EngineArgs,
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; several may be given. - reads standard input.")],
+    chat: Annotated[bool, typer.Option(help="Take each prompt as a user's message, in the model's template.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to make for each prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that reach this sum.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep so many most probable tokens; 0 keeps all.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; several may be given.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Continue past the end-of-sequence token.")] = False,
+) -> None:
+    """Continue prompts, streaming to the terminal."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        output_kind=OutputKind.DELTA,
+    )
+    prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
+    prepare_devices(args.mesh)
+    from dsjax.engine.llm import LLM
+
+    engine = LLM(**dataclasses.asdict(args)).engine
+    try:
+        write_continuations(sys.stdout, engine, prompts, params, chat=chat)
+    finally:
+        engine.shutdown()
+
+
+def write_continuations(
+    out: TextIO, engine: LLMEngine, prompts: Sequence[str], params: SamplingParams, *, chat: bool = False
+) -> None:
+    """Write each prompt and its continuation. All are computed at once and appear in order, each as it grows.
+
+    Raises:
+        UserError: a prompt that cannot be, or a model without a chat template.
+    """
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), _chat_tokens(engine, prompt) if chat else prompt, params)
+    shown = -1
+    for index, text in _in_order(engine, len(prompts)):
+        if index != shown:
+            out.write(("\n\n" if shown >= 0 else "") + ("" if chat else prompts[index]))
+            shown = index
+        out.write(text)
+        out.flush()
+    out.write("\n")
+
+
+def _in_order(engine: LLMEngine, count: int) -> Iterator[tuple[int, str]]:
+    """Pieces of text of prompt 0 as they come, then what prompt 1 has by then and its further pieces, and so on."""
+    waiting: list[list[str]] = [[] for _ in range(count)]
+    finished = [False] * count
+    current = 0
+    while current < count:
+        for output in engine.step():
+            index = int(output.request_id)
+            waiting[index].append(output.outputs[0].text)
+            finished[index] = output.finished
+            if output.outputs[0].finish_reason == "error":
+                raise RuntimeError(f"prompt {index}: {output.outputs[0].stop_reason}")
+        while current < count:
+            pieces, waiting[current] = "".join(waiting[current]), []
+            yield current, pieces
+            if not finished[current]:
+                break
+            current += 1
+
+
+def _chat_tokens(engine: LLMEngine, text: str) -> list[int]:
+    template = engine.tokenizer.chat_template if engine.tokenizer else None
+    if template is None:
+        raise UserError("--chat: this model has no chat template; leave it out")
+    return engine.tokenizer.encode(template.render([{"role": "user", "content": text}]), add_special_tokens=False)
