@@ -16,7 +16,7 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
 from dsjax.engine.compile_cache import without_compile_cache
-from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.programs import Programs
 from dsjax.errors import UserError
 from dsjax.model.rows import GroupShape
@@ -41,7 +41,7 @@ class CompiledStep:
     """
 
     step: Step
-    limits: RunnerLimits
+    limits: ExecutorLimits
     shapes: tuple[GroupShape, ...]
     params: dict[str, jax.ShapeDtypeStruct]
     cache: dict[str, jax.ShapeDtypeStruct]

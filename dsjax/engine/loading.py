@@ -23,8 +23,8 @@ from dsjax.engine.components import device_bytes
 from dsjax.engine.eos import read_eos_token_ids
 from dsjax.engine.facts import EngineFacts
 from dsjax.engine.host_memory import keep_freed_memory
-from dsjax.engine.plan import RunnerLimits
-from dsjax.engine.runner import MeshRunner
+from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.mesh_executor import MeshExecutor
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.errors import UserError
 from dsjax.model.step import Step
@@ -38,9 +38,9 @@ LEAST_SEQUENCES = 8
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A runner and what stands around it. ``tokenizer`` is None where the model's directory has none."""
+    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none."""
 
-    runner: MeshRunner
+    executor: MeshExecutor
     tokenizer: Tokenizer | None
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
@@ -116,14 +116,14 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
     return args.max_model_len or config.max_position_embeddings
 
 
-def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
+def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
     pages_per_request = -(-max_model_len // args.page_size)
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sequences * pages_per_request
     chunk = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len)
-    return RunnerLimits(
+    return ExecutorLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
         max_chunk=chunk,
@@ -136,7 +136,7 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
 
 
 def _facts(
-    args: EngineArgs, step: Step, limits: RunnerLimits, params: Mapping[str, Array], weights: str
+    args: EngineArgs, step: Step, limits: ExecutorLimits, params: Mapping[str, Array], weights: str
 ) -> EngineFacts:
     spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
