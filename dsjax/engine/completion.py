@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from dsjax.engine.detokenizer import IncrementalDetokenizer
 from dsjax.engine.outputs import CompletionOutput, Logprob, TokenLogprobs
 from dsjax.engine.plan import NO_TOKEN, RowResult
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import OutputKind
 from dsjax.engine.scheduler import Update
-from dsjax.engine.stop import StopStrings
+from dsjax.engine.text import IncrementalDetokenizer, StopStrings
 from dsjax.engine.tokenizer import Tokenizer
 
 NON_FINITE = "the model gave values that are not finite for this request"

@@ -3,8 +3,8 @@
 import enum
 from typing import NamedTuple
 
+from dsjax.engine.text import num_undecided
 from dsjax.engine.tokenizer import Tokenizer
-from dsjax.serve.markers import num_undecided
 
 OPEN, CLOSE = "<think>", "</think>"
 

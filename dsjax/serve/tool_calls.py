@@ -4,7 +4,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsjax.serve.markers import find_first, num_undecided
+from dsjax.engine.text import find_first, num_undecided
 from dsjax.serve.tool_format import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR, ToolFormat
 
 
