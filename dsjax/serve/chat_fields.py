@@ -7,8 +7,8 @@ from pydantic import Field
 
 from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError
+from dsjax.serve.json_bodies import StrictModel
 from dsjax.serve.sampling_fields import Count, Name, SamplingFields
-from dsjax.serve.strict_model import StrictModel
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 

@@ -73,7 +73,7 @@ def serve(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.")] = False,
 ) -> None:
     """Serve a model behind OpenAI's API."""
-    from dsjax.serve.logging_setup import configure_logging
+    from dsjax.serve.logs import configure_logging
     from dsjax.serve.server import bind
 
     options = ServeOptions(

@@ -13,7 +13,7 @@ from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.outputs import RequestOutput
 from dsjax.serve.errors import to_api_error
 from dsjax.serve.json_bodies import to_json
-from dsjax.serve.logging_requests import CONNECTION_SEND
+from dsjax.serve.logs import CONNECTION_SEND
 
 Answer = TypeVar("Answer")
 

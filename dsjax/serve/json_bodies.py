@@ -1,74 +1,22 @@
-"""Bodies in and out: bounded in size and time, strict JSON in, JSON that any client reads out."""
+"""JSON bodies: strict JSON in, JSON that any client reads out."""
 
-import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pydantic_core
 from fastapi.routing import APIRoute
-from starlette.datastructures import Headers
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsjax.serve.errors import ApiError
-from dsjax.serve.options import ServeOptions
 
 
-class BodyLimits:
-    """ASGI middleware. Reads the whole body before anything else sees the request, within bounds of bytes and seconds.
+class StrictModel(BaseModel):
+    """A request's body or a part of it: JSON types are taken as they are, and an unknown field is an error."""
 
-    A body that is half sent therefore holds nothing but its own bytes. What comes after the body, a disconnect, is passed on.
-    """
-
-    def __init__(self, app: ASGIApp, options: ServeOptions):
-        self._app = app
-        self._most_bytes = options.max_body_bytes
-        self._seconds = options.request_timeout
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on whose body is here."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(self._seconds):
-                body = await self._read(scope, receive)
-        except TimeoutError:
-            reason = f"the request did not arrive within {self._seconds:g} seconds"
-            await error_response(ApiError(408, reason, code="request_timeout"), close=True)(scope, receive, send)
-            return
-        except ApiError as error:
-            await error_response(error, close=True)(scope, receive, send)
-            return
-        if body is None:
-            return  # the client has gone
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive_again() -> Message:
-            return messages.pop() if messages else await receive()
-
-        await self._app(scope, receive_again, send)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > self._most_bytes:
-            raise self._too_large()
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most_bytes:
-                raise self._too_large()
-            more = message.get("more_body", False)
-        return b"".join(parts)
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than this server's {self._most_bytes:,} bytes", code="body_too_large")
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StrictRequest(Request):

@@ -10,7 +10,7 @@ import pytest
 from live_server import wait_until
 
 from dsjax.errors import UserError
-from dsjax.serve.logging_setup import JsonLines, configure_logging
+from dsjax.serve.logs import JsonLines, configure_logging
 
 
 @pytest.fixture
