@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -18,15 +21,12 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step, weights_format
 from dsjax.engine.buckets import Buckets
-from dsjax.engine.compile_cache import enable_compile_cache
-from dsjax.engine.components import device_bytes
-from dsjax.engine.eos import read_eos_token_ids
-from dsjax.engine.facts import EngineFacts
-from dsjax.engine.host_memory import keep_freed_memory
 from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.runner import MeshRunner
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
+from dsjax.model.parameters import device_bytes
 from dsjax.model.step import Step
 from sharding import MeshSpec
 
@@ -34,6 +34,46 @@ TOTAL_SEQUENCES = 256
 """Running requests over all DP ranks when ``--max-num-seqs`` is not given."""
 LEAST_SEQUENCES = 8
 """And at least so many on each rank."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
+
+    Attributes:
+        mesh: as the user wrote it, normalised: `dp=4,tp=8`.
+        mesh_shape: sizes of the physical axes, in order.
+        device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
+        dispatch: e.g. `{"prefill": "ragged", "decode": "padded"}`.
+        mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
+        weight_bytes: by component.
+        cache_tokens: token slots of the latent cache, all DP ranks together.
+    """
+
+    model: str
+    parameters: int
+    mesh: str
+    mesh_shape: dict[str, int]
+    platform: str
+    device_kind: str
+    num_devices: int
+    num_processes: int
+    dp_ranks: int
+    physical_experts_per_device: int
+    dtype: str
+    weights: str
+    dispatch: dict[str, str]
+    mla: dict[str, str]
+    weight_bytes: dict[str, int]
+    cache_bytes: int
+    cache_tokens: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object with the same names."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -106,6 +146,36 @@ def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
         return found
 
     return {**params, **jax.jit(products, out_shardings=shardings)(params)}
+
+
+def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids of the tokens that end a completion, ascending.
+
+    They are the tokenizer's own, and those of `generation_config.json`, or of `config.json` where that has none.
+
+    Raises:
+        TokenizerError: one of the files is unreadable, or its `eos_token_id` is neither an integer nor a list of them.
+    """
+    found: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
+    for name in ("generation_config.json", "config.json"):
+        ids = _eos_field(Path(directory) / name)
+        if ids:
+            found |= ids
+            break
+    return tuple(sorted(found))
+
+
+def _eos_field(path: Path) -> set[int]:
+    if not path.is_file():
+        return set()
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise TokenizerError(f"{path} has eos_token_id {value!r}, expected an integer of at least 0 or a list of them")
+    return set(ids)
 
 
 def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:

@@ -6,11 +6,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dsjax.engine.async_engine import AsyncEngine, OutputStream
 from dsjax.engine.core import EngineCore
-from dsjax.engine.facts import EngineFacts
 from dsjax.engine.input_processor import Prompt
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.stats import ExpertCounts
@@ -21,6 +20,9 @@ from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.sampling_fields import SamplingFields
 from dsjax.serve.tool_calls import ToolFormat
+
+if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
+    from dsjax.engine.loading import EngineFacts
 
 Answer = TypeVar("Answer")
 Submit = Callable[[str, Sequence[Prompt], SamplingParams, str | None], Awaitable[OutputStream]]
@@ -101,7 +103,7 @@ class Serving:
     model_root: str
     max_model_len: int
     options: ServeOptions = field(default_factory=ServeOptions)
-    facts: EngineFacts | None = None
+    facts: "EngineFacts | None" = None
     metrics: Metrics | None = None
     orders_by_priority: bool = False
     phase: Phase = Phase.READY

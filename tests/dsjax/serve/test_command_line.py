@@ -17,7 +17,7 @@ from dsjax.cli import app
 from dsjax.cli.generate import write_continuations
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.facts import EngineFacts
+from dsjax.engine.loading import EngineFacts
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.errors import UserError

@@ -3,7 +3,7 @@ import json
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.eos import read_eos_token_ids
+from dsjax.engine.loading import read_eos_token_ids
 from dsjax.engine.tokenizer import TokenizerError
 
 
