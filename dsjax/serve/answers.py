@@ -7,7 +7,7 @@ from typing import Any
 
 from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from dsjax.engine.request import FinishReason
+from dsjax.engine.request import ErrorKind, FinishReason
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.errors import ApiError
 from dsjax.serve.responses import CompletionLogprobs, Usage
@@ -28,7 +28,11 @@ async def gather(stream: OutputStream) -> list[RequestOutput]:
 def refuse_failed(completion: CompletionOutput) -> None:
     """Raise for a completion that did not end by itself: OpenAI's API has no finish reason for that."""
     if completion.finish_reason is FinishReason.ERROR:
-        raise ApiError(500, str(completion.stop_reason), type="server_error", code="non_finite_values")
+        if completion.error is ErrorKind.NON_FINITE:
+            raise ApiError(500, str(completion.stop_reason), type="server_error", code=completion.error)
+        # What the request asked for came to nothing. Clients repeat a 5xx by themselves, which would not help here.
+        param = "structured_outputs" if completion.error is ErrorKind.STRUCTURED_OUTPUT else None
+        raise ApiError(400, str(completion.stop_reason), param=param, code=completion.error)
     if completion.finish_reason is FinishReason.ABORT:
         raise ApiError(503, "the request was aborted", type="server_error", code="aborted")
 

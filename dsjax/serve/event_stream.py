@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.outputs import RequestOutput
 from dsjax.serve.errors import to_api_error
-from dsjax.serve.json_bodies import to_json
+from dsjax.serve.json_bodies import note_error, to_json
 from dsjax.serve.logs import CONNECTION_SEND
 
 Answer = TypeVar("Answer")
@@ -52,10 +52,12 @@ class EventStream(StreamingResponse):
         self._answer = answer
         self._outputs = outputs
         self._resources = resources
+        self._scope: Scope | None = None
         self._send_events: Send | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events."""
+        self._scope = scope
         self._send_events = scope["state"].get(CONNECTION_SEND, send)
         with self._resources:
             watch = asyncio.ensure_future(self._watch(receive))
@@ -79,7 +81,9 @@ class EventStream(StreamingResponse):
         except ClientGoneError:
             return
         except Exception as error:  # the status line is sent; an event is the only way left to tell
-            await self._send_all([to_api_error(error).body()])
+            answer = to_api_error(error)
+            note_error(self._scope, answer)
+            await self._send_all([answer.body()])
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:

@@ -1,7 +1,7 @@
 """JSON bodies: strict JSON in, JSON that any client reads out."""
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import pydantic_core
@@ -9,6 +9,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from dsjax.serve.errors import ApiError
 
@@ -65,7 +66,24 @@ class JsonResponse(Response):
         return to_json(content)
 
 
+class _ErrorResponse(JsonResponse):
+    """Tells the request's log line which error it is."""
+
+    def __init__(self, error: ApiError, headers: Mapping[str, str]):
+        super().__init__(error.body(), status_code=error.status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, error: ApiError) -> None:
+    """Leave an error's code, or its type where it has no code, in the scope's state, where `RequestLog` reads it."""
+    scope.setdefault("state", {})["error"] = error.code or error.type
+
+
 def error_response(error: ApiError, *, close: bool = False) -> JsonResponse:
     """An error as an answer; `close` ends the connection after it, because the rest of the request will not be read."""
     headers = {**(error.headers or {}), **({"Connection": "close"} if close else {})}
-    return JsonResponse(error.body(), status_code=error.status, headers=headers)
+    return _ErrorResponse(error, headers)

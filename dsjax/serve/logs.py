@@ -68,8 +68,8 @@ class JsonLines(logging.Formatter):
 class RequestLog:
     """ASGI middleware, the first to see a request. Writes when its answer has ended, in place of uvicorn's access log.
 
-    Reads `request_id` and `completions` (the core's `Request`s) from the scope's state, where those who handle the request put
-    them. What is polled all the time is written at level debug.
+    Reads `request_id`, `completions` (the core's `Request`s) and `error` (an error's code) from the scope's state, where those who
+    handle the request put them. What is polled all the time is written at level debug.
     """
 
     def __init__(self, app: ASGIApp):
@@ -101,6 +101,7 @@ class RequestLog:
             if logger.isEnabledFor(level):
                 fields = _fields(scope, status if ended else _CLIENT_LEFT, time.monotonic() - begun)
                 fields |= of_completions(state.get("completions", ()))
+                fields |= {"error": state["error"]} if "error" in state else {}
                 logger.log(level, _sentence(fields), extra={"fields": fields})
 
 
@@ -147,4 +148,6 @@ def _sentence(fields: dict[str, Any]) -> str:
         parts.append(f"{fields['output_tokens']} made")
     if fields.get("first_token_seconds") is not None:
         parts.append(f"first after {fields['first_token_seconds'] * 1e3:.1f} ms")
+    if "error" in fields:
+        parts.append(f"error {fields['error']}")
     return f"{', '.join(parts)} [{fields['request_id']}]"
