@@ -1,18 +1,17 @@
 """The step: the one program that serving runs, the dry run compiles and the planner measures.
 
-A step takes row groups (see ``docs/architecture.md``), runs all layers against the paged cache, and returns the
-logits of each row's last token. It is traced under ``jax.jit`` with shardings; only cache access and expert dispatch
-are ``shard_map``.
+A step takes row groups (see ``docs/architecture.md``), runs all layers against the paged cache, and gives the hidden
+states of its tokens, and the logits of those that are asked for. It is traced under ``jax.jit`` with shardings; only
+cache access and expert dispatch are ``shard_map``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,11 +26,11 @@ from dsjax.model.moe import RoutedExperts
 from dsjax.model.parameters import ParameterTable
 from dsjax.model.rope import Rotation
 from dsjax.model.router import Routing
-from dsjax.model.rows import GroupShape, RowGroup, flatten, last_tokens
+from dsjax.model.rows import RowGroup, flatten
 from dsjax.model.transformer import DecoderLayer, Transformer
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig, dispatch
-from sharding.placement import Placement, assign_copies
+from sharding.placement import CopyTables, Placement, assign_copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,28 +57,28 @@ class Step:
         layout = common_layout(self.prefill_form, self.decode_form)
         return PagedAttention(self.mesh, self.spec, self.config, layout, self.cache_dtype, self.block_tokens)
 
-    def __call__(
-        self,
-        params: Mapping[str, Array],
-        cache: Cache,
-        packed: Int[Array, "B W"],
-        shapes: tuple[GroupShape, ...],
-        *,
-        every_token: bool = False,
-    ) -> tuple[Float[Array, "B R V"], Cache, dict[str, Array]]:
+    def hidden(
+        self, params: Mapping[str, Array], cache: Cache, groups: Sequence[RowGroup], copies: CopyTables | None
+    ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
         """Run all groups through all layers.
 
-        packed: the groups' integers, concatenated in the order of ``shapes``.
-        every_token: logits of every token slot (``[B, T, V]``) instead of each row's last token.
+        copies: where the copies of each expert are, of all MoE layers (a leading axis); None in a model without experts.
 
-        Returns float32 logits, vocabulary spread over ``tp`` where it divides; the updated cache; and dispatch reports
-        stacked over MoE layers (empty unless ``dispatch.report``).
+        Returns the hidden states of all token slots after the final norm, which ``logits`` multiplies by the head; the
+        updated cache; and dispatch reports stacked over MoE layers (empty unless ``dispatch.report``).
         """
         # float32 means float32: XLA would use TF32 on GPUs and bf16 passes on TPUs. Other dtypes have one meaning.
         with jax.default_matmul_precision("highest"):
-            return self._run(self.table.bind(params), cache, self._unpack(packed, shapes), every_token)
+            return self._run(self.table.bind(params), cache, groups, copies)
 
-    def _run(self, model: Transformer, cache: Cache, groups: list[RowGroup], every_token: bool):
+    def logits(self, params: Mapping[str, Array], hidden: Float[Array, "B N D"]) -> Float[Array, "B N V"]:
+        """Float32 logits of hidden states that ``hidden`` gave; the vocabulary is spread over ``tp`` where that divides it."""
+        with jax.default_matmul_precision("highest"), jax.named_scope("head"):
+            weight = self.table.bind(params).head_weight(self.dtype)
+            logits = jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
+            return self._constrain(logits, self.spec.batch_axes, None, self.rules.spec(("vocab",))[0])
+
+    def _run(self, model: Transformer, cache: Cache, groups: Sequence[RowGroup], copies: CopyTables | None):
         tokens, positions, active, slots = (
             self._whole(flatten(parts))
             for parts in (
@@ -94,40 +93,29 @@ class Step:
         x = self._constrain(model.embed(tokens, self.dtype), self.spec.batch_axes)
         layer, reports = jnp.int32(0), {}
         for stack in model.stacks:
-            x, cache, layer, report = self._run_stack(stack, x, cache, layer, groups, slots, active, rotation)
+            x, cache, layer, report = self._run_stack(stack, x, cache, layer, groups, slots, active, rotation, copies)
             reports |= report
+        return model.final_norm(x), cache, reports
 
-        x = model.final_norm(x)
-        if not every_token:
-            x = last_tokens(x, groups)
-        with jax.named_scope("head"):
-            logits = jnp.einsum("btd,dv->btv", x, model.head_weight(self.dtype), preferred_element_type=jnp.float32)
-        vocab_axes = self.rules.spec(("vocab",))[0]
-        return self._constrain(logits, self.spec.batch_axes, None, vocab_axes), cache, reports
-
-    def _unpack(self, packed, shapes) -> list[RowGroup]:
-        ends = np.cumsum([shape.packed_width for shape in shapes])[:-1]
-        return [
-            RowGroup.unpack(part, shape) for part, shape in zip(jnp.split(packed, ends, axis=1), shapes, strict=True)
-        ]
-
-    def _run_stack(self, stack: DecoderLayer, x, cache, layer, groups, slots, active, rotation):
+    def _run_stack(self, stack: DecoderLayer, x, cache, layer, groups, slots, active, rotation, copies):
         # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
         # first copy a layer's experts on CPU, all of them, for the few that have tokens.
         graph, experts, weights = nnx.split(stack, lambda path, _: "experts" in path, ...)
         first = layer
+        own_copies = None if hasattr(stack, "mlp") else copies
 
-        def body(carry, weights):
+        def body(carry, xs):
             x, cache, layer = carry
+            weights, copies = xs
             block: DecoderLayer = nnx.merge(graph, experts, weights)
             attended, cache = self._attend(
                 block, self._whole(block.attn_norm(x)), cache, layer, groups, slots, rotation
             )
             x = x + attended
-            y, report = self._feed_forward(block, layer - first, self._whole(block.mlp_norm(x)), active)
+            y, report = self._feed_forward(block, layer - first, self._whole(block.mlp_norm(x)), active, copies)
             return (self._constrain(x + y, self.spec.batch_axes), cache, layer + 1), report
 
-        (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), weights)
+        (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), (weights, own_copies))
         return x, cache, layer, reports
 
     def _attend(self, block: DecoderLayer, x, cache: Cache, layer, groups: list[RowGroup], slots, rotation):
@@ -145,11 +133,11 @@ class Step:
             start += R * C
         return self._constrain(jnp.concatenate(outs, axis=1), self.spec.batch_axes), cache
 
-    def _feed_forward(self, block: DecoderLayer, index: Int[Array, ""], x: Float[Array, "B T D"], active):
+    def _feed_forward(self, block: DecoderLayer, index: Int[Array, ""], x: Float[Array, "B T D"], active, copies):
         """The dense MLP, or the experts of layer ``index`` of the stack."""
         if hasattr(block, "mlp"):
             return block.mlp(x), {}
-        apply = lambda experts, x, routing: self._dispatch(experts, index, x, routing, active)  # noqa: E731
+        apply = lambda experts, x, routing: self._dispatch(experts, index, x, routing, active, copies)  # noqa: E731
         y, _, report = block.moe(x, apply, self._on_each_rank)
         return y, report or {}
 
@@ -158,12 +146,12 @@ class Step:
         tokens = P(self.spec.batch_axes)
         return jax.shard_map(choose, mesh=self.mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=False)
 
-    def _dispatch(self, experts: RoutedExperts, index, x: Float[Array, "B T D"], routing: Routing, active):
+    def _dispatch(self, experts: RoutedExperts, index, x: Float[Array, "B T D"], routing: Routing, active, copies):
         """Send active tokens to the physical copies of their experts and bring the weighted sums back."""
         B, T, D = x.shape
         K = routing.ids.shape[-1]
         logical = self._whole(routing.ids).reshape(B * T, K)
-        slots = assign_copies(self.placement.tables, logical, active.reshape(B * T), ranks=B)
+        slots = assign_copies(copies, logical, active.reshape(B * T), ranks=B)
         stack = experts.stored()
         specs = {name: self._expert_spec(experts, name) for name in stack}
         product = ExpertProduct(
