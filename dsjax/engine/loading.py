@@ -20,7 +20,7 @@ from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step, weights_format
-from dsjax.engine.buckets import Buckets
+from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.plan import RunnerLimits
 from dsjax.engine.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.runner import MeshRunner
@@ -29,6 +29,7 @@ from dsjax.errors import UserError
 from dsjax.model.parameters import device_bytes
 from dsjax.model.step import Step
 from sharding import MeshSpec
+from sharding.dispatch import resolved_method
 
 TOTAL_SEQUENCES = 256
 """Running requests over all DP ranks when ``--max-num-seqs`` is not given."""
@@ -44,7 +45,9 @@ class EngineFacts:
         mesh: as the user wrote it, normalised: `dp=4,tp=8`.
         mesh_shape: sizes of the physical axes, in order.
         device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
-        dispatch: e.g. `{"prefill": "ragged", "decode": "padded"}`.
+        dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
+            `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
+            use another method (docs/dispatch.md).
         mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
@@ -118,10 +121,15 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     params = materialise(step, params)
     limits = _limits(args, step, max_model_len)
     mixed = mesh.devices.flat[0].platform != "cpu"
-    runner = MeshRunner(step, params, limits, Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed))
+    buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed)
+    runner = MeshRunner(step, params, limits, buckets)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
-        runner, tokenizer, config, read_eos_token_ids(directory, tokenizer), _facts(args, step, limits, params, weights)
+        runner,
+        tokenizer,
+        config,
+        read_eos_token_ids(directory, tokenizer),
+        _facts(args, step, limits, buckets, params, weights),
     )
 
 
@@ -205,8 +213,26 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
     )
 
 
+def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
+    """How the fullest launch of each kind sends tokens to their experts."""
+    rectangles = {"prefill": buckets.prefill, "decode": [Rectangle(rows, 1) for rows in buckets.decode]}
+    if not step.config.is_moe:
+        return dict.fromkeys(rectangles, "none")
+    return {
+        phase: resolved_method(
+            step.spec,
+            step.dispatch,
+            tokens=max(rectangle.rows * rectangle.chunk for rectangle in of_phase),
+            top_k=step.config.num_experts_per_tok,
+            experts=step.placement.n_physical,
+            platform=step.mesh.devices.flat[0].platform,
+        )
+        for phase, of_phase in rectangles.items()
+    }
+
+
 def _facts(
-    args: EngineArgs, step: Step, limits: RunnerLimits, params: Mapping[str, Array], weights: str
+    args: EngineArgs, step: Step, limits: RunnerLimits, buckets: Buckets, params: Mapping[str, Array], weights: str
 ) -> EngineFacts:
     spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
@@ -223,7 +249,7 @@ def _facts(
         physical_experts_per_device=step.placement.n_physical // spec.ep_size if config.is_moe else 0,
         dtype=str(step.dtype),
         weights=weights,
-        dispatch={"prefill": step.dispatch.method, "decode": step.dispatch.method},
+        dispatch=_dispatch_methods(step, buckets),
         mla={"prefill": step.prefill_form, "decode": step.decode_form},
         weight_bytes=device_bytes(params),
         cache_bytes=cache_bytes,
