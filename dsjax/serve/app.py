@@ -10,10 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from dsjax.errors import UserError
+from dsjax.serve.bodies import ClientGoneError, error_response
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.event_stream import ClientGoneError
 from dsjax.serve.guards import BodyLimits, Keys, RequestIds, ResponseCounts
-from dsjax.serve.json_bodies import error_response
 from dsjax.serve.page.routes import create_page_routes
 from dsjax.serve.routes.admin import admin_routes
 from dsjax.serve.routes.openai import openai_routes

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dsjax.serve import bounds
+from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
-from dsjax.serve.json_bodies import StrictModel
 from dsjax.serve.sampling_fields import Count, Name, SamplingFields
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]

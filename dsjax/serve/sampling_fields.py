@@ -9,8 +9,8 @@ from pydantic import Field
 
 from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
 from dsjax.serve import bounds
+from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
-from dsjax.serve.json_bodies import StrictModel
 
 Name = Annotated[str, Field(max_length=bounds.MAX_NAME_CHARACTERS)]
 Count = Annotated[int, Field(le=bounds.MAX_INTEGER, ge=-bounds.MAX_INTEGER)]

@@ -5,9 +5,9 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import Field
 
+from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
-from dsjax.serve.json_bodies import StrictModel, StrictRoute
 from dsjax.serve.responses import Aborted, ExpertLoad, State, errors
 from dsjax.serve.routes.status import expert_load
 from dsjax.serve.serving import Serving

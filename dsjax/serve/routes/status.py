@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from dsjax.engine.output_stream import EngineDeadError
 from dsjax.engine.stats import ExpertCounts, RankLoad
+from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.errors import ApiError
-from dsjax.serve.json_bodies import JsonResponse
 from dsjax.serve.responses import ExpertLoad, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
 
