@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dsjax.engine.bad_words import TokenRun, completing
 from dsjax.engine.commands import ALWAYS
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.structured import Constraint
+
+TokenRun = tuple[int, ...]
 
 
 class LogitRules:
@@ -102,6 +103,16 @@ class LogitRules:
             if error is not None:
                 return count, error
         return len(token_ids), self._error
+
+
+def completing(runs: Iterable[TokenRun], output: Sequence[int]) -> set[int]:
+    """Tokens that would complete one of the runs behind ``output``; the prompt does not count, as in vLLM."""
+    banned = set()
+    for run in runs:
+        before = len(run) - 1
+        if before == 0 or (before <= len(output) and tuple(output[-before:]) == run[:-1]):
+            banned.add(run[-1])
+    return banned
 
 
 def packed(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`PagePool`: which pages of one rank's latent cache are free, held, and cached; and the names that cached ones are found by."""
+"""Pages of one rank's latent cache: which are free, held and cached, and the hashes that cached ones are found by."""
 
 from array import array
 from collections import OrderedDict

@@ -25,7 +25,6 @@ from dsjax.engine.device_state import ADMIT_WIDTH, DeviceState, LaunchShape, Ste
 from dsjax.engine.executor import ExecutorLimits, Progress
 from dsjax.engine.logit_edits import bias_width, mask_words
 from dsjax.engine.sampler import Wanted, greedy
-from dsjax.model import paging
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import Step
 
@@ -234,10 +233,8 @@ class Programs:
         """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
         if state.filled is None:
             return None
-        slots = jnp.concatenate(
-            [group.slots(self._limits.page_size).reshape(group.start.shape[0], -1) for group in groups], axis=1
-        )
-        return paging.mark(self._step.mesh, self._step.spec, state.filled, slots, False)
+        slots = self._step.slots(groups)
+        return self._step.mark(state.filled, slots, False)
 
     def _lower_admit(self) -> Lowered:
         packed = self._described((ADMIT_WIDTH,), np.int32)
