@@ -316,8 +316,8 @@ def commit(
     """Enter the tokens that were drawn: which drafts they accept, where each slot stands now, and its last token.
 
     tokens: of each position that makes one, as ``StepRows.slots`` has them; negative where none could be drawn. A draft is
-    accepted if it is what was drawn before it. Gives the state without drafts, and the outcome: ``tokens``, the number made by each decode row, and the number
-    of tokens that it computed.
+    accepted if it is what was drawn before it. Gives the state without drafts, and the outcome: ``tokens``, then of each decode
+    row how many tokens it made, and how many it computed.
     """
     R, C = rows.tokens.shape[1:]
 

@@ -58,7 +58,8 @@ def draw(
 
         def penalised(logits):
             decoded = counts[jnp.maximum(rows.slot, 0)].astype(jnp.int32)
-            along = logit_edits.counts_along_drafts(decoded, rows.tokens, MOST_COUNTED).reshape(R * C, -1)
+            along = logit_edits.counts_along_drafts(decoded, rows.tokens, MOST_COUNTED)
+            along = along.reshape(R * C, counts.shape[-1])
             before = jnp.concatenate([along, counts[jnp.maximum(rows.prefill_slot, 0)].astype(jnp.int32)])
             return logit_edits.penalise(logits, before, of_slot.presence, of_slot.frequency, of_slot.repetition)
 

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
-from dsjax.engine.stats import ExpertCounts, RankLoad, StepStats
+from dsjax.engine.stats import StepStats
 from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Registry, Total, exposition
 from dsjax.serve.metrics_requests import RequestMetrics
 

@@ -168,7 +168,7 @@ class Version(TypedDict):
 
 
 class RankLoadBody(TypedDict):
-    """What a DP rank has to do: `RankLoad` of `dsjax/engine/stats.py`."""
+    """What a DP rank has to do: `RankLoad` of `dsjax/engine/rank.py`."""
 
     rank: int
     running: int
@@ -187,7 +187,7 @@ class Load(TypedDict):
 
 
 class ExpertLoad(TypedDict):
-    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/stats.py`."""
+    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/executor.py`."""
 
     tokens_per_expert: list[list[int]]
     rows_sent: list[int]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dsjax.engine.async_engine import AsyncEngine, OutputStream
 from dsjax.engine.core import EngineCore
+from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.input_processor import Prompt
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.stats import ExpertCounts
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.message_parser import ReasoningParser

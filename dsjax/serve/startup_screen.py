@@ -72,7 +72,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[plan.Progress]:
-    """A progress bar for `Runner.warm_up`."""
+    """A progress bar for `Executor.warm_up`."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("compiling", total=None)

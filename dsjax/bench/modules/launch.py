@@ -13,7 +13,7 @@ from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting
 from dsjax.bench.modules.timing import Prepared, host_loop
 from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.plan import RankPlan, ExecutorLimits, ScheduledRow, StepPlan
+from dsjax.engine.plan import ExecutorLimits, RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.programs import Programs
 from dsjax.engine.request import Request
 from dsjax.engine.runner import MeshRunner

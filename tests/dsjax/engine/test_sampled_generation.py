@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from dsjax.engine.row_sampler import NOTHING_ALLOWED
 from test_logit_rules import published
 from worded_checkpoint import VOCABULARY, write_worded_checkpoint
 
@@ -13,7 +14,6 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine import buckets
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.request import FinishReason
-from dsjax.engine.row_sampler import NOTHING_ALLOWED
 from dsjax.engine.sampling_params import OutputKind, SamplingError
 from dsjax.engine.structured_params import StructuredOutputs
 
