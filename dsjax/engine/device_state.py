@@ -79,7 +79,26 @@ class StepRows:
     prefill_length: Int[Array, "B R2"]
     prefill_limit: Int[Array, "B R2"]
     next_token: Int[Array, "B R2"]
-    prefill_tokens: Int[Array, "B R2 C2"] | None  # not handed to the sampling programs, so that these depend on rows alone
+
+    def pack(self) -> Int[Array, "B W"]:
+        """All fields in one array: what the programs of a launch hand on. (An empty array would lose its sharding.)"""
+        parts = jax.tree.leaves(self)
+        return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
+
+    @classmethod
+    def unpack(cls, packed: Int[Array, "B W"], sampled: tuple[int, int, int]) -> StepRows:
+        """The inverse of ``pack``; ``sampled`` as of ``LaunchShape``."""
+        R, C, R2 = sampled
+        ends = np.cumsum([R, R, R, R, R * C, R2, R2, R2, R2])
+        parts = jnp.split(packed, ends, axis=1)
+        parts[4] = parts[4].reshape(packed.shape[0], R, C)
+        return cls(*parts)
+
+    @staticmethod
+    def packed_width(sampled: tuple[int, int, int]) -> int:
+        """Integers of ``pack`` on one DP rank."""
+        R, C, R2 = sampled
+        return R * (4 + C) + 5 * R2
 
     @property
     def slots(self) -> Int[Array, "B N"]:
@@ -133,6 +152,12 @@ class LaunchShape:
         """Changes of page tables that its input has room for: a page for each decode row, a chunk's pages for each prefill row."""
         rows, chunk = self.prefill_rows
         return 1 + self.decode_rows[0] + rows * -(-chunk // self.page_size)
+
+    def prefill_tokens(self, packed: Int[Array, "B W"]) -> Int[Array, "B R2 C2"]:
+        """The prompts' tokens in its input."""
+        (R, _), (R2, C2) = self.decode_rows, self.prefill_rows
+        first = 3 * R + 5 * R2
+        return packed[:, first : first + R2 * C2].reshape(packed.shape[0], R2, C2)
 
     @property
     def packed_width(self) -> int:
@@ -296,17 +321,16 @@ def read(
             prefill_length=p_length,
             prefill_limit=p_limit,
             next_token=following,
-            prefill_tokens=tokens.reshape(R2, C2),
         )
-        return state, (rows, state.tables[here], state.tables[jnp.maximum(p_slot, 0)])
+        tables, prefill_tables = state.tables[here], state.tables[jnp.maximum(p_slot, 0)]
+        return state, (rows, tables, prefill_tables, tokens.reshape(R2, C2))
 
-    state, (rows, tables, prefill_tables) = _change_slots(step, local, state, packed)
+    state, (rows, tables, prefill_tables, tokens) = _change_slots(step, local, state, packed)
     groups = []
     if shape.decode:
         groups.append(RowGroup(rows.tokens, rows.start, rows.length, tables, shape.decode))
     if shape.prefill:
-        fields_ = (rows.prefill_tokens, rows.prefill_start, rows.prefill_length, prefill_tables)
-        groups.append(RowGroup(*fields_, shape.prefill))
+        groups.append(RowGroup(tokens, rows.prefill_start, rows.prefill_length, prefill_tables, shape.prefill))
     return state, rows, groups
 
 
@@ -374,7 +398,11 @@ def copy_pages(step: Step, state: DeviceState, pairs: Int[Array, "B K 2"]) -> De
     """Copy pages (from, to) of each rank, in all layers; (0, 0) is nothing: nobody reads page 0."""
 
     def copy(array: Array, pairs, axis: int) -> Array:
-        return array.at[:, pairs[:, 1]].set(array[:, pairs[:, 0]]) if axis else array.at[pairs[:, 1]].set(array[pairs[:, 0]])
+        return (
+            array.at[:, pairs[:, 1]].set(array[:, pairs[:, 0]])
+            if axis
+            else array.at[pairs[:, 1]].set(array[pairs[:, 0]])
+        )
 
     return _change_pages_of_cache(step, state, pairs, copy)
 

@@ -91,6 +91,9 @@ class _RankReader(NamedTuple):
         results = []
         for row in range(count):
             run = tokens[row][: made[row]]
+            if not run:  # the step before made the request's last tokens
+                results.append(RowResult())
+                continue
             result = RowResult(run) if run[-1] >= 0 else _failed(run[:-1], run[-1])
             result = result._replace(num_drafts=computed[row] - 1)
             own = rules.get((self.rank, False, row))

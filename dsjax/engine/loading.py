@@ -107,9 +107,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     speculation = args.speculation
-    step = make_step(
-        args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=speculation is not None
-    )
+    step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=speculation is not None)
     max_model_len = _max_model_len(args, config)
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     params = load(

@@ -84,9 +84,7 @@ def allowed(mask: Int[Array, "N W"], vocab_size: int) -> Bool[Array, "N V"]:
     return bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size] != 0
 
 
-def counts_along_drafts(
-    counts: Int[Array, "R V"], tokens: Int[Array, "R C"], most: int
-) -> Int[Array, "R C V"]:
+def counts_along_drafts(counts: Int[Array, "R V"], tokens: Int[Array, "R C"], most: int) -> Int[Array, "R C V"]:
     """The counts before each position of a row, if the drafts before it (``tokens[:, 1:]``) are what was made there."""
     drafted = 2 * jax.nn.one_hot(tokens[:, 1:], counts.shape[-1], dtype=counts.dtype)
     before = jnp.concatenate([counts[:, None], drafted], axis=1)

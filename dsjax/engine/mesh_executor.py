@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Generator, Hashable, Mapping
@@ -104,7 +103,9 @@ class MeshExecutor:
         """Wait for a command, and give what came of it."""
         self.wait(pending)
         if isinstance(pending.command, Score):
-            return np.concatenate([np.asarray(array[0]) for array in pending.logits])[: len(pending.command.tokens) // 4]
+            return np.concatenate([np.asarray(array[0]) for array in pending.logits])[
+                : len(pending.command.tokens) // 4
+            ]
         if not isinstance(pending.command, Step):
             return None
         for outcome in pending.outcomes:
@@ -214,19 +215,21 @@ class MeshExecutor:
         yield outcome
         scores, drafts = None, None
         if rules.wanted is not None:
-            bare, biased = dataclasses.replace(rows, prefill_tokens=None), logits
+            biased = logits
             for piece in rules.biases:
-                biased = self.programs.biases(shape.sampled)(self.state, bare, biased, piece)
+                biased = self.programs.biases(shape.sampled)(self.state, rows, biased, piece)
                 yield biased
             masks = self.programs.no_masks(shape.sampled) if rules.masks is None else rules.masks
             draw = self.programs.draw(shape.sampled)
-            self.state, outcome, scores = draw(self.state, bare, logits, biased, masks, rules.wanted)
+            self.state, outcome, scores = draw(self.state, rows, logits, biased, masks, rules.wanted)
             yield outcome
         if proposes:
             program = self.programs.drafts(shape, proposes)
-            self.state, drafts = program(self.params, self.state, rows, outcome, hidden)
+            self.state, drafts = program(self.params, self.state, packed, rows, outcome, hidden)
             yield drafts
-        found = LaunchOutcome(launch, shape, outcome, scores, prompt_scores[0] if prompt_scores else None, drafts, reports, rules)
+        found = LaunchOutcome(
+            launch, shape, outcome, scores, prompt_scores[0] if prompt_scores else None, drafts, reports, rules
+        )
         pending.outcomes.append(found)
 
     def _score(self, pending: Pending, command: Score) -> Running:

@@ -87,11 +87,11 @@ class Programs:
             if scored:
                 every = step.logits(params, hidden)
                 logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
-                scores = (sampling_programs.score_prompt(step, rows, every),)
+                scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
             else:
                 logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
             state, outcome = device_state.commit(step, state, rows, greedy(logits))
-            pinned = self._pin((rows, outcome, logits, hidden), self._of_step(shape))
+            pinned = self._pin((rows.pack(), outcome, logits, hidden), self._of_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
 
         packed = self._described((shape.packed_width,), np.int32)
@@ -106,18 +106,23 @@ class Programs:
         return self._get(("draw", sampled), lambda: self._lower_draw(sampled))
 
     def drafts(self, shape: LaunchShape, count: int) -> Compiled:
-        """``(params, state, rows, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes."""
+        """``(params, state, packed, rows, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes.
+
+        packed: the input of ``step``; all others are its results.
+        """
         return self._get(("drafts", shape, count), lambda: self.lower_drafts(shape, count))
 
     def lower_drafts(self, shape: LaunchShape, count: int) -> Lowered:
         """The program of ``drafts``, traced but not compiled."""
 
-        def run(params, state, rows, outcome, hidden):
-            state, proposed = self._propose(params, state, rows, outcome, hidden, shape, count)
+        def run(params, state, packed, rows, outcome, hidden):
+            rows = StepRows.unpack(rows, shape.sampled)
+            state, proposed = self._propose(params, state, packed, rows, outcome, hidden, shape, count)
             return self._pin(state, self._state), proposed
 
+        packed = self._described((shape.packed_width,), np.int32)
         rows, outcome, _, hidden = self._of_step(shape)
-        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, rows, outcome, hidden)
+        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed, rows, outcome, hidden)
 
     def every_token(self) -> Compiled:
         """``(params, state, packed) -> (state, logits of every token slot)`` of one row a rank of the widest chunk.
@@ -181,27 +186,25 @@ class Programs:
         self._compiled.clear()
         self._constants.clear()
 
-    def _propose(self, params, state: DeviceState, rows: StepRows, outcome, hidden, shape: LaunchShape, count: int):
+    def _propose(
+        self, params, state: DeviceState, packed, rows: StepRows, outcome, hidden, shape: LaunchShape, count: int
+    ):
         """The first pass goes over all tokens of the launch, which fills the module's cache; each further one over one token a row."""
         step = self._step
         R, C = shape.decode_rows
         N = R * C + shape.prefill_rows[0]
         tokens, made = outcome[:, :N], outcome[:, N : N + R]
-        drawn = tokens[:, : R * C]
-        own = jnp.where(rows.next_token < 0, tokens[:, R * C :], rows.next_token)
-        following = jnp.concatenate([rows.prefill_tokens[..., 1:], own[..., None]], axis=-1)
-        at_end = jnp.arange(following.shape[-1]) == rows.prefill_length[..., None] - 1
-        following = jnp.where(at_end, own[..., None], following)
         tables = device_state.tables_of(step, state, rows)
         groups, follows = [], []
         if shape.decode:
             groups.append(RowGroup(rows.tokens, rows.start, made, tables[:, :R], shape.decode))
-            follows.append(drawn)
+            follows.append(tokens[:, : R * C])
         if shape.prefill:
-            groups.append(
-                RowGroup(rows.prefill_tokens, rows.prefill_start, rows.prefill_length, tables[:, R:], shape.prefill)
-            )
-            follows.append(following.reshape(following.shape[0], -1))
+            prompt = shape.prefill_tokens(packed)
+            groups.append(RowGroup(prompt, rows.prefill_start, rows.prefill_length, tables[:, R:], shape.prefill))
+            own = jnp.where(rows.next_token < 0, tokens[:, R * C :], rows.next_token)
+            behind = sampling_programs.tokens_behind(rows, prompt, own)
+            follows.append(behind.reshape(behind.shape[0], -1))
         next_tokens = jnp.maximum(jnp.concatenate(follows, axis=1), 0)
         hidden, cache, filled, _ = step.further(
             params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
@@ -249,6 +252,7 @@ class Programs:
         biases = self._described((bias_width(sampled[0] + sampled[2]), 4), np.int32)
 
         def run(state, rows, logits, biases):
+            rows = StepRows.unpack(rows, sampled)
             changed = sampling_programs.add_biases(self._step, state, rows, logits, biases)
             return self._pin(changed, self._logits(sampled))
 
@@ -260,6 +264,7 @@ class Programs:
         wanted = Wanted(*[jax.ShapeDtypeStruct((), bool, sharding=self.everywhere)] * len(Wanted._fields))
 
         def run(state, rows, raw, biased, masks, wanted):
+            rows = StepRows.unpack(rows, sampled)
             state, *found = sampling_programs.draw(self._step, state, rows, raw, biased, masks, wanted)
             return self._pin(state, self._state), *found
 
@@ -277,22 +282,15 @@ class Programs:
         return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
 
     def _of_rows(self, sampled: tuple[int, int, int]):
-        """Descriptions of what a step hands on to the sampling programs, which read no prompt's tokens."""
-        R, C, R2 = sampled
-        return self._rows_of(R, C, R2, None), self._described((_positions(sampled) + 2 * R,), np.int32), self._logits(sampled)
+        """Descriptions of what a step hands on to the sampling programs: packed rows, outcome, logits."""
+        rows = self._described((StepRows.packed_width(sampled),), np.int32)
+        outcome = self._described((_positions(sampled) + 2 * sampled[0],), np.int32)
+        return rows, outcome, self._logits(sampled)
 
     def _of_step(self, shape: LaunchShape):
-        """Descriptions of what a step hands on: rows, outcome, logits, hidden states."""
-        (R, C), (R2, C2) = shape.decode_rows, shape.prefill_rows
-        rows = self._rows_of(R, C, R2, C2)
+        """The same, and of the hidden states."""
         hidden = self._described((shape.tokens, self._step.config.hidden_size), self._step.dtype)
-        outcome = self._described((_positions(shape.sampled) + 2 * R,), np.int32)
-        return rows, outcome, self._logits(shape.sampled), hidden
-
-    def _rows_of(self, R: int, C: int, R2: int, C2: int | None) -> StepRows:
-        of = lambda *shape: self._described(shape, np.int32)  # noqa: E731
-        decode, prefill = [of(R)] * 4, [of(R2)] * 5
-        return StepRows(*decode, of(R, C), *prefill, None if C2 is None else of(R2, C2))
+        return *self._of_rows(shape.sampled), hidden
 
     def _logits(self, sampled: tuple[int, int, int]) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._step.mesh, self._step.rules.spec(("ranks", None, "vocab")))
@@ -345,5 +343,3 @@ def _describe(decode: Rectangle | None, prefill: Rectangle | None) -> str:
     if prefill:
         parts.append(f"prefill {prefill.rows} × {prefill.chunk}")
     return " + ".join(parts)
-
-

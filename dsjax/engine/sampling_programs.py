@@ -80,14 +80,20 @@ def draw(
     return _count(step, state, rows, outcome, wanted), outcome, scores
 
 
-def score_prompt(step: Step, rows: StepRows, logits: Float[Array, "B T V"]) -> Scores:
-    """Scores of the token behind each position of the only prefill row of a rank."""
+def score_prompt(step: Step, rows: StepRows, tokens: Int[Array, "B 1 T"], logits: Float[Array, "B T V"]) -> Scores:
+    """Scores of the token behind each position of the only prefill row of a rank, whose ``tokens`` are given."""
     own = P(step.spec.batch_axes)
-    following = jnp.concatenate([rows.prefill_tokens[:, 0, 1:], rows.next_token], axis=1)
-    # The last active position's token does not stand in the row but in `next_token`.
-    last = jnp.arange(following.shape[1]) == rows.prefill_length - 1
-    targets = jnp.maximum(jnp.where(last, rows.next_token, following), 0)
+    targets = jnp.maximum(tokens_behind(rows, tokens, rows.next_token)[:, 0], 0)
     return jax.shard_map(score, mesh=step.mesh, in_specs=(own, own), out_specs=own, check_vma=False)(logits, targets)
+
+
+def tokens_behind(
+    rows: StepRows, tokens: Int[Array, "B R2 C2"], following: Int[Array, "B R2"]
+) -> Int[Array, "B R2 C2"]:
+    """The token behind each position of the prefill rows; behind the last active one it is ``following``."""
+    shifted = jnp.concatenate([tokens[..., 1:], following[..., None]], axis=-1)
+    last = jnp.arange(tokens.shape[-1]) == rows.prefill_length[..., None] - 1
+    return jnp.where(last, following[..., None], shifted)
 
 
 def _places(state: DeviceState, rows: StepRows) -> Int[Array, "B N"]:
@@ -96,7 +102,9 @@ def _places(state: DeviceState, rows: StepRows) -> Int[Array, "B N"]:
     return rows.positions + 1 - prompts
 
 
-def _count(step: Step, state: DeviceState, rows: StepRows, outcome: Int[Array, "B N+2R"], wanted: Wanted) -> DeviceState:
+def _count(
+    step: Step, state: DeviceState, rows: StepRows, outcome: Int[Array, "B N+2R"], wanted: Wanted
+) -> DeviceState:
     """Count the tokens made by slots that have penalties."""
     own = P(step.spec.batch_axes)
     R, C = rows.tokens.shape[1:]
@@ -111,9 +119,7 @@ def _count(step: Step, state: DeviceState, rows: StepRows, outcome: Int[Array, "
         )
         slots = jnp.concatenate([jnp.repeat(rows.slot, C), rows.prefill_slot])
         here = jnp.maximum(slots, 0)
-        counted = (
-            (sampling.presence != 0) | (sampling.frequency != 0) | (sampling.repetition != 1)
-        )[here]
+        counted = ((sampling.presence != 0) | (sampling.frequency != 0) | (sampling.repetition != 1))[here]
         at = jnp.where(taken & counted & (tokens >= 0), slots, num_slots)
 
         def add(counts):

@@ -135,7 +135,9 @@ class SlotTable:
         )
         return RowRules(wanted, self._biases(found, len(step.ranks), shape), masks, found)
 
-    def _biases(self, found: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape) -> list[np.ndarray]:
+    def _biases(
+        self, found: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
+    ) -> list[np.ndarray]:
         own: list[list[np.ndarray]] = [[] for _ in range(ranks)]
         rows = shape.decode_rows[0]
         for (rank, is_prefill, row), rules in found.items():
@@ -146,7 +148,9 @@ class SlotTable:
         joined = [np.concatenate(each) if each else np.zeros((0, 4), np.int32) for each in own]
         return list(pieces(joined, rows + shape.prefill_rows[0]))
 
-    def _masks(self, found: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape) -> np.ndarray | None:
+    def _masks(
+        self, found: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
+    ) -> np.ndarray | None:
         masked = {
             at: rules.allowed if rules.guide is None else rules.guide
             for at, rules in found.items()

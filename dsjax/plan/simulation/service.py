@@ -112,7 +112,9 @@ class Engine:
     def end(self, now: float) -> list[Served]:
         """Enter the step's tokens; give the requests that finished."""
         done = []
-        for request, _, reason in self._scheduler.update(self._plan, [_results(rank) for rank in self._plan.ranks], now):
+        for request, _, reason in self._scheduler.update(
+            self._plan, [_results(rank) for rank in self._plan.ranks], now
+        ):
             if reason is not None:
                 served = self._serving.pop(request.request_id)
                 served.first, served.finished = request.first_token_time, now
