@@ -8,7 +8,7 @@ from typing import Literal
 
 from dsjax.config import ModelConfig
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.executor import ExecutorLimits
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -81,12 +81,12 @@ class DryRunArgs:
             return self.engine
         return dataclasses.replace(self.engine, dtype="float32" if config.torch_dtype == "float32" else "bfloat16")
 
-    def limits(self, config: ModelConfig, spec: MeshSpec) -> RunnerLimits:
+    def limits(self, config: ModelConfig, spec: MeshSpec) -> ExecutorLimits:
         """The runner's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used."""
         page = self.engine.page_size
         pages_of_a_row = -(-self.row_tokens // page)
         wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else self.rows * pages_of_a_row
-        return RunnerLimits(
+        return ExecutorLimits(
             max_rows_decode=self.rows,
             max_rows_prefill=self.rows,
             max_chunk=self.chunk,

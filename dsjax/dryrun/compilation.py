@@ -19,8 +19,8 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.engine import cache as device_cache
 from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
-from dsjax.engine.compile_cache import without_compile_cache
-from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.process import without_compile_cache
 from dsjax.engine.programs import Programs
 from dsjax.engine.sampler import greedy
 from dsjax.errors import UserError
@@ -61,7 +61,7 @@ class CompiledStep:
     """
 
     step: Step
-    limits: RunnerLimits
+    limits: ExecutorLimits
     shapes: tuple[GroupShape, ...]
     params: dict[str, jax.ShapeDtypeStruct]
     cache: dict[str, jax.ShapeDtypeStruct]

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
@@ -40,6 +40,7 @@ class EngineArgs:
     page_size: int = option(16, "token slots of a page of the latent cache", least=1)
     cache_tokens: int | None = option(None, "token slots of a DP rank's cache; default: what memory allows", least=1)
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
+    async_scheduling: bool = option(True, "plan a step while the one before computes")
     enable_prefix_caching: bool = option(True, "share the cache's pages between requests that begin alike")
     dispatch: str = option("auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged"))
     dispatch_wire: str = option(
@@ -92,13 +93,14 @@ class EngineArgs:
         """
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
-    def scheduler_config(self, limits: RunnerLimits) -> SchedulerConfig:
-        """The scheduler's sizes for a runner made from these options."""
+    def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
+        """The scheduler's sizes for an executor made from these options."""
         return SchedulerConfig.from_limits(
             limits,
             max_num_batched_tokens=self.max_num_batched_tokens,
             policy=self.scheduling_policy,
             prefix_caching=self.enable_prefix_caching,
+            speculation=self.speculation,
         )
 
 

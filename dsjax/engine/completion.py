@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from dsjax.engine.detokenizer import IncrementalDetokenizer
+from dsjax.engine.executor import RowResult
 from dsjax.engine.outputs import CompletionOutput, Logprob, TokenLogprobs
-from dsjax.engine.plan import NO_TOKEN, RowResult
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import OutputKind
+from dsjax.engine.request import ErrorKind, FinishReason, Request
+from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler import Update
-from dsjax.engine.stop import StopStrings
+from dsjax.engine.text import IncrementalDetokenizer, StopStrings
 from dsjax.engine.tokenizer import Tokenizer
 
 NON_FINITE = "the model gave values that are not finite for this request"
@@ -22,6 +21,7 @@ class Completion:
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
+        self._error: ErrorKind | None = None
         params = request.params
         self._tokenizer = tokenizer if params.detokenize else None
         self._detokenizer = (
@@ -38,18 +38,24 @@ class Completion:
         self._taken_text = 0
 
     def append(self, update: Update) -> None:
-        """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too."""
+        """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too.
+
+        Of several tokens, those behind a stop string are not the completion's any more.
+        """
         _, result, reason = update
-        if result is not None and result.prompt_logprobs:
-            self.prompt_logprobs += [self._token_logprobs(*entry) for entry in result.prompt_logprobs]
-        if result is not None and result.token_id != NO_TOKEN and not result.failed:
-            self._token_ids.append(result.token_id)
+        if result is not None and result.prompt_scores:
+            self.prompt_logprobs += [self._token_logprobs(*entry) for entry in result.prompt_scores]
+        tokens = () if result is None else result.token_ids
+        for place, token_id in enumerate(tokens):
+            self._token_ids.append(token_id)
             if self._logprobs is not None:
-                entry = (result.token_id, result.logprob, result.rank, result.top_logprobs or ())
+                entry = result.scores[place]
                 self._logprobs.append(self._token_logprobs(*entry))
-                self._cumulative_logprob += result.logprob
+                self._cumulative_logprob += entry[1]
             if self._detokenizer is not None:
-                self._append_text(result.token_id, reason)
+                self._append_text(token_id, reason if place == len(tokens) - 1 else None)
+                if self._stops.matched is not None:
+                    break
         if self._stops.matched is not None:
             self.finish_reason, self._stop_reason = FinishReason.STOP, self._stops.matched
         elif reason is not None:
@@ -67,6 +73,7 @@ class Completion:
             None if self._logprobs is None else self._logprobs[first_token:],
             self.finish_reason,
             self._stop_reason,
+            self._error,
         )
 
     def _append_text(self, token_id: int, reason: FinishReason | None) -> None:
@@ -85,9 +92,10 @@ class Completion:
         self.finish_reason = reason
         self._text += self._stops.flush()
         if reason is FinishReason.ERROR:
-            self._stop_reason = NON_FINITE if result is None or result.error is None else result.error
-        elif reason is FinishReason.STOP and result.token_id in self.request.params.stop_token_ids:
-            self._stop_reason = result.token_id
+            self._error = error_kind(self.request.params, result)
+            self._stop_reason = NON_FINITE if self._error is ErrorKind.NON_FINITE else result.error
+        elif reason is FinishReason.STOP and result.token_ids[-1] in self.request.params.stop_token_ids:
+            self._stop_reason = result.token_ids[-1]
 
     def _token_logprobs(
         self, token_id: int, logprob: float, place: int | None, top: Sequence[tuple[int, float]]
@@ -103,3 +111,10 @@ class Completion:
 
     def _token_text(self, token_id: int) -> str | None:
         return self._tokenizer.token_text(token_id) if self._tokenizer else None
+
+
+def error_kind(params: SamplingParams, result: RowResult | None) -> ErrorKind:
+    """Why a request with these parameters failed with this result; without a result the step itself was not finite."""
+    if result is None or result.error is None:
+        return ErrorKind.NON_FINITE
+    return ErrorKind.NO_TOKEN_ALLOWED if params.structured_outputs is None else ErrorKind.STRUCTURED_OUTPUT

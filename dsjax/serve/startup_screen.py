@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsjax.engine import plan
-from dsjax.engine.facts import EngineFacts
+from dsjax.engine.loading import EngineFacts
 
 _MOST_ROWS = 4
 _MOST_COLUMNS = 16
@@ -72,7 +72,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[plan.Progress]:
-    """A progress bar for `Runner.warm_up`."""
+    """A progress bar for `Executor.warm_up`."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("compiling", total=None)

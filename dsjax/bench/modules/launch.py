@@ -13,7 +13,7 @@ from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting
 from dsjax.bench.modules.timing import Prepared, host_loop
 from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.plan import RankPlan, RunnerLimits, ScheduledRow, StepPlan
+from dsjax.engine.plan import ExecutorLimits, RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.programs import Programs
 from dsjax.engine.request import Request
 from dsjax.engine.runner import MeshRunner
@@ -47,7 +47,7 @@ def _launch(setting: Setting, rows: int) -> Prepared:
 
 def _runner(setting: Setting, rows: int) -> MeshRunner:
     """A runner without weights, whose step does nothing."""
-    limits = RunnerLimits(
+    limits = ExecutorLimits(
         rows, rows, 16, setting.step.page_size, 2, 1, setting.max_model_len, setting.config.vocab_size
     )
     small = {path: jnp.zeros((1,), info.storage_dtype) for path, info in setting.step.table.infos.items()}
