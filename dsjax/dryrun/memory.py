@@ -14,8 +14,10 @@ from dsjax.model.step import Step
 class DeviceMemory:
     """Bytes of one device.
 
-    weights: by component. cache: of its DP rank's pages. inputs: the packed integers of the step's rows. arguments, outputs,
-    aliased, temporaries: as the compiler counts them; the cache is an argument and, aliased, an output.
+    weights: by component. cache: of its DP rank's pages. inputs: the packed integers of the step's rows, and with speculative
+    decoding a byte for each cache slot. arguments, outputs, aliased, temporaries: as the compiler counts them for the step's main
+    program; the cache is an argument and, aliased, an output. drafting: outputs that are not aliased and temporaries of the
+    program that drafts; 0 without one.
     """
 
     weights: dict[str, int]
@@ -25,19 +27,23 @@ class DeviceMemory:
     outputs: int
     aliased: int
     temporaries: int
+    drafting: int = 0
 
     @classmethod
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
         """Read a compiled step."""
-        stats = compiled.compiled.memory_analysis()
+        stats = compiled.main.compiled.memory_analysis()
+        filled = device_bytes({"filled": compiled.filled}) if compiled.filled else {}
+        after = compiled.drafts.compiled.memory_analysis() if compiled.drafts else None
         return cls(
             weights=device_bytes(compiled.params),
             cache=sum(device_bytes(compiled.cache).values()),
-            inputs=4 * sum(shape.packed_width for shape in compiled.shapes),
+            inputs=4 * sum(shape.packed_width for shape in compiled.shapes) + sum(filled.values()),
             arguments=stats.argument_size_in_bytes,
             outputs=stats.output_size_in_bytes,
             aliased=stats.alias_size_in_bytes,
             temporaries=stats.temp_size_in_bytes,
+            drafting=after.output_size_in_bytes - after.alias_size_in_bytes + after.temp_size_in_bytes if after else 0,
         )
 
     @property
@@ -47,8 +53,9 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """The most that the device holds at once."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
+        """The most that the device holds at once: all weights, cache and inputs, and what the more demanding program adds."""
+        held = max(self.arguments, self.weight_bytes + self.cache + self.inputs)
+        return held + max(self.outputs - self.aliased + self.temporaries, self.drafting)
 
 
 def parameters_by_component(step: Step) -> dict[str, int]:
