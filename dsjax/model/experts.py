@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -105,7 +106,7 @@ class Experts:
     def matrices(self, index: Int[Array, ""] | None = None) -> tuple[Array, Array]:
         """Gate and up ``[D, 2F]`` and down ``[F, D]`` of one expert, or with None of all, ``[X, D, 2F]`` and ``[X, F, D]``."""
         gate_up, down = self._matrix("gate_up", index), self._matrix("down", index)
-        return gate_up.reshape(*gate_up.shape[:-2], -1), down
+        return rearrange(gate_up, "... d stack f -> ... d (stack f)"), down
 
     def _matrix(self, name: str, index: Int[Array, ""] | None) -> Array:
         weight = reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)
