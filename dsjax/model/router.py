@@ -39,7 +39,8 @@ class Router(nnx.Module):
     ) -> Routing:
         """Route each token, in float32 whatever the dtype of ``x``.
 
-        spread: wraps the choice of experts, a function ``(logits, bias) -> Routing``, for a mesh: XLA cannot partition
+        spread: on a mesh, wraps the choice of experts, which is a function ``(logits, bias) -> Routing``, so that each DP rank
+            chooses for its own tokens. XLA cannot partition
         ``top_k`` and would gather all tokens' scores on every device, three times a layer.
         """
         with jax.named_scope("router"):
