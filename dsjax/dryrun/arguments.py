@@ -24,7 +24,7 @@ class DryRunArgs:
     """What to compile.
 
     engine: the options that would serve. target: `cpu`, a name of `configs/hardware`, or a file like those.
-    step: `decode` (each row one token) or `prefill` (each row `prefill_chunk` tokens). batch: rows of a DP rank; None:
+    step: `decode` (each row one token and its drafts) or `prefill` (each row `prefill_chunk` tokens). batch: rows of a DP rank; None:
     `max_num_seqs`, or 32 decodes, or as many prefill rows as `max_num_batched_tokens` allows. context: tokens of a row's
     page table; None: `max_model_len`, or 4,096.
     """
@@ -49,8 +49,14 @@ class DryRunArgs:
 
     @property
     def chunk(self) -> int:
-        """Tokens of a row in this step."""
-        return self.engine.prefill_chunk if self.step == "prefill" else 1
+        """Tokens of a row in this step: of a decode the last one and its drafts."""
+        return self.engine.prefill_chunk if self.step == "prefill" else 1 + self.num_drafts
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that the MTP module drafts ahead of each row; 0 where nothing is drafted."""
+        speculation = self.engine.speculation
+        return 0 if speculation is None else speculation.num_speculative_tokens
 
     @property
     def rows(self) -> int:
@@ -76,7 +82,7 @@ class DryRunArgs:
         return dataclasses.replace(self.engine, dtype="float32" if config.torch_dtype == "float32" else "bfloat16")
 
     def limits(self, config: ModelConfig, spec: MeshSpec) -> ExecutorLimits:
-        """The runner's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used."""
+        """The executor's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used."""
         page = self.engine.page_size
         pages_of_a_row = -(-self.row_tokens // page)
         wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else self.rows * pages_of_a_row

@@ -12,14 +12,14 @@ from jax.stages import Compiled, Lowered
 
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs
-from dsjax.engine import cache as device_cache
+from dsjax.engine import device_state
 from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
+from dsjax.engine.device_state import DeviceState, LaunchShape
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.process import without_compile_cache
 from dsjax.engine.programs import Programs
 from dsjax.errors import UserError
-from dsjax.model.rows import GroupShape
 from dsjax.model.step import Step
 from sharding import MeshSpec
 
@@ -42,9 +42,9 @@ class CompiledStep:
 
     step: Step
     limits: ExecutorLimits
-    shapes: tuple[GroupShape, ...]
+    shape: LaunchShape
     params: dict[str, jax.ShapeDtypeStruct]
-    cache: dict[str, jax.ShapeDtypeStruct]
+    state: DeviceState
     compiled: Compiled
     partitioned: str | None
     lower_seconds: float
@@ -69,14 +69,14 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
         TooLarge: the target's compiler refuses.
     """
     spec = MeshSpec.parse(args.engine.mesh)
-    step = make_step(args.for_model(config), config, spec, mesh)
+    step = make_step(args.for_model(config), config, spec, mesh, mtp=args.num_drafts > 0)
     limits = args.limits(config, spec)
-    params, cache = abstract_parameters(step), device_cache.describe(step, limits.pages_per_rank)
-    programs = Programs(step, params, cache, limits)
+    params, state = abstract_parameters(step), device_state.describe(step, limits, args.num_drafts)
+    programs = Programs(step, params, state, limits)
     rectangle = Rectangle(args.rows, args.chunk)
-    shapes = programs.shapes(rectangle, None) if args.step == "decode" else programs.shapes(None, rectangle)
+    shape = programs.shape(rectangle, None) if args.step == "decode" else programs.shape(None, rectangle)
     started = time.perf_counter()
-    lowered = programs.lower_step(shapes)
+    lowered = programs.lower_step(shape)
     lowering = time.perf_counter() - started
     started = time.perf_counter()
     if mesh.devices.flat[0].platform == "cpu":
@@ -89,7 +89,7 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
     else:
         compiled, partitioned = _compile_for_accelerator(lowered, args.target), None
     return CompiledStep(
-        step, limits, shapes, params, cache, compiled, partitioned, lowering, time.perf_counter() - started
+        step, limits, shape, params, state, compiled, partitioned, lowering, time.perf_counter() - started
     )
 
 

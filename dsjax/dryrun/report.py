@@ -48,6 +48,8 @@ class DryRunReport:
                 "weights": memory.weights,
                 "weights_total": memory.weight_bytes,
                 "cache": memory.cache,
+                "state": memory.state,
+                "state_total": memory.state_bytes,
                 "inputs": memory.inputs,
                 "arguments": memory.arguments,
                 "outputs": memory.outputs,

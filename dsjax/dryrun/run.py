@@ -56,7 +56,7 @@ def dry_run(
     started = time.perf_counter()
     program = Program.parse(compiled.compiled.as_text())
     dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
-    shape = compiled.shapes[0]
+    shape = compiled.shape.groups[0]
     step = compiled.step
     experts = even_experts(step, shape.tokens) if config.is_moe else None
     trips = trip_counts(
@@ -131,7 +131,7 @@ def _cluster(hardware: Hardware | None, name: str | None, devices: int) -> Clust
 
 
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
-    step, shape = compiled.step, compiled.shapes[0]
+    step, shape = compiled.step, compiled.shape.groups[0]
     return {
         "model": args.engine.model,
         "mesh": str(step.spec),
@@ -166,7 +166,7 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
     else:
         yield "the products of grouped kernels (tpu_custom_call) are not counted"
     memory = DeviceMemory.of(compiled)
-    unread = memory.weight_bytes + memory.cache + memory.inputs - memory.arguments
+    unread = memory.weight_bytes + memory.cache + memory.state_bytes + memory.inputs - memory.arguments
     if unread > 0:
         yield f"this step does not read {unread:,} bytes of the weights, so that they are no arguments of its program"
     elif unread < 0:

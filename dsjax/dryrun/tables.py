@@ -58,9 +58,10 @@ def _memory(report: DryRunReport) -> Table:
     rows = [
         ("weights", memory.weight_bytes),
         (f"cache ({report.cache_tokens:,} tokens of a DP rank)", memory.cache),
+        ("state of the slots", memory.state_bytes),
         ("inputs", memory.inputs),
         ("temporaries", memory.temporaries),
-        ("outputs beside the cache", memory.outputs - memory.aliased),
+        ("outputs beside cache and state", memory.outputs - memory.aliased),
     ]
     for name, size in rows:
         table.add_row(name, f"{size:,}", f"{size / 1e9:.2f}")

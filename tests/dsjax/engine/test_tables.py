@@ -1,12 +1,12 @@
 """Page tables on the host: always what the requests hold now, page 0 past their ends."""
 
 import numpy as np
+from dsjax.engine.tables import PageTables
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.tables import PageTables
 
 SLOTS, MOST = 3, 5
 
