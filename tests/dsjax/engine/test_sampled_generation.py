@@ -6,13 +6,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from dsjax.engine.row_sampler import NOTHING_ALLOWED
 from test_logit_rules import published
 from worded_checkpoint import VOCABULARY, write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine import buckets
 from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.launch_results import NOTHING_ALLOWED
 from dsjax.engine.request import FinishReason
 from dsjax.engine.sampling_params import OutputKind, SamplingError
 from dsjax.engine.structured_params import StructuredOutputs
@@ -270,14 +270,14 @@ def test_an_impossible_grammar_is_refused_and_nothing_of_it_stays(llm):
 
 
 def test_recorded_experts_count_every_token_on_every_layer(llm):
-    runner, config = llm.executor, llm.config
+    executor, config = llm.executor, llm.config
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    assert runner.expert_counts() is None
-    runner.set_recording(True)
+    assert executor.expert_counts() is None
+    executor.set_recording(True)
     try:
         lengths = (3, 21, 30)
         llm.generate([prompt(length, 4) for length in lengths], params)
-        counts = runner.counts().experts
+        counts = executor.counts().experts
         tokens = sum(lengths) + len(lengths) * 4  # the last token made is never computed
         assert counts.tokens_per_expert.shape == (config.num_moe_layers, config.n_routed_experts)
         assert (counts.tokens_per_expert.sum(axis=1) == tokens * config.num_experts_per_tok).all()
@@ -286,10 +286,10 @@ def test_recorded_experts_count_every_token_on_every_layer(llm):
         assert 0 <= counts.padding_share < 1
         assert len(counts.rows_sent) == 4
         llm.generate([prompt(2, 4)], params)
-        assert runner.expert_counts().tokens_per_expert.sum() > counts.tokens_per_expert.sum()
-        runner.set_recording(False)
-        assert runner.expert_counts() is None
-        runner.set_recording(True)
-        assert runner.expert_counts() is None
+        assert executor.expert_counts().tokens_per_expert.sum() > counts.tokens_per_expert.sum()
+        executor.set_recording(False)
+        assert executor.expert_counts() is None
+        executor.set_recording(True)
+        assert executor.expert_counts() is None
     finally:
-        runner.set_recording(False)
+        executor.set_recording(False)
