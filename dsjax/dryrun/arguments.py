@@ -82,7 +82,7 @@ class DryRunArgs:
         return dataclasses.replace(self.engine, dtype="float32" if config.torch_dtype == "float32" else "bfloat16")
 
     def limits(self, config: ModelConfig, spec: MeshSpec) -> ExecutorLimits:
-        """The runner's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used."""
+        """The executor's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used."""
         page = self.engine.page_size
         pages_of_a_row = -(-self.row_tokens // page)
         wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else self.rows * pages_of_a_row

@@ -63,9 +63,10 @@ def _memory(report: DryRunReport) -> Table:
     rows = [
         ("weights", memory.weight_bytes),
         (f"cache ({report.cache_tokens:,} tokens of a DP rank)", memory.cache),
+        ("state of the slots", memory.state_bytes),
         ("inputs", memory.inputs),
         ("temporaries", memory.temporaries),
-        ("outputs beside the cache", memory.outputs - memory.aliased),
+        ("outputs beside cache and state", memory.outputs - memory.aliased),
     ]
     if memory.drafting > memory.temporaries + memory.outputs - memory.aliased:
         rows[3:] = [("temporaries and outputs of drafting, the larger program", memory.drafting)]

@@ -57,15 +57,27 @@ def test_weights_on_a_device_are_the_real_tensors_to_the_byte(full_size):
     assert bf16.memory.weight_bytes == device_bytes_of_the_checkpoint(16, fp8=False)
 
 
-def test_the_programs_arguments_are_weights_cache_and_inputs(full_size):
+def test_the_programs_arguments_are_weights_cache_state_and_inputs(full_size):
     memory = full_size.memory
-    assert memory.arguments == memory.weight_bytes + memory.cache + memory.inputs
+    assert memory.arguments == memory.weight_bytes + memory.cache + memory.state_bytes + memory.inputs
     # 61 layers of 512 + 64 bf16 values for each slot of 8 rows of 64 pages, and page 0.
     assert memory.cache == 61 * 576 * 2 * (8 * 64 + 1) * 16
     assert full_size.cache_tokens == 8 * 1024
-    assert memory.inputs == 4 * 8 * (1 + 2 + 64)
-    assert memory.aliased == memory.cache  # updated in place
+    # Slot, limit and most drafts of each row, and (slot, index, page) of a page for each and one more.
+    assert memory.inputs == 4 * (3 * 8 + 3 * (8 + 1))
+    assert memory.aliased == memory.cache + memory.state_bytes  # updated in place
     assert memory.outputs - memory.aliased >= 8 * (4 + 4 * 129_280)  # tokens and float32 logits
+
+
+def test_the_state_beside_the_cache_is_named_field_by_field(full_size):
+    state = dict(full_size.memory.state)
+    assert state.pop("counts") == 8 * 129_280 * 2  # uint16 of every token, slot by slot
+    assert state.pop("tables") == 8 * 64 * 4
+    assert state.pop("sampling") == 9 * 8 * 4
+    assert {state.pop(name) for name in ("start", "last_token", "num_drafts")} == {8 * 4}
+    assert state.pop("copies") > 58 * 256 * 4
+    assert state == {}
+    assert full_size.to_json()["device_bytes"]["state_total"] == full_size.memory.state_bytes
 
 
 def test_two_collectives_a_moe_layer_and_no_others(full_size):
