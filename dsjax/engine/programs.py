@@ -206,28 +206,30 @@ class Programs:
             behind = sampling_programs.tokens_behind(rows, prompt, own)
             follows.append(behind.reshape(behind.shape[0], -1))
         next_tokens = jnp.maximum(jnp.concatenate(follows, axis=1), 0)
-        hidden, cache, filled, _ = step.further(
-            params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
-        )
         lengths = jnp.concatenate([made, rows.prefill_length], axis=1)
         firsts = np.concatenate(
             [np.arange(group.shape.rows) * group.shape.chunk + offset for group, offset in _offsets(groups)]
         )
         last = firsts + jnp.maximum(lengths - 1, 0)
-        hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
+        with jax.named_scope("draft_1"):
+            hidden, cache, filled, _ = step.further(
+                params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
+            )
+            hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
+            drafts = [greedy(step.logits(params, hidden))]
         position = jnp.concatenate([rows.start, rows.prefill_start], axis=1) + lengths - 1
         limit = jnp.concatenate([rows.limit, rows.prefill_limit], axis=1)
         drafting = (lengths > 0) & jnp.concatenate([made > 0, rows.next_token < 0], axis=1)
         shape_one = GroupShape(last.shape[1], 1, self._limits.max_pages, step.decode_form)
-        drafts = [greedy(step.logits(params, hidden))]
-        for _ in range(count - 1):
+        for number in range(2, count + 1):
             position = position + 1
             active = (drafting & (position < limit)).astype(jnp.int32)
-            group = RowGroup(drafts[-1][..., None], position, active, tables, shape_one)
-            hidden, cache, filled, _ = step.further(
-                params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
-            )
-            drafts.append(greedy(step.logits(params, hidden)))
+            with jax.named_scope(f"draft_{number}"):
+                group = RowGroup(drafts[-1][..., None], position, active, tables, shape_one)
+                hidden, cache, filled, _ = step.further(
+                    params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
+                )
+                drafts.append(greedy(step.logits(params, hidden)))
         proposed = jnp.stack(drafts, axis=-1)
         state = dataclasses.replace(state, cache=cache, filled=filled)
         return device_state.enter_drafts(step, state, rows, proposed), proposed

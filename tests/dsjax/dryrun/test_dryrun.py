@@ -117,10 +117,10 @@ def test_a_step_with_drafts_verifies_them_and_holds_the_mtp_module(drafting):
     assert sum(drafting.parameters.values()) == 671_026_419_200 + 11_610_068_224
     memory, slots = drafting.memory, (4 * 64 + 1) * 16
     assert memory.cache == 71_424 * slots
-    assert memory.inputs == 4 * 4 * (3 + 2 + 64) + slots  # a byte for each slot: whether the module has filled it
+    assert memory.state["filled"] == slots, "a byte for each cache slot: whether the module has filled it"
     assert memory.outputs - memory.aliased >= 12 * 4 * 129_280  # logits of each verified token
     # The module's weights are not read by the step, but lie on the device all the same.
-    assert memory.arguments < memory.weight_bytes + memory.cache + memory.inputs < memory.total
+    assert memory.arguments < memory.weight_bytes + memory.cache + memory.state_bytes + memory.inputs < memory.total
     assert drafting.expert_flops == 2 * 12 * 8 * 44_040_192 * 58
 
 
