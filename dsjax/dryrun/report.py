@@ -67,6 +67,7 @@ class DryRunReport(ProgramReport):
                 "weights": memory.weights,
                 "weights_total": memory.weight_bytes,
                 "cache": memory.cache,
+                "state": memory.state,
                 "inputs": memory.inputs,
                 "arguments": memory.arguments,
                 "outputs": memory.outputs,
