@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsjax.model.experts import choose_implementation, default_block, default_capacity, default_tile
@@ -76,7 +77,11 @@ def trip_counts(
     return count
 
 
-def drafting_trip_counts(all_tokens: TripCount, one_token: TripCount) -> TripCount:
-    """Trip counts of the program that drafts: its first pass goes over all tokens of the step, each further one over one token of each
-    row. The passes are told apart by their scopes, ``draft_1`` and so on."""
-    return lambda loop: (one_token if re.search(r"/draft_(?!1/)\d+/", loop.op_name) else all_tokens)(loop)
+def drafting_trip_counts(passes: Mapping[int, TripCount]) -> TripCount:
+    """Trip counts of the program that drafts, of each of its passes by the tokens of a DP rank: the MTP module's scopes name them."""
+
+    def count(loop: Operation) -> float | None:
+        named = re.search(r"/mtp_(\d+)/", loop.op_name)
+        return passes[int(named[1])](loop) if named else None
+
+    return count

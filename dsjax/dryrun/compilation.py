@@ -91,8 +91,8 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
     step = make_step(args.for_model(config), config, spec, mesh, mtp=args.engine.speculation is not None)
     limits = args.limits(config, spec)
     speculation = args.engine.speculation
-    most = speculation.num_speculative_tokens if speculation else 0
-    params, state = abstract_parameters(step), device_state.describe(step, limits, most)
+    most_drafts = speculation.num_speculative_tokens if speculation else 0
+    params, state = abstract_parameters(step), device_state.describe(step, limits, most_drafts)
     programs = Programs(step, params, state, limits)
     rectangle = Rectangle(args.rows, args.chunk)
     shape = programs.shape(rectangle, None) if args.step == "decode" else programs.shape(None, rectangle)

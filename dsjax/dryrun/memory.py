@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from dsjax.dryrun.compilation import CompiledStep
-from dsjax.engine.device_state import DeviceState
 from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import Step
 
@@ -19,15 +17,16 @@ from dsjax.model.step import Step
 class DeviceMemory:
     """Bytes of one device.
 
-    weights: by component. cache: of its DP rank's pages. state: by field of ``DeviceState``, what else is kept from step to step; of it
-    ``counts`` is ``[slots, V]`` uint16. inputs: the packed integers of the step's rows. arguments, outputs, aliased, temporaries: as
-    the compiler counts them for the step's main program; cache and state are arguments and, aliased, outputs. drafting: outputs that
-    are not aliased and temporaries of the program that drafts; 0 without one.
+    weights: by component. cache: of its DP rank's pages. state: what else stays on the device from step to step: page tables,
+    sampling parameters, counts of tokens, the placement of experts, with speculative decoding drafts and a byte for each cache slot.
+    inputs: the packed integers of the step's rows. arguments, outputs, aliased, temporaries: as the compiler counts them for the
+    step's main program; cache and state are arguments and, aliased, outputs. drafting: outputs that are not aliased and temporaries
+    of the program that drafts; 0 without one.
     """
 
     weights: dict[str, int]
     cache: int
-    state: dict[str, int]
+    state: int
     inputs: int
     arguments: int
     outputs: int
@@ -39,11 +38,13 @@ class DeviceMemory:
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
         """Read a compiled step."""
         stats = compiled.main.compiled.memory_analysis()
+        state = dataclasses.replace(compiled.state, cache={})
+        arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
         after = compiled.drafts.compiled.memory_analysis() if compiled.drafts else None
         return cls(
             weights=device_bytes(compiled.params),
-            cache=_bytes(compiled.state.cache),
-            state=state_bytes(compiled.state),
+            cache=sum(device_bytes(compiled.state.cache).values()),
+            state=sum(device_bytes(arrays).values()),
             inputs=4 * compiled.shape.packed_width,
             arguments=stats.argument_size_in_bytes,
             outputs=stats.output_size_in_bytes,
@@ -58,26 +59,14 @@ class DeviceMemory:
         return sum(self.weights.values())
 
     @property
-    def state_bytes(self) -> int:
-        """All of the state but the cache."""
-        return sum(self.state.values())
+    def held(self) -> int:
+        """What lies on the device when a step begins, whether its program reads it or not."""
+        return self.weight_bytes + self.cache + self.state + self.inputs
 
     @property
     def total(self) -> int:
-        """The most that the device holds at once: all weights, cache and inputs, and what the more demanding program adds."""
-        held = max(self.arguments, self.weight_bytes + self.cache + self.state_bytes + self.inputs)
-        return held + max(self.outputs - self.aliased + self.temporaries, self.drafting)
-
-
-def state_bytes(state: DeviceState) -> dict[str, int]:
-    """Bytes of one device by field of a state, of arrays or their descriptions; without the cache, and without what the model has not."""
-    found = {field.name: _bytes(getattr(state, field.name)) for field in dataclasses.fields(state)}
-    return {name: size for name, size in found.items() if size and name != "cache"}
-
-
-def _bytes(tree: Any) -> int:
-    arrays = jax.tree.leaves(tree)
-    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
+        """The most that the device holds at once: all weights, cache, state and inputs, and what the more demanding program adds."""
+        return max(self.arguments, self.held) + max(self.outputs - self.aliased + self.temporaries, self.drafting)
 
 
 def parameters_by_component(step: Step) -> dict[str, int]:

@@ -68,7 +68,6 @@ class DryRunReport(ProgramReport):
                 "weights_total": memory.weight_bytes,
                 "cache": memory.cache,
                 "state": memory.state,
-                "state_total": memory.state_bytes,
                 "inputs": memory.inputs,
                 "arguments": memory.arguments,
                 "outputs": memory.outputs,

@@ -15,7 +15,6 @@ from dsjax.dryrun.prices import default_cluster, even_ragged_share
 from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
-from dsjax.engine.assembly import dispatch_method
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters
@@ -56,14 +55,14 @@ def dry_run(
     machines = _cluster(hardware, cluster, spec.num_devices)
     mesh = spec.build(target_devices(hardware, spec.num_devices))
     compiled = compile_step(args, config, mesh)
-    shape, step = compiled.shape.groups[0], compiled.step
+    (shape,), step = compiled.shape.groups, compiled.step
     reader = _Reader(args, step, machines, timeline)
     trips = reader.trip_counts(shape.rows, shape.chunk)
     started = time.perf_counter()
     main = reader.read(compiled.main, trips, shape.tokens, config.num_moe_layers)
     drafts = None
     if compiled.drafts:
-        trips = drafting_trip_counts(trips, reader.trip_counts(shape.rows, 1))
+        trips = drafting_trip_counts({shape.tokens: trips, shape.rows: reader.trip_counts(shape.rows, 1)})
         tokens = shape.tokens + (compiled.num_drafts - 1) * shape.rows
         drafts = reader.read(compiled.drafts, trips, tokens, 1)
     reading = time.perf_counter() - started
@@ -162,7 +161,7 @@ def _cluster(hardware: Hardware | None, name: str | None, devices: int) -> Clust
 
 
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
-    step, shape = compiled.step, compiled.shape.groups[0]
+    step, (shape,) = compiled.step, compiled.shape.groups
     return {
         "model": args.engine.model,
         "mesh": str(step.spec),
@@ -179,7 +178,7 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "weights": "fp8" if args.engine.weights == "fp8" else str(step.dtype),
         "kv_dtype": str(step.cache_dtype),
         "mla": shape.form,
-        "dispatch": dispatch_method(step, compiled.shape.tokens),
+        "dispatch": step.dispatch.method,
         "dispatch_wire": step.dispatch.wire,
         "physical_experts": step.placement.n_physical if step.config.is_moe else 0,
         "page_size": step.page_size,
@@ -198,7 +197,7 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
     else:
         yield "the products of grouped kernels (tpu_custom_call) are not counted"
     memory = DeviceMemory.of(compiled)
-    unread = memory.weight_bytes + memory.cache + memory.state_bytes + memory.inputs - memory.arguments
+    unread = memory.held - memory.arguments
     if unread > 0:
         among = " (among them the MTP module's, which drafting reads)" if compiled.step.has_module else ""
         yield f"this step does not read {unread:,} bytes of the weights{among}, so that they are no arguments of its program"

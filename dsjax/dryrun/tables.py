@@ -63,13 +63,13 @@ def _memory(report: DryRunReport) -> Table:
     rows = [
         ("weights", memory.weight_bytes),
         (f"cache ({report.cache_tokens:,} tokens of a DP rank)", memory.cache),
-        ("state of the slots", memory.state_bytes),
+        ("page tables, sampling and other state", memory.state),
         ("inputs", memory.inputs),
         ("temporaries", memory.temporaries),
-        ("outputs beside cache and state", memory.outputs - memory.aliased),
+        ("outputs beside the cache", memory.outputs - memory.aliased),
     ]
     if memory.drafting > memory.temporaries + memory.outputs - memory.aliased:
-        rows[3:] = [("temporaries and outputs of drafting, the larger program", memory.drafting)]
+        rows[4:] = [("temporaries and outputs of drafting, the larger program", memory.drafting)]
     for name, size in rows:
         table.add_row(name, f"{size:,}", f"{size / 1e9:.2f}")
     table.add_section()

@@ -57,27 +57,17 @@ def test_weights_on_a_device_are_the_real_tensors_to_the_byte(full_size):
     assert bf16.memory.weight_bytes == device_bytes_of_the_checkpoint(16, fp8=False)
 
 
-def test_the_programs_arguments_are_weights_cache_state_and_inputs(full_size):
+def test_the_programs_arguments_are_weights_cache_and_inputs(full_size):
     memory = full_size.memory
-    assert memory.arguments == memory.weight_bytes + memory.cache + memory.state_bytes + memory.inputs
+    assert memory.arguments == memory.held == memory.weight_bytes + memory.cache + memory.state + memory.inputs
     # 61 layers of 512 + 64 bf16 values for each slot of 8 rows of 64 pages, and page 0.
     assert memory.cache == 61 * 576 * 2 * (8 * 64 + 1) * 16
     assert full_size.cache_tokens == 8 * 1024
-    # Slot, limit and most drafts of each row, and (slot, index, page) of a page for each and one more.
-    assert memory.inputs == 4 * (3 * 8 + 3 * (8 + 1))
-    assert memory.aliased == memory.cache + memory.state_bytes  # updated in place
+    # Of each slot a page table, 12 numbers, and counts of all tokens; for 58 layers a copy of each of 256 experts, and how many.
+    assert memory.state == 8 * (4 * (64 + 12) + 2 * 129_280) + 58 * 256 * 2 * 4
+    assert memory.inputs == 4 * (3 * 8 + 3 * 9)  # three integers a row, room for nine changes of page tables
+    assert memory.aliased == memory.cache + memory.state  # updated in place
     assert memory.outputs - memory.aliased >= 8 * (4 + 4 * 129_280)  # tokens and float32 logits
-
-
-def test_the_state_beside_the_cache_is_named_field_by_field(full_size):
-    state = dict(full_size.memory.state)
-    assert state.pop("counts") == 8 * 129_280 * 2  # uint16 of every token, slot by slot
-    assert state.pop("tables") == 8 * 64 * 4
-    assert state.pop("sampling") == 9 * 8 * 4
-    assert {state.pop(name) for name in ("start", "last_token", "num_drafts")} == {8 * 4}
-    assert state.pop("copies") > 58 * 256 * 4
-    assert state == {}
-    assert full_size.to_json()["device_bytes"]["state_total"] == full_size.memory.state_bytes
 
 
 def test_two_collectives_a_moe_layer_and_no_others(full_size):
@@ -117,16 +107,17 @@ def test_a_step_with_drafts_verifies_them_and_holds_the_mtp_module(drafting):
     assert sum(drafting.parameters.values()) == 671_026_419_200 + 11_610_068_224
     memory, slots = drafting.memory, (4 * 64 + 1) * 16
     assert memory.cache == 71_424 * slots
-    assert memory.state["filled"] == slots, "a byte for each cache slot: whether the module has filled it"
+    # Beside a plain step's state two drafts of each slot, and a byte for each cache slot: whether the module has filled it.
+    assert memory.state == 4 * (4 * (64 + 12 + 2) + 2 * 129_280) + 59 * 256 * 2 * 4 + slots
     assert memory.outputs - memory.aliased >= 12 * 4 * 129_280  # logits of each verified token
     # The module's weights are not read by the step, but lie on the device all the same.
-    assert memory.arguments < memory.weight_bytes + memory.cache + memory.state_bytes + memory.inputs < memory.total
+    assert memory.arguments < memory.held < memory.total
     assert drafting.expert_flops == 2 * 12 * 8 * 44_040_192 * 58
 
 
 def test_drafting_is_one_pass_over_all_tokens_and_one_more_over_the_last(drafting):
     found = [(c.kind, c.times, c.op_name.split("/")[1]) for c in drafting.drafts.collectives]
-    assert found == [(kind, 1, f"draft_{k}") for k in (1, 2) for kind in ("all-gather", "reduce-scatter")]
+    assert found == [(kind, 1, f"mtp_{k}") for k in (12, 4) for kind in ("all-gather", "reduce-scatter")]
     context, rows = 1024, 4
     a_token = 187_107_328 - 2048 + 2 * 7168**2 + 44_040_192 + 256 * 7168
     attention = 2 * 128 * (576 + 512) * context
@@ -145,7 +136,7 @@ def test_prompts_are_followed_by_drafts_too():
     report = dry_run(DryRunArgs(engine=engine, step="prefill", batch=2, context=512))
     assert (report.request["chunk"], report.request["num_drafts"]) == (256, 2)
     rows = {c.op_name.split("/")[1]: c.operand[0].dims[0] for c in report.drafts.collectives if c.kind == "all-gather"}
-    assert rows == {"draft_1": 2 * 256, "draft_2": 2}
+    assert rows == {"mtp_512": 512, "mtp_2": 2}
 
 
 def test_by_so_many_rows_nothing_is_drafted_but_the_module_stays_on_the_device():
