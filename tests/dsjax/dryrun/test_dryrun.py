@@ -50,6 +50,10 @@ def test_parameters_are_those_of_deepseek_v3(full_size):
     assert full_size.parameters["embedding"] == full_size.parameters["head"] == 926_679_040
 
 
+def test_the_dispatch_is_told_as_what_auto_came_to(full_size):
+    assert full_size.request["dispatch"] == "gather", "8 tokens of a device: padded would have room for all of them too"
+
+
 @pytest.mark.skipif(not TENSORS.is_file(), reason="the list of the real checkpoint's tensors is not here")
 def test_weights_on_a_device_are_the_real_tensors_to_the_byte(full_size):
     assert full_size.memory.weight_bytes == device_bytes_of_the_checkpoint(8, fp8=True)
