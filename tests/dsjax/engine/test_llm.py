@@ -10,6 +10,7 @@ from layouts import TINY, write_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.config import ModelConfig
 from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.commands import Step
 from dsjax.errors import UserError
 from sharding import MeshError
 
