@@ -21,7 +21,8 @@ class DeviceMemory:
 
     weights: by component. cache: of its DP rank's pages. state: by field of ``DeviceState``, what else is kept from step to step; of it
     ``counts`` is ``[slots, V]`` uint16. inputs: the packed integers of the step's rows. arguments, outputs, aliased, temporaries: as
-    the compiler counts them; cache and state are arguments and, aliased, outputs.
+    the compiler counts them for the step's main program; cache and state are arguments and, aliased, outputs. drafting: outputs that
+    are not aliased and temporaries of the program that drafts; 0 without one.
     """
 
     weights: dict[str, int]
@@ -32,11 +33,13 @@ class DeviceMemory:
     outputs: int
     aliased: int
     temporaries: int
+    drafting: int = 0
 
     @classmethod
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
         """Read a compiled step."""
-        stats = compiled.compiled.memory_analysis()
+        stats = compiled.main.compiled.memory_analysis()
+        after = compiled.drafts.compiled.memory_analysis() if compiled.drafts else None
         return cls(
             weights=device_bytes(compiled.params),
             cache=_bytes(compiled.state.cache),
@@ -46,6 +49,7 @@ class DeviceMemory:
             outputs=stats.output_size_in_bytes,
             aliased=stats.alias_size_in_bytes,
             temporaries=stats.temp_size_in_bytes,
+            drafting=after.output_size_in_bytes - after.alias_size_in_bytes + after.temp_size_in_bytes if after else 0,
         )
 
     @property
@@ -60,8 +64,9 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """The most that the device holds at once."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
+        """The most that the device holds at once: all weights, cache and inputs, and what the more demanding program adds."""
+        held = max(self.arguments, self.weight_bytes + self.cache + self.state_bytes + self.inputs)
+        return held + max(self.outputs - self.aliased + self.temporaries, self.drafting)
 
 
 def state_bytes(state: DeviceState) -> dict[str, int]:

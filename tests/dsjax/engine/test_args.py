@@ -1,9 +1,9 @@
 """One set of options, checked once."""
 
 import pytest
+from fake_executor import FakeExecutor
 
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.executor import ExecutorLimits
 from dsjax.errors import UserError
 from sharding.errors import MeshError
 
@@ -41,17 +41,8 @@ def test_a_mesh_that_cannot_be_is_refused_at_once():
         EngineArgs(mesh="pp=2")
 
 
-def test_the_scheduler_uses_all_the_room_of_the_executor():
-    limits = ExecutorLimits(
-        max_rows_decode=5,
-        max_rows_prefill=5,
-        max_chunk=7,
-        page_size=3,
-        pages_per_rank=9,
-        num_ranks=1,
-        max_model_len=24,
-        vocab_size=9,
-    )
+def test_the_scheduler_uses_all_the_room_of_the_runner():
+    limits = FakeExecutor(max_rows_decode=5, max_chunk=7, pages_per_rank=9, page_size=3).limits
     options = {"max_num_batched_tokens": 99, "scheduling_policy": "priority", "enable_prefix_caching": False}
     config = EngineArgs(**options).scheduler_config(limits)
     assert (config.max_num_seqs, config.prefill_chunk, config.max_tokens_in_cache) == (5, 7, 24)
