@@ -4,8 +4,9 @@
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
 
-With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before: neither
-may change a token. The tests run a covering part of this; the whole takes about a quarter of an hour on 2 cores. Exits 1 if any run differs.
+With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one
+before: neither may change a token. The tests run a covering part of this; the whole takes about a quarter of an hour on
+2 cores for each of the four. Exits 1 if any run differs.
 """
 
 import argparse
