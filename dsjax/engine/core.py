@@ -87,10 +87,11 @@ class EngineCore:
         return updates
 
     def _enter_oldest(self) -> list[Update]:
-        plan, command, pending, (began, planned, launched) = self._under_way.popleft()
+        plan, command, pending, (began, planned, launched) = self._under_way[0]
         self.executor.wait(pending)  # what is under way behind it starts now, before anything else is done
         computed = time.monotonic()
         results = self.executor.collect(pending)
+        self._under_way.popleft()  # an interrupt before leaves it to be waited for
         _follow_rules(plan, command, results)
         updates = self.scheduler.update(plan, results, computed)
         self._clear_dirty()
@@ -150,11 +151,15 @@ class EngineCore:
         if plan.is_empty:
             return False
         planned = time.monotonic()
-        copies = self._writer.copies(plan)
-        if copies is not None:
-            self.executor.launch(copies)
-        command = self._writer.write(plan)
-        pending = self.executor.launch(command)
+        try:
+            copies = self._writer.copies(plan)
+            if copies is not None:
+                self.executor.launch(copies)
+            command = self._writer.write(plan)
+            pending = self.executor.launch(command)
+        except BaseException:  # an interrupt too: whoever goes on afterwards must not find pages that nobody gives back
+            self.scheduler.withdraw(plan)
+            raise
         self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic())))
         return True
 

@@ -87,6 +87,8 @@ class MeshExecutor:
             pending.started = time.monotonic()
             for array in pending.running:
                 pending.last = array
+            if not pending.awaited:
+                pending.last = None  # a part of the state, which the next program takes
         elif len(self._queue) == 1:
             self._advance()
         return pending

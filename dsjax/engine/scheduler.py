@@ -289,6 +289,16 @@ class Scheduler:
                     del self._requests[request.request_id]
         return updates
 
+    def withdraw(self, plan: StepPlan) -> None:
+        """Take back a plan whose launch failed. Its requests start anew: an executor may have been told a part of it, or nothing."""
+        for rank, (decodes, prefills, _) in zip(self.ranks, plan.ranks, strict=True):
+            for request, _, length, sampled in (*decodes, *prefills):
+                request.num_in_flight -= length
+                request.num_rows_under_way -= 1
+                request.num_due -= sampled
+                request.must_leave = True
+                rank.leave_if_due(request)
+
     def _num_drafts(self) -> int:
         """Drafts of the next step: what the speculation's table has for the rank that may have most rows in it."""
         if self.config.speculation is None:

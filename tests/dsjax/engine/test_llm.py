@@ -10,6 +10,7 @@ from layouts import TINY, write_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.config import ModelConfig
 from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.commands import Step
 from dsjax.errors import UserError
 from sharding import MeshError
 
@@ -177,24 +178,24 @@ def test_logits_wait_for_no_running_request(llm):
     assert len(llm.logits([[2, 3]])) == 1
 
 
-@pytest.mark.parametrize("steps", [0, 1, 4])
-def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, steps, monkeypatch):
+@pytest.mark.parametrize(("where", "steps"), [("launch", 0), ("launch", 1), ("launch", 4), ("wait", 0), ("wait", 3)])
+def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, where, steps, monkeypatch):
     prompts = [prompt(length) for length in LENGTHS]
     undisturbed = tokens_of(llm.generate(prompts, greedy()))
-    launch, calls = llm.executor.launch, []
+    undisturbed_call, calls = getattr(llm.executor, where), []
 
-    def interrupted(command):
-        if isinstance(command, Step):
-            calls.append(command)
+    def interrupted(given):
+        if where == "wait" or isinstance(given, Step):
+            calls.append(given)
             if len(calls) == steps + 1:
                 raise KeyboardInterrupt
-        return launch(command)
+        return undisturbed_call(given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.executor, "launch", interrupted)
+        patch.setattr(llm.executor, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, greedy())
-    assert len(calls) >= steps + 1
+    assert len(calls) > steps
     assert llm.engine.core.scheduler.num_unfinished == 0
     assert len(llm.logits([[2, 3]])) == 1
     assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
