@@ -10,6 +10,7 @@ repeats of the mean over steps, without any device.
 """
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import sys
@@ -55,7 +56,10 @@ def measure_host(requests: int, ranks: int, prefix_caching: bool) -> dict[str, f
             continue
         oldest = under_way.pop(0)
         results = [
-            RankResults([RowResult((5,)) for _ in rank.decodes], [RowResult((5,) if row.sampled else ()) for row in rank.prefills])
+            RankResults(
+                [RowResult((5,)) for _ in rank.decodes],
+                [RowResult((5,) if row.sampled else ()) for row in rank.prefills],
+            )
             for rank in oldest.ranks
         ]
         computed = time.thread_time()
@@ -79,13 +83,14 @@ def print_host(requests: int, ranks: list[int], repeats: int) -> None:
             least = min(found, key=lambda each: sum(each.values()))
             parts = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in least.items())
             together = 1e3 * sum(least.values())
-            print(f"{count:>3} ranks, prefix cache {'on ' if prefix_caching else 'off'}: {parts}, together {together:.2f}")
+            print(
+                f"{count:>3} ranks, prefix cache {'on ' if prefix_caching else 'off'}: {parts}, together {together:.2f}"
+            )
 
 
 def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
     """Gaps, periods and the bare program, by turns. Runs in a process of its own."""
     import jax
-    import numpy as np
 
     from dsjax import LLM, SamplingParams
     from dsjax.engine.commands import Step
@@ -112,21 +117,33 @@ def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
             prompts = [{"prompt_token_ids": [2 + i % 4000] * 8} for i in range(requests)]
             llm.generate(prompts, params)
             decodes = [p for p in done if not any(rank.prefills for rank in p.command.ranks)][2:-2]
-            gaps = [max(0.0, b.started - a.ended) for a, b in zip(decodes, decodes[1:], strict=False)]
-            periods = [b.ended - a.ended for a, b in zip(decodes, decodes[1:], strict=False)]
+            gaps = [max(0.0, b.started - a.ended) for a, b in itertools.pairwise(decodes)]
+            periods = [b.ended - a.ended for a, b in itertools.pairwise(decodes)]
             found[asynchronous].append((statistics.median(gaps), statistics.median(periods)))
-    outcome = decodes[-1].outcomes[0]
-    packed = jax.device_put(np.full((_ranks(mesh), outcome.shape.packed_width), -1, np.int32), executor.programs.rows)
-    program, bare = executor.programs.step(outcome.shape), []
-    del packed
+    shape = decodes[-1].outcomes[0].shape
+    command = executor.programs.step(shape)
+    packed = jax.device_put(_inputs(executor, decodes[-1]), executor.programs.rows)
+    bare = []
+    for _ in range(20):  # with one row's inputs again and again: the same work, and nothing around it
+        began = time.monotonic()
+        executor.state, _, found_tokens, *_ = command(executor.params, executor.state, packed)
+        jax.block_until_ready(found_tokens)
+        bare.append(time.monotonic() - began)
     for name, asynchronous in (("asynchronous", True), ("synchronous", False)):
         gaps, periods = zip(*found[asynchronous][1:], strict=True)
         print(
             f"{mesh:>8}, {requests} running, {name:>12}: gap {1e3 * statistics.median(gaps):7.3f} ms, "
-            f"period {1e3 * statistics.median(periods):8.2f} ms",
+            f"period {1e3 * statistics.median(periods):8.2f} ms, bare program {1e3 * statistics.median(bare):8.2f} ms",
             flush=True,
         )
-    del program, bare
+
+
+def _inputs(executor, pending):
+    """The packed rows of a step that has been computed."""
+    from dsjax.engine.launch_inputs import pack_launch
+
+    outcome, ranks = pending.outcomes[0], len(pending.command.ranks)
+    return pack_launch(pending.command, outcome.launch, outcome.shape, [[] for _ in range(ranks)], [{}] * ranks)
 
 
 def _ranks(mesh: str) -> int:

@@ -15,6 +15,7 @@ from dsjax.dryrun.prices import default_cluster, even_ragged_share
 from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
+from dsjax.engine.assembly import dispatch_method
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters
@@ -178,7 +179,7 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "weights": "fp8" if args.engine.weights == "fp8" else str(step.dtype),
         "kv_dtype": str(step.cache_dtype),
         "mla": shape.form,
-        "dispatch": step.dispatch.method,
+        "dispatch": dispatch_method(step, compiled.shape.tokens),
         "dispatch_wire": step.dispatch.wire,
         "physical_experts": step.placement.n_physical if step.config.is_moe else 0,
         "page_size": step.page_size,
