@@ -21,7 +21,7 @@ from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step, weights_format
-from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.buckets import Buckets
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.mesh_executor import MeshExecutor
 from dsjax.engine.process import enable_compile_cache, keep_freed_memory
@@ -52,6 +52,7 @@ class EngineFacts:
         mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
+        speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
     model: str
@@ -74,6 +75,7 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    speculation: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object with the same names."""
@@ -218,7 +220,8 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
     """How the fullest launch of each kind sends tokens to their experts."""
-    rectangles = {"prefill": buckets.prefill, "decode": [Rectangle(rows, 1) for rows in buckets.decode]}
+    decodes = [decode for decode, _, _ in buckets.shapes() if decode]
+    rectangles = {"prefill": buckets.prefill, "decode": decodes}
     if not step.config.is_moe:
         return dict.fromkeys(rectangles, "none")
     return {
@@ -260,4 +263,5 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_rows_decode,
+        speculation=None if args.speculation is None else asdict(args.speculation),
     )
