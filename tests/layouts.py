@@ -115,7 +115,8 @@ def answer(
         **options,
     )
     # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.
-    llm.runner.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed)
+    speculation = llm.executor.buckets.speculation
+    llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed, speculation=speculation)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     try:
         outputs = llm.generate(prompts(), params)

@@ -77,12 +77,12 @@ def engine_step(llm, rows: int, chunk: int, cached: int) -> EngineStep:
         request.slot, request.admissions = row, 1
         request.pages = list(range(1 + row * pages, 1 + (row + 1) * pages))
         scheduled.append(ScheduledRow(request, cached, chunk))
-    for start in range(0, cached, llm.runner.limits.max_chunk):
+    for start in range(0, cached, llm.executor.limits.max_chunk):
         parts = [
-            ScheduledRow(one.request, start, min(llm.runner.limits.max_chunk, cached - start)) for one in scheduled
+            ScheduledRow(one.request, start, min(llm.executor.limits.max_chunk, cached - start)) for one in scheduled
         ]
         for part in parts:
-            llm.runner.execute(StepPlan([RankPlan([], [part])]))
+            llm.executor.execute(StepPlan([RankPlan([], [part])]))
     plan = RankPlan(scheduled, []) if chunk == 1 else RankPlan([], scheduled)
     return EngineStep(rows, chunk, cached, StepPlan([plan]))
 
@@ -93,7 +93,7 @@ def prepare_modules(llm, args):
     from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions
     from dsjax.bench.modules.prepare import make_setting
 
-    setting = make_setting(ModelOptions(model=args.model, max_model_len=llm.runner.limits.max_model_len))
+    setting = make_setting(ModelOptions(model=args.model, max_model_len=llm.executor.limits.max_model_len))
     grid = GridOptions(
         only=",".join(name for name in MODULES if name not in NOT_IN_A_STEP),
         tokens=args.tokens,
@@ -175,7 +175,7 @@ def main() -> int:
     for step in steps:
         # The steps share the cache's pages; a row may attend to another step's text, which takes as long.
         for _ in range(2):
-            llm.runner.execute(step.plan)
+            llm.executor.execute(step.plan)
     for turn in range(args.rounds):
         print(f"\rround {turn + 1}/{args.rounds}", end="", file=sys.stderr, flush=True)
         for index, (_, made) in enumerate(prepared):
@@ -184,7 +184,7 @@ def main() -> int:
             if index % max(1, len(prepared) // len(steps)) == 0 and index // max(1, len(prepared) // len(steps)) < len(
                 steps
             ):
-                steps[index // max(1, len(prepared) // len(steps))].sample(llm.runner)
+                steps[index // max(1, len(prepared) // len(steps))].sample(llm.executor)
     print("\r" + " " * 40, end="\r", file=sys.stderr)
     rows = [Row(case, made.times(), made.in_device_loop) for case, made in prepared]
     figures, body = predictions(setting, rows, device, ceilings, steps, args)

@@ -68,7 +68,7 @@ def decode_step(llm, rows: int, context: int, pages: int):
     from dsjax.engine.buckets import Rectangle
     from dsjax.model.rows import RowGroup
 
-    runner = llm.runner
+    runner = llm.executor
     shapes = runner.programs.shapes(Rectangle(rows, 1), None)
     program = runner.programs.step(shapes)
     ranks = runner.limits.num_ranks

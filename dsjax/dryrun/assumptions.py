@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from dsjax.model.experts import choose_implementation, default_block, default_capacity, default_tile
@@ -73,3 +74,9 @@ def trip_counts(
         return 0 if "/dispatch/" in loop.op_name else None
 
     return count
+
+
+def drafting_trip_counts(all_tokens: TripCount, one_token: TripCount) -> TripCount:
+    """Trip counts of the program that drafts: its first pass goes over all tokens of the step, each further one over one token of each
+    row. The passes are told apart by their scopes, ``draft_1`` and so on."""
+    return lambda loop: (one_token if re.search(r"/draft_(?!1/)\d+/", loop.op_name) else all_tokens)(loop)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 from dsjax.dryrun.compilation import CompiledStep
+from dsjax.engine.device_state import DeviceState
 from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import Step
 
@@ -14,30 +19,37 @@ from dsjax.model.step import Step
 class DeviceMemory:
     """Bytes of one device.
 
-    weights: by component. cache: of its DP rank's pages. inputs: the packed integers of the step's rows. arguments, outputs,
-    aliased, temporaries: as the compiler counts them; the cache is an argument and, aliased, an output.
+    weights: by component. cache: of its DP rank's pages. state: by field of ``DeviceState``, what else is kept from step to step; of it
+    ``counts`` is ``[slots, V]`` uint16. inputs: the packed integers of the step's rows. arguments, outputs, aliased, temporaries: as
+    the compiler counts them for the step's main program; cache and state are arguments and, aliased, outputs. drafting: outputs that
+    are not aliased and temporaries of the program that drafts; 0 without one.
     """
 
     weights: dict[str, int]
     cache: int
+    state: dict[str, int]
     inputs: int
     arguments: int
     outputs: int
     aliased: int
     temporaries: int
+    drafting: int = 0
 
     @classmethod
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
         """Read a compiled step."""
-        stats = compiled.compiled.memory_analysis()
+        stats = compiled.main.compiled.memory_analysis()
+        after = compiled.drafts.compiled.memory_analysis() if compiled.drafts else None
         return cls(
             weights=device_bytes(compiled.params),
-            cache=sum(device_bytes(compiled.cache).values()),
-            inputs=4 * sum(shape.packed_width for shape in compiled.shapes),
+            cache=_bytes(compiled.state.cache),
+            state=state_bytes(compiled.state),
+            inputs=4 * compiled.shape.packed_width,
             arguments=stats.argument_size_in_bytes,
             outputs=stats.output_size_in_bytes,
             aliased=stats.alias_size_in_bytes,
             temporaries=stats.temp_size_in_bytes,
+            drafting=after.output_size_in_bytes - after.alias_size_in_bytes + after.temp_size_in_bytes if after else 0,
         )
 
     @property
@@ -46,9 +58,26 @@ class DeviceMemory:
         return sum(self.weights.values())
 
     @property
+    def state_bytes(self) -> int:
+        """All of the state but the cache."""
+        return sum(self.state.values())
+
+    @property
     def total(self) -> int:
-        """The most that the device holds at once."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
+        """The most that the device holds at once: all weights, cache and inputs, and what the more demanding program adds."""
+        held = max(self.arguments, self.weight_bytes + self.cache + self.state_bytes + self.inputs)
+        return held + max(self.outputs - self.aliased + self.temporaries, self.drafting)
+
+
+def state_bytes(state: DeviceState) -> dict[str, int]:
+    """Bytes of one device by field of a state, of arrays or their descriptions; without the cache, and without what the model has not."""
+    found = {field.name: _bytes(getattr(state, field.name)) for field in dataclasses.fields(state)}
+    return {name: size for name, size in found.items() if size and name != "cache"}
+
+
+def _bytes(tree: Any) -> int:
+    arrays = jax.tree.leaves(tree)
+    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
 
 def parameters_by_component(step: Step) -> dict[str, int]:

@@ -201,6 +201,7 @@ class AsyncEngine:
                 while self._between_steps:
                     self._between_steps.popleft()()
                 if self._ending:
+                    self._core.finish()
                     self._core.executor.shutdown()
                     return
                 if self._core.has_unfinished:

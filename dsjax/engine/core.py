@@ -24,13 +24,12 @@ class _Totals(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """A step that was launched: when it was begun to be planned, was planned, was launched; and the totals before it."""
+    """A step that was launched, and when it was begun to be planned, was planned, was launched."""
 
     plan: StepPlan
     command: Step
     pending: Any
     times: tuple[float, float, float]
-    before: _Totals
 
 
 class EngineCore:
@@ -51,6 +50,7 @@ class EngineCore:
         self._most_under_way = 2 if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
         self._stats: StepStats | None = None
+        self._reported = _Totals(0, 0, 0)
 
     @property
     def has_unfinished(self) -> bool:
@@ -70,28 +70,40 @@ class EngineCore:
 
         Returns at once where there is nothing to do. meanwhile: called once while the device computes. It may `add` and `abort`.
         """
+        self._stats = None
         while len(self._under_way) < self._most_under_way and self._launch():
             pass
         if not self._under_way:
             return []
         if meanwhile is not None:
             meanwhile()
-        plan, command, pending, (began, planned, launched), before = self._under_way.popleft()
-        waiting = time.monotonic()
+        return self._enter_oldest()
+
+    def finish(self) -> list[Update]:
+        """Wait for the steps under way, and enter them; nothing further is launched."""
+        updates = []
+        while self._under_way:
+            updates += self._enter_oldest()
+        return updates
+
+    def _enter_oldest(self) -> list[Update]:
+        plan, command, pending, (began, planned, launched) = self._under_way.popleft()
         self.executor.wait(pending)  # what is under way behind it starts now, before anything else is done
         computed = time.monotonic()
         results = self.executor.collect(pending)
         _follow_rules(plan, command, results)
         updates = self.scheduler.update(plan, results, computed)
         self._clear_dirty()
-        now, counts, entered = self._totals(), self.executor.counts(), time.monotonic()
+        before, now = self._reported, self._totals()
+        self._reported = now
+        counts, entered = self.executor.counts(), time.monotonic()
         self._stats = StepStats(
             time=entered,
             duration=entered - began,
             host_seconds={
                 "plan": planned - began,
                 "launch": launched - planned,
-                "device": computed - waiting,
+                "device": computed - launched,
                 "enter": entered - computed,
             },
             num_decode_tokens=sum(1 + row.num_drafts for rank in results for row in rank.decodes),
@@ -109,7 +121,10 @@ class EngineCore:
         return updates
 
     def stats(self) -> StepStats | None:
-        """What the step entered last did; None before the first."""
+        """What the step did that the last call of `step` entered; None where it entered none.
+
+        Preemptions and the prefix cache's counts are those since the stats before: the next step is planned by then.
+        """
         return self._stats
 
     def loads(self) -> list[RankLoad]:
@@ -129,7 +144,7 @@ class EngineCore:
 
     def _launch(self) -> bool:
         """Plan and launch one step; False where there is nothing to compute now."""
-        began, before = time.monotonic(), self._totals()
+        began = time.monotonic()
         plan = self.scheduler.schedule(began)
         self._clear_dirty()  # pages of a request that was preempted or aborted
         if plan.is_empty:
@@ -140,7 +155,7 @@ class EngineCore:
             self.executor.launch(copies)
         command = self._writer.write(plan)
         pending = self.executor.launch(command)
-        self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic()), before))
+        self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic())))
         return True
 
     def _clear_dirty(self) -> None:

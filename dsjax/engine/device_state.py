@@ -276,9 +276,11 @@ def admit(step: Step, state: DeviceState, packed: Int[Array, "B W"]) -> DeviceSt
         counted = state.counts.at[cleared].set(0, mode="drop")
         slot, token, code = counts.reshape(COUNTED, 3).T
         counted = counted.at[jnp.where(slot < 0, num_slots, slot), token].set(code.astype(jnp.uint16), mode="drop")
+        # What a slot's last owner left behind its own pages is read too, with weight 0: pages of others, which may become NaN.
+        tables = state.tables.at[at].set(0, mode="drop")
         state = dataclasses.replace(
             state,
-            tables=_change_pages(state.tables, changes.reshape(PAGE_CHANGES, 3)),
+            tables=_change_pages(tables, changes.reshape(PAGE_CHANGES, 3)),
             start=put(state.start, columns[1]),
             last_token=put(state.last_token, columns[2]),
             num_drafts=put(state.num_drafts, jnp.zeros_like(at)),

@@ -20,7 +20,7 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import make_step, weights_format
+from dsjax.engine.assembly import dispatch_method, make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.mesh_executor import MeshExecutor
@@ -30,7 +30,6 @@ from dsjax.errors import UserError
 from dsjax.model.parameters import device_bytes
 from dsjax.model.step import Step
 from sharding import MeshSpec
-from sharding.dispatch import resolved_method
 
 TOTAL_SEQUENCES = 256
 """Running requests over all DP ranks when ``--max-num-seqs`` is not given."""
@@ -220,21 +219,9 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
     """How the fullest launch of each kind sends tokens to their experts."""
-    decodes = [decode for decode, _, _ in buckets.shapes() if decode]
-    rectangles = {"prefill": buckets.prefill, "decode": decodes}
-    if not step.config.is_moe:
-        return dict.fromkeys(rectangles, "none")
-    return {
-        phase: resolved_method(
-            step.spec,
-            step.dispatch,
-            tokens=max(rectangle.rows * rectangle.chunk for rectangle in of_phase),
-            top_k=step.config.num_experts_per_tok,
-            experts=step.placement.n_physical,
-            platform=step.mesh.devices.flat[0].platform,
-        )
-        for phase, of_phase in rectangles.items()
-    }
+    prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
+    decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
+    return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, decode)}
 
 
 def _facts(

@@ -43,7 +43,8 @@ class StepStats:
     Attributes:
         time: seconds of the engine's clock when its results were entered.
         duration: seconds from planning to entering. With asynchronous scheduling two steps overlap.
-        host_seconds: by part: `plan`, `launch` (inputs laid out and sent), `device` (waiting for the device), `enter`.
+        host_seconds: by part: `plan`, `launch` (inputs laid out and sent), `device` (behind the step before, and computing),
+            `enter`.
         num_decode_tokens, num_prompt_tokens: computed; a preempted request's tokens are prompt tokens when computed again.
         num_padding_tokens: computed for nothing.
         prefix_queries, prefix_hits: known tokens of requests admitted for the first time, and those found in the cache.

@@ -74,7 +74,7 @@ class Chip:
     ) -> Figure:
         """Seconds of the experts' product: `rows` in all over `groups` experts whose weights are read.
 
-        Up to 128 rows an expert the efficiency is that of a dense product of as many rows; above, the grouped tables'.
+        Below 192 rows an expert the efficiency is that of a dense product of as many rows; from there on, the grouped tables'.
         """
         each = rows.value / max(groups, 1e-9)
         share = dense_efficiency(max(1, round(each)), n, k) if each < 192 else grouped_efficiency(gate_up, contiguous)

@@ -94,7 +94,7 @@ class Metrics:
     # What the engine tells.
 
     def on_step(self, stats: StepStats) -> None:
-        """Enter a step."""
+        """Count what a step did."""
         model = self._model
         self.show_loads(stats.ranks)
         self._preemptions.add((model,), stats.num_preemptions)
@@ -111,7 +111,7 @@ class Metrics:
             self._drafts.enter(stats.drafts)
 
     def show_loads(self, loads: Sequence[RankLoad]) -> None:
-        """What the ranks have to do now."""
+        """Replace the ranks' loads that the gauges show."""
         self._loads = loads
 
     def on_updates(self, updates: Sequence[Update]) -> None:
@@ -123,7 +123,7 @@ class Metrics:
         self._requests.end(requests, reason)
 
     def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """Nothing: outputs of answers that are not streamed come once, at the end, and so tell no latencies."""
+        """Do nothing: an answer that is not streamed has one output, at its end, which tells nothing of latencies."""
 
     def on_rejected(self, reason: str) -> None:
         """Enter a request that was refused."""

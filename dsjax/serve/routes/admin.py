@@ -1,4 +1,4 @@
-"""What only an administrator may do. Who that is, is checked before, by `Keys`."""
+"""What only an administrator may do. `Keys` has checked the key before a request comes here."""
 
 from typing import Annotated
 

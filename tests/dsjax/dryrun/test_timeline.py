@@ -64,7 +64,7 @@ def step(tmp_path_factory):
     engine = EngineArgs(model=str(folder), mesh=str(spec), dispatch="padded", page_size=4)
     compiled = compile_step(DryRunArgs(engine=engine, batch=8, context=64), config, spec.build())
     trips = trip_counts(64, compiled.shapes[0].pages, 4, 128, even_experts(compiled.step, compiled.shapes[0].tokens))
-    text = compiled.compiled.as_text()
+    text = compiled.main.compiled.as_text()
     return of(text, mesh=dict(compiled.step.mesh.shape), trips=trips)
 
 

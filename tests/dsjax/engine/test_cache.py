@@ -94,7 +94,7 @@ def test_a_decode_step_updates_the_cache_in_place(tmp_path, rows):
     """A copy of the cache would show as temporaries of its size; one row was such a case."""
     llm = LLM(str(write_checkpoint(tmp_path)), cache_tokens=65536, max_num_seqs=8, dtype="float32")
     try:
-        programs, cache_bytes = llm.runner.programs, sum(array.nbytes for array in llm.runner.cache.values())
+        programs, cache_bytes = llm.executor.programs, sum(array.nbytes for array in llm.executor.cache.values())
         memory = programs.step(programs.shapes(Rectangle(rows, 1), None)).memory_analysis()
         assert memory.alias_size_in_bytes >= cache_bytes
         assert memory.temp_size_in_bytes < cache_bytes / 4

@@ -31,7 +31,7 @@ def load(checkpoint, mesh="dp=1", **options) -> LLM:
 def llm(checkpoint):
     """One device; a single program for each phase."""
     made = load(checkpoint)
-    made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
+    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
     yield made
     made.shutdown()
 
@@ -40,7 +40,7 @@ def llm(checkpoint):
 def on_four(checkpoint):
     """Four devices; decodes share a program with prompts."""
     made = load(checkpoint, "dp=4", dispatch="padded")
-    made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=True)
+    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=True)
     yield made
     made.shutdown()
 
@@ -52,7 +52,7 @@ def _nothing_is_left_behind(request):
     for name in {"llm", "on_four"} & set(request.fixturenames):
         made = request.getfixturevalue(name)
         assert not made.engine.has_unfinished()
-        assert [rank.pool.num_used for rank in made.engine.core.scheduler.ranks] == [0] * made.runner.limits.num_ranks
+        assert [rank.pool.num_used for rank in made.engine.core.scheduler.ranks] == [0] * made.executor.limits.num_ranks
 
 
 def prompt(length: int, seed: int = 0) -> dict:
@@ -112,7 +112,7 @@ def test_the_number_of_parameters_must_fit(llm):
     ],
 )
 def test_one_wrong_prompt_is_named_and_nothing_runs(llm, wrong, message, monkeypatch):
-    monkeypatch.setattr(llm.runner, "execute", lambda plan: pytest.fail("a step was run"))
+    monkeypatch.setattr(llm.executor, "launch", lambda command: pytest.fail("a step was run"))
     with pytest.raises(UserError, match=message):
         llm.generate([prompt(4), wrong, prompt(2)], greedy())
 
@@ -181,19 +181,20 @@ def test_logits_wait_for_no_running_request(llm):
 def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, steps, monkeypatch):
     prompts = [prompt(length) for length in LENGTHS]
     undisturbed = tokens_of(llm.generate(prompts, greedy()))
-    launch, calls = llm.runner.launch, []
+    launch, calls = llm.executor.launch, []
 
-    def interrupted(plan):
-        calls.append(plan)
-        if len(calls) > steps:
-            raise KeyboardInterrupt
-        return launch(plan)
+    def interrupted(command):
+        if isinstance(command, Step):
+            calls.append(command)
+            if len(calls) == steps + 1:
+                raise KeyboardInterrupt
+        return launch(command)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, "launch", interrupted)
+        patch.setattr(llm.executor, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, greedy())
-    assert len(calls) == steps + 1
+    assert len(calls) >= steps + 1
     assert llm.engine.core.scheduler.num_unfinished == 0
     assert len(llm.logits([[2, 3]])) == 1
     assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
@@ -246,7 +247,7 @@ def test_a_cache_too_small_for_all_makes_requests_wait_and_changes_nothing(check
     prompts = [prompt(length) for length in (14, 9, 12, 7)]
     expected = tokens_of(llm.generate(prompts, greedy(14)))
     small = load(checkpoint, cache_tokens=40)
-    small.runner.buckets = llm.runner.buckets
+    small.executor.buckets = llm.executor.buckets
     try:
         outputs = small.generate(prompts, greedy(14))
         assert tokens_of(outputs) == expected
@@ -259,10 +260,10 @@ def test_a_cache_too_small_for_all_makes_requests_wait_and_changes_nothing(check
 @pytest.fixture
 def poisoned(llm):
     """The embedding of one token is not finite."""
-    clean = llm.runner.params["embed.weight"]
-    llm.runner.params["embed.weight"] = clean.at[95].set(np.nan)
+    clean = llm.executor.params["embed.weight"]
+    llm.executor.params["embed.weight"] = clean.at[95].set(np.nan)
     yield 95
-    llm.runner.params["embed.weight"] = clean
+    llm.executor.params["embed.weight"] = clean
 
 
 def test_a_request_that_is_not_finite_fails_alone_and_leaves_nothing_in_its_pages(llm, poisoned):
@@ -328,7 +329,7 @@ def test_completions_of_one_prompt_compute_it_once(llm):
 
 def test_priorities_order_what_waits(checkpoint):
     one = load(checkpoint, max_num_seqs=1, scheduling_policy="priority")
-    one.runner.buckets = Buckets(decode=(1,), prefill=(Rectangle(1, 16),), mixed=False)
+    one.executor.buckets = Buckets(decode=(1,), prefill=(Rectangle(1, 16),), mixed=False)
     try:
         outputs = one.generate([prompt(n) for n in (9, 5, 7)], greedy(2), priority=[2, 1, 0])
         ended = [output.metrics.finish_time for output in outputs]
@@ -342,18 +343,18 @@ def test_priorities_order_what_waits(checkpoint):
 @pytest.mark.parametrize(("decode", "mixed"), [((1, 2), False), ((2,), True)])
 def test_after_warming_up_nothing_more_is_compiled(checkpoint, decode, mixed):
     warm = load(checkpoint, max_num_seqs=2)
-    warm.runner.buckets = Buckets(decode=decode, prefill=(Rectangle(2, 16),), mixed=mixed)
+    warm.executor.buckets = Buckets(decode=decode, prefill=(Rectangle(2, 16),), mixed=mixed)
     try:
         seen = []
         warm.warm_up(lambda done, total, label: seen.append((done, total, label)))
-        programs = warm.runner.programs.compiled
+        programs = warm.executor.programs.compiled
         assert seen[0][0] == 0
         assert [done for done, _, _ in seen[1:]] == list(range(1, len(programs) + 1))
         assert {total for _, total, _ in seen} == {len(programs)}
         prompts = [prompt(length) for length in (5, 30, 8, 1, 17)]
         warm.generate(prompts, [greedy(3), SamplingParams(max_tokens=5, logprobs=2), greedy(9), greedy(2), greedy(4)])
         warm.warm_up()
-        assert warm.runner.programs.compiled == programs
+        assert warm.executor.programs.compiled == programs
     finally:
         warm.shutdown()
 
@@ -362,7 +363,7 @@ def test_rows_follow_the_budget_of_tokens_where_nobody_gives_them(checkpoint):
     made = load(checkpoint, max_num_seqs=None, max_num_batched_tokens=20)
     try:
         # 256 running requests would leave no token for a prompt.
-        assert made.runner.limits.max_rows_decode == 20
+        assert made.executor.limits.max_rows_decode == 20
     finally:
         made.shutdown()
 

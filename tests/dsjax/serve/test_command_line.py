@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
+from fake_executor import FakeExecutor, expected_tokens
 from rich.console import Console
 from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
@@ -75,7 +75,7 @@ def test_info_writes_documented_json(tmp_path):
 
 
 def make_engine() -> LLMEngine:
-    runner = FakeRunner(num_ranks=2)
+    runner = FakeExecutor(num_ranks=2)
     return LLMEngine(runner, tiny_tokenizer(), SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=16))
 
 
