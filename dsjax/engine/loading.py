@@ -51,6 +51,7 @@ class EngineFacts:
         mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
+        speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
     model: str
@@ -73,6 +74,7 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    speculation: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object with the same names."""
@@ -218,7 +220,8 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
     """How the fullest launch of each kind sends tokens to their experts."""
     prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
-    return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, buckets.decode[-1])}
+    decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
+    return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, decode)}
 
 
 def _facts(
@@ -247,4 +250,5 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_rows_decode,
+        speculation=None if args.speculation is None else asdict(args.speculation),
     )
