@@ -108,10 +108,14 @@ def main() -> None:
     parser.add_argument(
         "--options", type=json.loads, default={}, help='further engine options as JSON, such as {"page_size": 8}'
     )
+    parser.add_argument(
+        "--no-warm-up", action="store_true", help="compile programs at first use; times then include it"
+    )
     arguments = parser.parse_args()
-    options = {"max_model_len": 384, "max_num_seqs": 12, "prefill_chunk": 64, "cache_tokens": 1536, **arguments.options}
+    options = {"max_model_len": 320, "max_num_seqs": 8, "prefill_chunk": 64, "cache_tokens": 768, **arguments.options}
     llm = LLM(model=arguments.model, mesh=arguments.mesh, record_steps=arguments.file, **options)
-    llm.warm_up()
+    if not arguments.no_warm_up:
+        llm.warm_up()
     found = run(llm, arguments.requests, arguments.seed)
     llm.logits([llm.tokenizer.encode(PREFIXES[0])])
     llm.engine.flush_prefix_cache()

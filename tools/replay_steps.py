@@ -270,7 +270,8 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "steps.dsjax"
                 recorder = Path(__file__).with_name("record_mixed.py")
-                subprocess.run([sys.executable, recorder, file], check=True)
+                options = ["--no-warm-up"] if arguments.no_warm_up else []
+                subprocess.run([sys.executable, recorder, file, *options], check=True)
                 return _replay_file(file, arguments, console)
         return _replay_file(Path(arguments.file), arguments, console)
     except UserError as error:

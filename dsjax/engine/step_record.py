@@ -312,17 +312,21 @@ def collected(number: int, done: float, command: Command, results: Any) -> Colle
 
 
 def _rank(found: RankResults) -> RankOutcomes:
-    return RankOutcomes([_row(one) for one in found.decodes], [_row(one) for one in found.prefills])
+    return RankOutcomes(*(_rows(rows) for rows in found))
 
 
-def _row(result: RowResult) -> RowOutcome:
-    tokens = result.token_ids
-    if result.finite and result.error is None:
-        if len(tokens) == 1:
-            return tokens[0]
-        if not tokens:
-            return None
-    return Outcome(list(tokens), result.finite, result.error)
+def _rows(results: list[RowResult]) -> list[RowOutcome]:
+    # Once for each running request in every step; nearly all of them have made one token.
+    return [
+        tokens[0] if len(tokens := one.token_ids) == 1 and one.finite and one.error is None else _unusual(one)
+        for one in results
+    ]
+
+
+def _unusual(result: RowResult) -> RowOutcome:
+    if not result.token_ids and not result.failed:
+        return None
+    return Outcome(list(result.token_ids), result.finite, result.error)
 
 
 class StepRecord:

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from layouts import write_checkpoint
 
+from dsjax import LLM
 from dsjax.checkpoint import fingerprint as fingerprints
 from dsjax.engine import step_record
 from dsjax.engine.args import EngineArgs
@@ -40,6 +42,7 @@ from dsjax.engine.step_record import (
     StepRecord,
     describe_recording,
 )
+from dsjax.errors import UserError
 from tools.replay_steps import build_executor, launch_kind, replay, times_table
 
 LIMITS = ExecutorLimits(8, 4, 8, 4, 33, 2, 64, 300)
@@ -338,3 +341,23 @@ def test_times_are_counted_from_the_end_of_the_step_before(tmp_path):
     assert [recorded for recorded, _ in report.times["idle"]] == [4.0, 1.0]
     assert report.to_json()["kinds"]["idle"]["recorded"] == {"mean": 2.5, "median": 2.5, "p99": 4.0}
     assert times_table(report).row_count == 1
+
+
+def test_a_models_recording_is_replayed_with_a_copy_of_its_checkpoint(tmp_path):
+    (tmp_path / "model").mkdir()
+    checkpoint = write_checkpoint(tmp_path / "model")
+    # One row and one chunk, so that there is one program of each kind to compile.
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "prefill_chunk": 8, "page_size": 4, "cache_tokens": 64}
+    llm = LLM(str(checkpoint), dtype="float32", record_steps=str(tmp_path / "steps"), **sizes)
+    kinds = (SamplingParams(max_tokens=9, temperature=0), SamplingParams(max_tokens=9, temperature=1, seed=3))
+    outputs = llm.generate([{"prompt_token_ids": list(range(2, 2 + length))} for length in (5, 19)], kinds)
+    llm.shutdown()
+    copied = checkpoint.rename(tmp_path / "elsewhere")
+    record = StepRecord(tmp_path / "steps")
+    with pytest.raises(UserError, match="model"):
+        build_executor(record, None)  # it is not there any more
+    executor = build_executor(record, str(copied))
+    report = replay(record, executor, lambda command: launch_kind(command, executor.buckets))
+    executor.shutdown()
+    assert (report.num_differing, report.end) == (0, "shutdown")
+    assert report.num_tokens >= sum(len(output.outputs[0].token_ids) for output in outputs) == 18
