@@ -12,6 +12,17 @@ from dsjax.errors import UserError
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
 
 
+_OF_THE_HOST = (
+    "scheduling_policy",
+    "async_scheduling",
+    "enable_prefix_caching",
+    "seed",
+    "record_steps",
+    "record_steps_bytes",
+)
+"""Options that change which commands an executor gets, and not what it makes of them."""
+
+
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None, least: int | None = None) -> Any:
     """A field that the command line shows with this help, and that `EngineArgs` checks against choices or least value."""
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "least": least})
@@ -56,6 +67,11 @@ class EngineArgs:
         'draft tokens with the model\'s MTP module: JSON such as \'{"method": "mtp", "num_speculative_tokens": 2}\'; '
         "default: no drafts",
     )
+    record_steps: str | None = option(
+        None,
+        "new file to which every step's command and results are written, for tools/replay_steps.py; it holds token ids",
+    )
+    record_steps_bytes: int = option(256 * 2**20, "most bytes of that file; the recording ends there", least=1)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -83,6 +99,12 @@ class EngineArgs:
         if unknown:
             raise UserError(f"unknown engine option {', '.join(unknown)}; the options are {', '.join(known)}")
         return cls(**options)
+
+    @property
+    def executor_options(self) -> dict[str, Any]:
+        """The options that an executor depends on, from which `EngineArgs` makes an equal one."""
+        options = dataclasses.asdict(self)
+        return {name: value for name, value in options.items() if name not in _OF_THE_HOST}
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

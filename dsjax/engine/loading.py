@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array
 
+from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
@@ -22,9 +24,10 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import dispatch_method, make_step, weights_format
 from dsjax.engine.buckets import Buckets
-from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.executor import Executor, ExecutorLimits
 from dsjax.engine.mesh_executor import MeshExecutor
 from dsjax.engine.process import enable_compile_cache, keep_freed_memory
+from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
 from dsjax.model.parameters import device_bytes
@@ -85,7 +88,7 @@ class EngineFacts:
 class LoadedModel:
     """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none."""
 
-    executor: MeshExecutor
+    executor: Executor
     tokenizer: Tokenizer | None
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
@@ -100,6 +103,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
     """
+    if args.record_steps is not None:
+        check_writable(args.record_steps)
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -126,7 +131,9 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     mixed = mesh.devices.flat[0].platform != "cpu"
     buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed, speculation=speculation)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
-    executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
+    executor: Executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
+    if args.record_steps is not None:
+        executor = _recording(args, executor, mesh, directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
         executor,
@@ -135,6 +142,20 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
         read_eos_token_ids(directory, tokenizer),
         _facts(args, step, limits, buckets, params, weights),
     )
+
+
+def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
+    """The executor, with all that it is told written to the file that `args` name."""
+    device = mesh.devices.flat[0]
+    first = describe_recording(
+        args.executor_options,
+        executor.limits,
+        fingerprint(directory),
+        jax=jax.__version__,
+        platform=device.platform,
+        device_kind=device.device_kind,
+    )
+    return RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
 
 
 def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
