@@ -52,6 +52,12 @@ def plan(
             help="JSON of dsjax dryrun: its figures in place of assumptions where it is of a layout; repeatable."
         ),
     ] = None,
+    operators: Annotated[
+        Path | None, typer.Option(help="Folder of your own tables of operations, in the form of configs/operators.")
+    ] = None,
+    host_scheduling: Annotated[
+        str, typer.Option(help="overlapped with the device's work, or serial: the device waits for it.")
+    ] = "overlapped",
     two_batch_overlap: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
     mode: Annotated[
         str, typer.Option(help="aggregated, separated, both; or static, static_ctx, static_gen: one batch.")
@@ -90,6 +96,7 @@ def plan(
     from dsjax.plan.explain import EXPLAINED
     from dsjax.plan.explain import explain as derive
     from dsjax.plan.measured import read_measured
+    from dsjax.plan.operator_tables import operator_tables
     from dsjax.plan.own_cluster import choose_precision, find_cluster
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
     from dsjax.plan.recipe import recipe
@@ -140,6 +147,8 @@ def plan(
             tuple(read_dry_run(path) for path in compiled or ()),
             MeshSpec.parse(mesh) if mesh else None,
             modules,
+            operator_tables(operators),
+            host_scheduling,
         ),
     )
     console = report_console()

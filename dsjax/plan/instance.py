@@ -10,6 +10,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.dry_runs import runs_of, wire_refusal
 from dsjax.plan.figure import Figure
+from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.layout import Layout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
@@ -78,7 +79,15 @@ class Instance:
                 choices = (False,)
             make = partial(MeasuredStep, measured=options.measured) if options.measured else StepModel
             self.steps["models"] = [
-                make(*arguments, overlap=overlap, dispatch=options.dispatch, dry_runs=programs, shared=shared)
+                make(
+                    *arguments,
+                    overlap=overlap,
+                    dispatch=options.dispatch,
+                    dry_runs=programs,
+                    shared=shared,
+                    operators=options.operators,
+                    host=HOST_TIMES[options.host],
+                )
                 for overlap in choices
             ]
         return self.steps["models"]

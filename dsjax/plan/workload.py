@@ -8,7 +8,9 @@ from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.measured import Measured
+from dsjax.plan.operator_tables import BUNDLED, OperatorTables
 from dsjax.plan.precision import PRECISIONS, Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 from sharding.mesh import MeshSpec
@@ -121,7 +123,8 @@ class Options:
     overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
     most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of
     dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
-    instance; None searches. measured: times of modules, taken where they are of a layout.
+    instance; None searches. measured: times of modules, taken where they are of a layout. operators: tables of operations. host:
+    `overlapped` with the device's work, or `serial`.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -137,8 +140,12 @@ class Options:
     compiled: tuple[DryRun, ...] = ()
     mesh: MeshSpec | None = None
     measured: Measured | None = None
+    operators: OperatorTables = BUNDLED
+    host: str = "overlapped"
 
     def __post_init__(self):
+        if self.host not in HOST_TIMES:
+            raise UserError(f"--host-scheduling is {self.host!r}, expected one of {', '.join(HOST_TIMES)}")
         if self.dispatch not in DISPATCHES:
             raise UserError(f"--dispatch is {self.dispatch!r}, expected one of {', '.join(DISPATCHES)}")
         if self.overlap not in ("auto", "on", "off"):
