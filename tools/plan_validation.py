@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from dsjax.plan.unseen import predictions
 from dsjax.plan.validation import leave_one_out, table
 
 _PAGE = """# The planner beside public measurements
@@ -41,6 +42,12 @@ An interval combines the ranges of single assumptions as independent ones (`dsja
 what operations timed alone leave out. That range is an assumption, chosen so that intervals are about one and a half times as
 high as low; how many measurements lie inside is what the table tells of it.
 
+## Ten more, predicted first
+
+Looked for after the model was written; predictions are committed before the measured values are entered.
+
+{unseen}
+
 ## With tables left out
 
 The same counted points with one table of operations left out, whose operations are then carried over from the other tables:
@@ -49,5 +56,5 @@ The same counted points with one table of operations left out, whose operations 
 """
 
 if __name__ == "__main__":
-    page = _PAGE.format(table=table(), without=leave_one_out())
+    page = _PAGE.format(table=table(), without=leave_one_out(), unseen=predictions())
     Path("docs/plan-validation.md").write_text(page, encoding="utf-8")
