@@ -106,7 +106,9 @@ class MeasuredStep(StepModel):
         config, mesh = self.config, self.layout.mesh
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
         rows = own * config.num_experts_per_tok
-        slowest = self.skew.slowest(mesh.ep_size, slots, rows, self.balanced or self.layout.redundant > 0)
+        slowest = self.skew.slowest(
+            mesh.ep_size, slots, rows, self.balanced or (self.balancing and self.layout.redundant > 0)
+        )
         # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew
         # for every `_TILE` rows of one.
         ranks, top_k = config.n_routed_experts / slots, config.num_experts_per_tok

@@ -85,7 +85,9 @@ class Memory:
     @property
     def cache_tokens(self) -> Figure:
         """Tokens of a DP rank's cache."""
-        return (self.cache / self.cache_per_token).named("cache tokens", "tokens")
+        found = (self.cache / self.cache_per_token).named("cache tokens", "tokens")
+        found.low = max(0.0, found.low) if found.value > 0 else found.low
+        return found
 
     def max_batch(self, tokens_each: float) -> int:
         """Requests of so many tokens that a DP rank holds at once; the middle estimate."""

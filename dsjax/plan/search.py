@@ -140,9 +140,9 @@ def search(question: Question) -> Plan:
 def _search(question: Question) -> Plan:
     found, fitting, too_large = instances(question)
     candidates: list[Candidate] = []
-    if "aggregated" in question.options.modes:
+    if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
-    if "separated" in question.options.modes:
+    if "separated" in question.options.possible_modes:
         candidates += _separated(question, fitting)
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]

@@ -27,7 +27,8 @@ class StepModel:
     """What a step of one instance costs. All sizes are of one DP rank, all times seconds.
 
     overlap: two-batch overlap: the halves of a batch alternate between computing and communicating.
-    balanced: experts are placed by their load (any redundant experts imply it). dispatch: `deepep`, DeepEP's kernels as
+    balanced: experts are placed by their load; with redundant experts they are wherever the engine can (balancing).
+    dispatch: `deepep`, DeepEP's kernels as
     published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
     operators: tables of operations. host: what a step waits for its host.
     shared: results that layouts on one cluster and precision have in common; give the same dict to all of them.
@@ -40,6 +41,7 @@ class StepModel:
     skew: Skew = DEFAULT_SKEW
     overlap: bool = False
     balanced: bool = False
+    balancing: bool = True
     dispatch: str = "deepep"
     dry_runs: tuple[DryRun, ...] = ()
     operators: OperatorTables = BUNDLED
@@ -298,7 +300,7 @@ class StepModel:
         width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
         own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
         split = mesh.tp_size if mesh.splits_expert_width else 1
-        balanced = self.balanced or self.layout.redundant > 0
+        balanced = self.balanced or (self.balancing and self.layout.redundant > 0)
         key = ("experts", own, devices, mesh.ep_size, split, self.layout.redundant, balanced, decode, layers, busy)
         if key in self.shared and not self.dry_runs:
             return self.shared[key]

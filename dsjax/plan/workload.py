@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.plan.compiled import DryRun
+from dsjax.plan.engine import PUBLISHED, Engine
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.measured import Measured
@@ -124,7 +125,7 @@ class Options:
     most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of
     dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
     instance; None searches. measured: times of modules, taken where they are of a layout. operators: tables of operations. host:
-    `overlapped` with the device's work, or `serial`.
+    `overlapped` with the device's work, or `serial`. engine: what the program that serves can do.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -142,6 +143,7 @@ class Options:
     measured: Measured | None = None
     operators: OperatorTables = BUNDLED
     host: str = "overlapped"
+    engine: Engine = PUBLISHED
 
     def __post_init__(self):
         if self.host not in HOST_TIMES:
@@ -163,8 +165,21 @@ class Options:
             if value is not None and value < least:
                 raise UserError(f"{flag} is {value}, expected at least {least}")
 
+    @property
+    def possible_modes(self) -> tuple[str, ...]:
+        """Of `modes`, those that the engine has."""
+        return tuple(mode for mode in self.modes if mode != "separated" or self.engine.transfers)
+
     def check(self, config: ModelConfig, workload: Workload) -> None:
-        """Raise `UserError` where the model has no MTP module for drafts, or no positions for the mean request."""
+        """Raise `UserError` where the model has no MTP module for drafts, no positions for the mean request, or the engine lacks it."""
+        self.engine.check(
+            separated=self.modes == ("separated",),
+            overlap=self.overlap == "on",
+            drafts=self.drafts > 0,
+            fp4=self.precision.expert < 1,
+            fp8_cache=self.precision.cache < 2,
+            dispatch=self.dispatch,
+        )
         if workload.held > config.max_position_embeddings:
             raise UserError(
                 f"--input and --output are {workload.held:g} tokens together, but the model has positions for "
