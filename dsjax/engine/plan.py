@@ -100,7 +100,7 @@ class RunnerLimits:
 
 
 Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, label)` while a runner warms up."""
+"""Called as `progress(done, total, label)` between the programs that a runner compiles to warm up. What it raises ends the warm-up."""
 
 
 class Runner(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,11 @@ class Programs:
         return self._get(("scrub",), self._lower_scrub)
 
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
-        """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once."""
+        """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
+
+        ``progress`` is called before each trace and after each compilation. What it raises ends the warm-up: nothing more is
+        traced, what waits is not compiled, and what is being compiled is waited for.
+        """
         pairs = buckets.shapes()
         rows = sorted({sum(r.rows for r in pair if r) for pair in pairs} | {buckets.scored.rows})
         work: list[tuple[Hashable, str, Callable[[], Lowered]]] = []
@@ -126,14 +130,17 @@ class Programs:
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
         try:
             missing = [entry for entry in work if entry[0] not in self._compiled]
-            pending = {pool.submit(lower().compile): (key, label) for key, label, lower in missing}
+            pending: dict[Future[Compiled], tuple[Hashable, str]] = {}
+            for key, label, lower in missing:
+                report(0, len(work), label)
+                pending[pool.submit(lower().compile)] = key, label
             for done, future in enumerate(as_completed(pending), len(work) - len(missing) + 1):
                 key, label = pending[future]
                 self._compiled[key] = future.result()
                 report(done, len(work), label)
         finally:
-            # An interrupt must not wait for what is queued.
-            pool.shutdown(wait=False, cancel_futures=True)
+            # An end before all is compiled must not wait for what is queued.
+            pool.shutdown(cancel_futures=True)
 
     def clear(self) -> None:
         """Drop all programs."""

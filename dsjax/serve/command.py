@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -128,9 +129,14 @@ def serve_model(
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 
-    def warm_up() -> None:
+    def warm_up(check_going_on: Callable[[], None]) -> None:
         with warm_up_bar(console) as progress:
-            model.engine.warm_up(progress)
+
+            def between_shapes(done: int, total: int, label: str) -> None:
+                check_going_on()
+                progress(done, total, label)
+
+            model.engine.warm_up(between_shapes)
 
     facts = model.facts
     show_facts(console, facts)

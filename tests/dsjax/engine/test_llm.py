@@ -1,5 +1,7 @@
 """``LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -347,13 +349,26 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, decode, mixed):
         seen = []
         warm.warm_up(lambda done, total, label: seen.append((done, total, label)))
         programs = warm.runner.programs.compiled
-        assert seen[0][0] == 0
-        assert [done for done, _, _ in seen[1:]] == list(range(1, len(programs) + 1))
+        told = [done for done, _, _ in seen]
+        assert told == sorted(told), "first all is traced, then it is compiled"
+        assert sorted(set(told)) == list(range(len(programs) + 1))
         assert {total for _, total, _ in seen} == {len(programs)}
         prompts = [prompt(length) for length in (5, 30, 8, 1, 17)]
         warm.generate(prompts, [greedy(3), SamplingParams(max_tokens=5, logprobs=2), greedy(9), greedy(2), greedy(4)])
         warm.warm_up()
         assert warm.runner.programs.compiled == programs
+        warm.runner.programs.clear()
+        traced = []
+
+        def stop_at_the_third(done, total, label):
+            traced.append(label)
+            if len(traced) == 3:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            warm.warm_up(stop_at_the_third)
+        assert len(traced) == 3, "what progress raises ends the warm-up, between two programs"
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
     finally:
         warm.shutdown()
 
