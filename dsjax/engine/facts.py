@@ -16,6 +16,7 @@ class EngineFacts:
         mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
+        max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
     """
 
     model: str

@@ -122,13 +122,30 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
     )
     pages_per_request = -(-max_model_len // args.page_size)
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sequences * pages_per_request
+    pages = device_cache.pages_that_fit(step, wanted + 1)
+    room = (pages - 1) * args.page_size
+    if args.cache_tokens and room < args.cache_tokens:
+        raise UserError(
+            f"--cache-tokens is {args.cache_tokens:,}, but the memory of a device has room for {room:,} tokens; lower it to {room}, "
+            "or leave it out to take what fits"
+        )
+    if args.max_model_len and room < args.max_model_len:
+        raise UserError(
+            f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
+            "could never run; lower it"
+            + (
+                f", or raise --cache-tokens from {args.cache_tokens:,}"
+                if args.cache_tokens
+                else " or use a mesh of more devices"
+            )
+        )
     chunk = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len)
     return RunnerLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
         max_chunk=chunk,
         page_size=args.page_size,
-        pages_per_rank=device_cache.pages_that_fit(step, wanted + 1),
+        pages_per_rank=pages,
         num_ranks=step.spec.dp_size,
         max_model_len=max_model_len,
         vocab_size=step.config.vocab_size,
@@ -159,6 +176,6 @@ def _facts(
         cache_bytes=cache_bytes,
         cache_tokens=device_cache.token_slots(step, limits.pages_per_rank),
         page_size=limits.page_size,
-        max_model_len=limits.max_model_len,
+        max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
     )

@@ -24,10 +24,19 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
         Panel(Group(_mesh_picture(facts), _layout_line(facts)), title=title, title_align="left", expand=False)
     )
     console.print(_bytes_table(facts))
-    tokens = f"{facts.cache_tokens:,} tokens in pages of {facts.page_size}, over {facts.dp_ranks} DP rank"
-    console.print(f"latent cache: {tokens}{'s' if facts.dp_ranks > 1 else ''}", highlight=False)
-    limits = f"up to {facts.max_num_seqs} running requests a rank, {facts.max_model_len:,} tokens a request"
-    console.print(limits, highlight=False)
+    console.print(_capacity(facts), highlight=False)
+
+
+def _capacity(facts: EngineFacts) -> str:
+    """What the cache holds, and how many requests of which length that serves."""
+    of_a_rank = facts.cache_tokens // facts.dp_ranks
+    ranks = f", {of_a_rank:,} on each of {facts.dp_ranks} DP ranks" if facts.dp_ranks > 1 else ""
+    longest = facts.max_model_len
+    return (
+        f"latent cache: {facts.cache_tokens:,} tokens in pages of {facts.page_size}{ranks}\n"
+        f"up to {facts.max_num_seqs} running requests a rank, up to {longest:,} tokens a request; "
+        f"the cache of a rank holds {min(of_a_rank / longest, facts.max_num_seqs):.1f} of that length at once"
+    )
 
 
 def _mesh_picture(facts: EngineFacts) -> Group:

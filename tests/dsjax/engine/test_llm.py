@@ -129,7 +129,14 @@ def test_one_wrong_prompt_is_named_and_nothing_runs(llm, wrong, message, monkeyp
         ({"max_model_len": 129}, UserError, ["--max-model-len is 129", "128 positions"]),
         ({"dispatch": "teleport"}, UserError, ["--dispatch is 'teleport'", "gather"]),
         ({"speed": 2}, UserError, ["unknown engine option speed"]),
-        ({"cache_tokens": 1, "page_size": 1 << 40}, UserError, ["the cache has room for 0 pages", "--page-size"]),
+        ({"cache_tokens": 1 << 40, "page_size": 1 << 40}, UserError, ["the cache has room for 0 pages", "--page-size"]),
+        ({"cache_tokens": 7}, UserError, ["--cache-tokens is 7", "pages of 4 tokens", "give 8"]),
+        ({"cache_tokens": 4 * 10**11}, UserError, ["--cache-tokens is 400,000,000,000", "has room for", "lower it to"]),
+        (
+            {"cache_tokens": 64, "max_model_len": 100},
+            UserError,
+            ["--max-model-len is 100", "holds 64 tokens", "--cache-tokens"],
+        ),
     ],
 )
 def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, error, parts, monkeypatch):
@@ -248,6 +255,7 @@ def test_a_cache_too_small_for_all_makes_requests_wait_and_changes_nothing(check
     prompts = [prompt(length) for length in (14, 9, 12, 7)]
     expected = tokens_of(llm.generate(prompts, greedy(14)))
     small = load(checkpoint, cache_tokens=40)
+    assert small.facts.max_model_len == 41, "what the cache holds, and the last token, which is never written to it"
     small.runner.buckets = llm.runner.buckets
     try:
         outputs = small.generate(prompts, greedy(14))

@@ -135,7 +135,8 @@ def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
         "routed experts",
         "2,000,000",
         "3,500,000",
-        "131,072 tokens",
+        "131,072 tokens in pages of 16, 32,768 on each of 4 DP ranks",
+        "up to 2,048 tokens a request; the cache of a rank holds 16.0 of that length at once",
         "http://127.0.0.1:8123/v1",
     ):
         assert expected in text
