@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -29,6 +30,11 @@ def make_step(
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
     """
+    if jax.config.jax_enable_x64:
+        raise UserError(
+            "JAX_ENABLE_X64 is on, under which JAX counts in 64 bits; dsjax computes in float32 and less. Unset it, or call "
+            'jax.config.update("jax_enable_x64", False)'
+        )
     platform = mesh.devices.flat[0].platform
     dtype = compute_dtype(args, config, platform)
     weights = weights_format(args, config, dtype, bf16_experts)

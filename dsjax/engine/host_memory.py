@@ -1,7 +1,8 @@
-"""How this process's C allocator treats the large temporaries of XLA's CPU programs."""
+"""The host's memory: how much of it there is, and how the C allocator treats the large temporaries of XLA's CPU programs."""
 
 import ctypes
 import sys
+from pathlib import Path
 
 # glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -22,3 +23,23 @@ def keep_freed_memory() -> bool:
         return False
     never_trim = 2**31 - 1
     return all(mallopt(option, value) for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, never_trim)))
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process can still take: what the machine has left, or its container's limit where that is less.
+
+    Linux only; None elsewhere. What a container uses is not taken off its limit: most of that may be files' pages, which go
+    when room is needed.
+    """
+    found: list[int] = []
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        pass
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroup 2 and 1
+        try:
+            found.append(int((cgroup / name).read_text()))
+        except (OSError, ValueError):  # no such file, or no limit: "max"
+            continue
+    return min(found, default=None)

@@ -16,13 +16,13 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import make_step, weights_format
+from dsjax.engine.assembly import check_layout, make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.compile_cache import enable_compile_cache
 from dsjax.engine.components import device_bytes
 from dsjax.engine.eos import read_eos_token_ids
 from dsjax.engine.facts import EngineFacts
-from dsjax.engine.host_memory import keep_freed_memory
+from dsjax.engine.host_memory import available_bytes, keep_freed_memory
 from dsjax.engine.plan import RunnerLimits
 from dsjax.engine.runner import MeshRunner
 from dsjax.engine.tokenizer import Tokenizer
@@ -58,6 +58,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
+    # Before the mesh is built, for that starts JAX and emulates its devices.
+    check_layout(config, spec, args.redundant_experts, "fp8" if args.weights == "fp8" else "bf16")
     mesh = spec.build()
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
@@ -65,6 +67,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts)
     max_model_len = _max_model_len(args, config)
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
+    if mesh.devices.flat[0].platform == "cpu":
+        _check_host_memory(args, step)
     params = load(
         config,
         checkpoint,
@@ -114,6 +118,22 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
             f"--max-model-len is {args.max_model_len}, but the model has {config.max_position_embeddings} positions; lower it"
         )
     return args.max_model_len or config.max_position_embeddings
+
+
+def _check_host_memory(args: EngineArgs, step: Step) -> None:
+    """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read."""
+    available = available_bytes()
+    needed = 0
+    for info in step.table.infos.values():
+        sharding = step.rules.sharding(step.mesh, info.logical_axes, info.shape)
+        needed += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+    needed *= len(step.mesh.local_devices)
+    if available is not None and needed > available:
+        raise UserError(
+            f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {len(step.mesh.local_devices)} emulated devices, and this "
+            f"host has {available / 1e9:,.1f} GB of memory available; use a mesh of fewer devices or a smaller model, or look at "
+            f"this one with dsjax dryrun --model {args.model} --mesh {step.spec}"
+        )
 
 
 def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:

@@ -13,7 +13,7 @@ from dsjax import LLM, SamplingParams
 from dsjax.config import ModelConfig
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.errors import UserError
-from sharding import MeshError
+from sharding import MeshError, MeshSpec
 
 VOCABULARY = TINY["vocab_size"]
 PAGE = 4
@@ -119,12 +119,34 @@ def test_one_wrong_prompt_is_named_and_nothing_runs(llm, wrong, message, monkeyp
         llm.generate([prompt(4), wrong, prompt(2)], greedy())
 
 
+def test_a_mesh_that_does_not_fit_the_model_is_refused_before_any_device_is_made(checkpoint, monkeypatch):
+    monkeypatch.setattr(MeshSpec, "build", lambda *args: pytest.fail("devices were made"))
+    with pytest.raises(MeshError, match="32 physical experts"):
+        load(checkpoint, "dp=100000")
+
+
+def test_weights_that_the_host_cannot_hold_are_refused_before_they_are_read(checkpoint, monkeypatch):
+    from dsjax.engine import loading
+
+    monkeypatch.setattr(loading, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
+    with pytest.raises(
+        UserError, match=r"GB on 2 emulated devices, and this host has .* GB of memory .* dsjax dryrun --model"
+    ):
+        load(checkpoint, "dp=2")
+
+
+def test_64_bit_jax_is_refused(checkpoint, monkeypatch):
+    with jax.enable_x64(True), pytest.raises(UserError, match="JAX_ENABLE_X64 is on"):
+        load(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "parts"),
     [
         ({"mesh": "tp=3"}, MeshError, ["8 attention heads", "32 physical experts", "redundant experts that fits is 1"]),
         ({"mesh": "dp=5"}, MeshError, ["32 physical experts (32 + 0 redundant)", "fits is 3"]),
-        ({"mesh": "dp=64"}, MeshError, ["wants 64 devices, found 32"]),
+        ({"mesh": "dp=64,ep=32"}, MeshError, ["wants 64 devices, found 32"]),
         ({"mla_prefill": "CD"}, UserError, ["MLA form CD for prefill", "A_CC_ME"]),
         ({"max_model_len": 129}, UserError, ["--max-model-len is 129", "128 positions"]),
         ({"dispatch": "teleport"}, UserError, ["--dispatch is 'teleport'", "gather"]),
