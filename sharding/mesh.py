@@ -220,9 +220,7 @@ def advice_on_emulation(count: int) -> str:
     """What to do where fewer than ``count`` CPU devices were emulated."""
     most, why = most_devices()
     if count > most:
-        return (
-            f"this process can emulate at most {most:,} CPU devices, because {why}; use a smaller mesh"
-        )
+        return f"this process can emulate at most {most:,} CPU devices, because {why}; use a smaller mesh"
     return (
         f"start a fresh process so that {count} CPU devices can be emulated, or call "
         f"sharding.emulation.emulate_devices({count}) before JAX starts"

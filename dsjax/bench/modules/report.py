@@ -44,7 +44,9 @@ def _table(module: str, rows: list[Row], ceilings: Ceilings) -> Table:
     names = [name for name in dict.fromkeys(n for row in rows for n in row.case.sizes) if name != "mesh"]
     if any(row.case.variant for row in rows):
         table.add_column("")
-    for name in (*names, "ms", "10–90 %", "+once µs", "GB/s", "of max", "GFLOP/s", "of max"):
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True, style="bold")
+    for name in ("ms", "10–90 %", "+once µs", "GB/s", "of max", "GFLOP/s", "of max"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         times, work = row.times, row.case.work
