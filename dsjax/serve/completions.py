@@ -95,6 +95,15 @@ class CompletionAnswer:
             int, list[TokenLogprobs | None]
         ] = {}  # by prompt: a stream tells them once, for all its choices
 
+    @property
+    def session(self) -> str | None:
+        """Requests of one session go to one DP rank, where the header does not name one."""
+        return self._body.prompt_cache_key
+
+    def without_effect(self) -> list[str]:
+        """Fields of the request that change nothing here."""
+        return self._body.without_effect()
+
     async def start(self, session: str | None) -> OutputStream:
         """Check everything and queue the prompts.
 

@@ -47,8 +47,14 @@ class EventStream(StreamingResponse):
     byte, `resources` are closed.
     """
 
-    def __init__(self, answer: StreamedAnswer, outputs: OutputStream, resources: AbstractContextManager[Any]):
-        super().__init__((), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(
+        self,
+        answer: StreamedAnswer,
+        outputs: OutputStream,
+        resources: AbstractContextManager[Any],
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__((), media_type="text/event-stream", headers={"Cache-Control": "no-cache", **(headers or {})})
         self._answer = answer
         self._outputs = outputs
         self._resources = resources

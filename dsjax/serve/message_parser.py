@@ -1,9 +1,10 @@
 """`MessageParser`: an assistant's text taken apart into reasoning, content and tool calls, as it comes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsjax.serve.reasoning import ReasoningSplitter
+from dsjax.serve.reasoning import ReasoningSplitter, ReasoningTokens
 from dsjax.serve.tool_calls import ToolCallParser
 
 
@@ -45,8 +46,15 @@ class MessagePiece:
 class MessageParser:
     """Reasoning first, then tool calls in what is left; either may be None, and the text then passes through."""
 
-    def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolCallParser | None, include_reasoning: bool):
+    def __init__(
+        self,
+        reasoning: ReasoningSplitter | None,
+        tools: ToolCallParser | None,
+        include_reasoning: bool,
+        close_token_id: int | None = None,
+    ):
         self._reasoning = reasoning
+        self._tokens = None if reasoning is None else ReasoningTokens(reasoning, close_token_id)
         self._tools = tools
         self._include_reasoning = include_reasoning
 
@@ -55,11 +63,17 @@ class MessageParser:
         """Whether a tool call has begun."""
         return self._tools is not None and self._tools.num_calls > 0
 
-    def push(self, text: str, finished: bool = False) -> MessagePiece:
-        """Add text; with `finished` nothing is held back any more."""
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its closing tag included."""
+        return 0 if self._tokens is None else self._tokens.count
+
+    def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
+        """Add text, and the tokens that it comes from; with `finished` nothing is held back any more."""
         piece = MessagePiece(content=text)
         if self._reasoning is not None:
             reasoning, piece.content = self._reasoning.push(text, finished)
+            self._tokens.push(token_ids)
             piece.reasoning = reasoning if self._include_reasoning else ""
         if self._tools is not None:
             found = self._tools.push(piece.content, finished)

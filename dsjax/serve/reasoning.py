@@ -1,6 +1,7 @@
 """Reasoning apart from the answer: `<think>…</think>` as DeepSeek-R1 and V3.1 write it, in text that comes in pieces."""
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dsjax.engine.tokenizer import Tokenizer
@@ -34,6 +35,12 @@ class ReasoningSplitter:
         self._section = start
         self._held = ""
         self._at_start = start is not Section.CONTENT
+        self.had_reasoning = start is Section.REASONING
+
+    @property
+    def section(self) -> Section:
+        """What the text has come to."""
+        return self._section
 
     def push(self, text: str, finished: bool = False) -> Piece:
         """Add text; with `finished` nothing is held back any more."""
@@ -48,6 +55,7 @@ class ReasoningSplitter:
         text = self._held.lstrip()
         if text.startswith(OPEN):
             self._section, self._held = Section.REASONING, text[len(OPEN) :]
+            self.had_reasoning = True
         elif finished or not OPEN.startswith(text):
             self._section, self._at_start = Section.CONTENT, False
 
@@ -73,6 +81,33 @@ class ReasoningSplitter:
         if self._at_start:
             self._held = self._held.lstrip("\n")
             self._at_start = not self._held
+
+
+class ReasoningTokens:
+    """Counts the tokens of the reasoning, its closing tag included, while a splitter reads their text.
+
+    Where the closing tag is no token of the model, the tokens that came together with it count as reasoning.
+    """
+
+    def __init__(self, splitter: ReasoningSplitter, close_token_id: int | None):
+        self._splitter, self._close = splitter, close_token_id
+        self._before = splitter.section
+        self._undecided = 0
+        self.count = 0
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Enter the tokens whose text the splitter has just read."""
+        before, self._before = self._before, self._splitter.section
+        if before is Section.CONTENT:
+            return
+        if self._before is Section.UNDECIDED:
+            self._undecided += len(token_ids)
+        elif self._before is Section.REASONING:
+            self.count += self._undecided + len(token_ids)
+            self._undecided = 0
+        elif self._splitter.had_reasoning:
+            ended = token_ids.index(self._close) + 1 if self._close in token_ids else len(token_ids)
+            self.count += self._undecided + ended
 
 
 class ReasoningParser:

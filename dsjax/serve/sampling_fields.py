@@ -7,10 +7,10 @@ from pydantic import Field
 from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
 from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError
+from dsjax.serve.openai_fields import Name, OpenAIFields
 from dsjax.serve.strict_model import StrictModel
 from dsjax.serve.structured_fields import GuidedFields
 
-Name = Annotated[str, Field(max_length=bounds.MAX_NAME_CHARACTERS)]
 Count = Annotated[int, Field(le=bounds.MAX_INTEGER, ge=-bounds.MAX_INTEGER)]
 Stop = Annotated[str, Field(max_length=bounds.MAX_STOP_CHARACTERS)]
 BadWord = Annotated[str, Field(max_length=bounds.MAX_BAD_WORD_CHARACTERS)]
@@ -21,10 +21,11 @@ class StreamOptions(StrictModel):
     """OpenAI's `stream_options`, and vLLM's one more."""
 
     include_usage: bool | None = Field(False, description="send a last chunk with the usage")
+    include_obfuscation: bool | None = Field(None, description="without effect: chunks are not padded")
     continuous_usage_stats: bool | None = Field(False, description="send the usage so far with every chunk")
 
 
-class SamplingFields(GuidedFields):
+class SamplingFields(GuidedFields, OpenAIFields):
     """Fields of OpenAI's API, and vLLM's extras, that say how to continue. None is silently ignored."""
 
     model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
@@ -40,7 +41,6 @@ class SamplingFields(GuidedFields):
     logit_bias: Annotated[dict[str, float], Field(max_length=bounds.MAX_BIASES)] | None = Field(
         None, description="token id to what is added to its logit"
     )
-    user: Name | None = Field(None, description="accepted; nothing depends on it")
 
     top_k: Count | None = 0
     min_p: float | None = 0.0
@@ -63,7 +63,8 @@ class SamplingFields(GuidedFields):
     )
 
     def check_stream_fields(self) -> None:
-        """Raise for fields that go with streams alone, or never with them."""
+        """Raise for fields that go with streams alone, or never with them, and for what this server cannot do."""
+        self.check_openai_fields()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:

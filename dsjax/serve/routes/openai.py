@@ -11,6 +11,7 @@ from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.completions import CompletionAnswer, CompletionRequest
 from dsjax.serve.event_stream import EventStream, unless_client_leaves
 from dsjax.serve.json_bodies import JsonResponse, StrictRoute
+from dsjax.serve.openai_fields import warning_headers
 from dsjax.serve.request_ids import request_id_of
 from dsjax.serve.responses import ChatResponse, CompletionResponse, ModelCard, ModelList
 from dsjax.serve.routes.documented import errors
@@ -61,13 +62,14 @@ def openai_routes(serving: Serving) -> APIRouter:
 async def _answer(
     serving: Serving, answer: CompletionAnswer | ChatAnswer, stream: bool | None, request: Request, session: str | None
 ) -> Response:
-    outputs = await answer.start(session)
+    outputs = await answer.start(session or answer.session)
+    warnings = warning_headers(answer.without_effect())
     request.scope["state"]["completions"] = outputs.completions
     resources = followed(serving, answer.id, outputs)
     if stream:
-        return EventStream(answer, outputs, resources)
+        return EventStream(answer, outputs, resources, warnings)
     with resources:
-        return JsonResponse(await unless_client_leaves(request, answer.whole(outputs)))
+        return JsonResponse(await unless_client_leaves(request, answer.whole(outputs)), headers=warnings)
 
 
 def _card(serving: Serving, name: str) -> ModelCard:
