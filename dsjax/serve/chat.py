@@ -15,7 +15,7 @@ from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import MessageParser
 from dsjax.serve.reasoning import CLOSE, OPEN, ReasoningSplitter, Section
-from dsjax.serve.responses import ChatChoice, ChatLogprobs, ChatResponse
+from dsjax.serve.responses import ChatChoice, ChatLogprobs, ChatResponse, Usage
 from dsjax.serve.serving import Serving
 from dsjax.serve.tool_calls import ToolCallParser
 from dsjax.serve.tool_format import MARKERS
@@ -69,7 +69,7 @@ class ChatAnswer:
     def _form(self) -> dict[str, Any] | None:
         """The form that the answer must have: one asked for, or that of the tool calls that must come."""
         body = self._body
-        form, forced = body.form_of_text(), body.forced_tools
+        form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
         if not forced:
             return form
         if form is not None:
@@ -77,7 +77,12 @@ class ChatAnswer:
         if self._tokenizer is None or self._serving.tool_format is None:
             raise ApiError(400, "this server has no tool-call parser (--tool-call-parser)", param="tool_choice")
         several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-        return {"grammar": tool_grammar(self._serving.tool_format, forced, self._tokenizer, several=several)}
+        compact = self._serving.options.disable_any_whitespace
+        return {
+            "grammar": tool_grammar(
+                self._serving.tool_format, forced, self._tokenizer, several=several, compact=compact
+            )
+        }
 
     def _params(
         self, prompt: ChatPrompt, max_tokens: int | None, logprobs: int | None, form: dict[str, Any] | None
@@ -175,6 +180,10 @@ class ChatAnswer:
     def last_chunks(self) -> list[ChatResponse]:
         """The usage, where it was asked for."""
         return [{**self._chunk_head, "choices": [], "usage": self._counter.usage()}] if self._body.include_usage else []
+
+    def usage(self) -> Usage:
+        """The tokens of a stream so far."""
+        return self._counter.usage()
 
     def _chunk(self, completion: CompletionOutput, parser: MessageParser) -> ChatChoice | None:
         """What a chunk says of a completion; None where there is nothing to say."""

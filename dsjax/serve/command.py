@@ -65,6 +65,13 @@ def serve(
     tool_call_parser: Annotated[
         str, typer.Option(help=f"How tool calls are written ({', '.join(TOOL_CALL_PARSERS)}).")
     ] = "auto",
+    disable_any_whitespace: Annotated[
+        bool,
+        typer.Option(
+            "--disable-any-whitespace",
+            help="Structured output has no blanks between JSON's parts, unless a request says otherwise.",
+        ),
+    ] = False,
     profile_dir: Annotated[
         str | None, typer.Option(help="Where /start_profile writes traces; without it it is closed.")
     ] = None,
@@ -87,6 +94,7 @@ def serve(
         step_timeout=step_timeout,
         reasoning_parser=reasoning_parser,
         tool_call_parser=tool_call_parser,
+        disable_any_whitespace=disable_any_whitespace,
         profile_dir=profile_dir,
     )
     configure_logging(log_level, as_json=log_json)

@@ -47,6 +47,8 @@ class EventStream(StreamingResponse):
     byte, `resources` are closed.
     """
 
+    _END = b"data: [DONE]\n\n"
+
     def __init__(
         self,
         answer: StreamedAnswer,
@@ -85,8 +87,8 @@ class EventStream(StreamingResponse):
         except ClientGoneError:
             return
         except Exception as error:  # the status line is sent; an event is the only way left to tell
-            await self._send_all([to_api_error(error).body()])
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await self._send_all([self._failure(error)])
+        await send({"type": "http.response.body", "body": self._END, "more_body": False})
 
     async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:
         """The events of some outputs; those before one that failed are sent in any case."""
@@ -98,9 +100,16 @@ class EventStream(StreamingResponse):
             await self._send_all(chunks)
 
     async def _send_all(self, chunks: Iterable[Mapping[str, Any]]) -> None:
-        events = b"".join([b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks])
+        events = b"".join([self._event(chunk) for chunk in chunks])
         if events:
             await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
+
+    def _event(self, chunk: Mapping[str, Any]) -> bytes:
+        return b"data: " + to_json(chunk) + b"\n\n"
+
+    def _failure(self, error: Exception) -> Mapping[str, Any]:
+        """What tells of an error after the head has been sent."""
+        return to_api_error(error).body()
 
 
 async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Answer:

@@ -38,6 +38,9 @@ class StructuredFields(StrictModel):
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None
+    disable_any_whitespace: bool | None = Field(
+        None, description="JSON without blanks; default: as the server was started"
+    )
 
 
 class GuidedFields(StrictModel):
@@ -66,6 +69,8 @@ class GuidedFields(StrictModel):
             forms |= {"choice": given.choice, "grammar": given.grammar}
             chosen = {name: value for name, value in forms.items() if value is not None}
             StructuredOutputs(**chosen)  # says what is wrong with none or several
+            if given.disable_any_whitespace is not None:
+                chosen["disable_any_whitespace"] = given.disable_any_whitespace
             found.append(("structured_outputs", chosen))
         if self.response_format is not None and self.response_format.type != "text":
             found.append(("response_format", self._response_form(self.response_format)))

@@ -4,15 +4,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dsjax.engine.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.tool_format import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR, ToolFormat
 
 
-def tool_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool) -> str:
+def tool_grammar(
+    form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
+) -> str:
     """One call, or with `several` one or more, of any of the tools, each with arguments that fit its schema.
+
+    compact: arguments have no blanks between JSON's parts.
 
     Markers are tokens by number where the model has them: a grammar of their text alone would let them be spelled out.
     """
+    options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
     between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
     more = f" ({between}call)*" if several else ""
     rules = [
@@ -26,7 +32,10 @@ def tool_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer
         parts = [_marker(CALL_BEGIN, tokenizer), *before, json.dumps(function["name"]), *name_end, f"arguments_{index}"]
         parts += [*_texts(form.after_arguments, tokenizer), _marker(CALL_END, tokenizer)]
         schema = function.get("parameters") or {"type": "object"}
-        rules += [f"call_{index}: {' '.join(parts)}", f"arguments_{index}: %json {json.dumps(schema)}"]
+        rules += [
+            f"call_{index}: {' '.join(parts)}",
+            f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
+        ]
     return "\n".join(rules) + "\n"
 
 

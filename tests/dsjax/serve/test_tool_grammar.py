@@ -15,9 +15,9 @@ GET, PUT = ("get", '{"a": 5}'), ("put", '{"anything": []}')
 TOKENIZERS = {"tokens": tool_tokenizer(), "special tokens": tool_tokenizer(special=True), "text": tiny_tokenizer()}
 
 
-def takes(tokenizer, form: ToolFormat, text: str, several: bool = True) -> bool:
+def takes(tokenizer, form: ToolFormat, text: str, several: bool = True, compact: bool = False) -> bool:
     """Whether the grammar takes every token of the text, and may then end."""
-    grammar = tool_grammar(form, TOOLS, tokenizer, several=several)
+    grammar = tool_grammar(form, TOOLS, tokenizer, several=several, compact=compact)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
     constraint = compiler.compile(StructuredOutputs(grammar=grammar))
     for token in tokenizer.encode(text, add_special_tokens=False):
@@ -42,3 +42,13 @@ def test_anything_else_is_not(tokenizer, form):
     for text in wrong:
         assert not takes(tokenizer, form, text), text
     assert not takes(tokenizer, form, form.calls([GET, PUT]), several=False)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_arguments_have_one_blank_or_none_between_their_parts(form):
+    tokenizer = TOKENIZERS["tokens"]
+    spaced, compact, flood = (form.calls([("get", text)]) for text in ('{"a": 5}', '{"a":5}', '{"a":   5}'))
+    assert takes(tokenizer, form, spaced)
+    assert not takes(tokenizer, form, flood)
+    assert takes(tokenizer, form, compact, compact=True)
+    assert not takes(tokenizer, form, spaced, compact=True)
