@@ -12,6 +12,7 @@ from rich.text import Text
 
 from dsjax.engine import plan
 from dsjax.engine.facts import EngineFacts
+from dsjax.progress import Tenths
 
 _MOST_ROWS = 4
 _MOST_COLUMNS = 16
@@ -81,7 +82,17 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[plan.Progress]:
-    """A progress bar for `Runner.warm_up`."""
+    """A progress bar for `Runner.warm_up`; where the console is no terminal, a line at each tenth."""
+    if not console.is_terminal:
+        tenths: list[Tenths] = []
+
+        def tell(done: int, total: int, label: str) -> None:
+            if not tenths:
+                tenths.append(Tenths("compiling shapes", total, lambda line: console.print(line, highlight=False)))
+            tenths[0].reach(done)
+
+        yield tell
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("compiling", total=None)
