@@ -31,12 +31,34 @@ def tool_grammar(
         function = tool["function"]
         parts = [_marker(CALL_BEGIN, tokenizer), *before, json.dumps(function["name"]), *name_end, f"arguments_{index}"]
         parts += [*_texts(form.after_arguments, tokenizer), _marker(CALL_END, tokenizer)]
-        schema = function.get("parameters") or {"type": "object"}
+        schema = _closed(function.get("parameters") or {"type": "object"})
         rules += [
             f"call_{index}: {' '.join(parts)}",
             f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
         ]
     return "\n".join(rules) + "\n"
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, whose objects hold what they name and nothing else, unless they say otherwise.
+
+    So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
+    on with them for ever.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            found[name] = {key: _closed(each) for key, each in value.items()}  # names of the user's, not of JSON Schema
+        else:
+            found[name] = value if name in ("enum", "const", "default", "examples") else _closed(value)
+    composed = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+    if isinstance(schema.get("properties"), dict) and not composed:
+        found["additionalProperties"] = False
+    return found
 
 
 def _marker(text: str, tokenizer: Tokenizer) -> str:

@@ -52,3 +52,20 @@ def test_arguments_have_one_blank_or_none_between_their_parts(form):
     assert not takes(tokenizer, form, flood)
     assert takes(tokenizer, form, compact, compact=True)
     assert not takes(tokenizer, form, spaced, compact=True)
+
+
+def test_forced_arguments_hold_what_the_schema_names_unless_it_says_otherwise():
+    closed = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
+    opened = {**closed, "additionalProperties": True}
+    tokenizer, form = TOKENIZERS["tokens"], FORMATS["deepseek_v31"]
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    for schema, text, expected in (
+        (closed, '{"a": {"b": 1}}', True),
+        (closed, '{"a": {}, "c": 1}', False),
+        (closed, '{"a": {"c": 1}}', False),
+        (opened, '{"a": {}, "c": 1}', True),
+    ):
+        grammar = tool_grammar(form, [{"function": {"name": "f", "parameters": schema}}], tokenizer, several=False)
+        constraint = compiler.compile(StructuredOutputs(grammar=grammar))
+        tokens = tokenizer.encode(form.calls([("f", text)]), add_special_tokens=False)
+        assert all(constraint.take(token) is None for token in tokens) is expected, (schema, text)
