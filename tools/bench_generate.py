@@ -3,7 +3,8 @@
     python tools/bench_generate.py transformers:grouped_mm transformers:eager dsjax:dp=1
     python tools/bench_generate.py --prompts 256 --prompt-tokens 32 dsjax:dp=1 dsjax:dp=32
 
-A system is ``dsjax:MESH`` or ``transformers:EXPERTS``. Each runs in a process of its own; they take turns, one round each, so
+A system is ``dsjax:MESH`` or ``transformers:EXPERTS``; ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for
+example ``dsjax:dp=1/kernels=plain``. Each runs in a process of its own; they take turns, one round each, so
 that a slow minute of the machine hits all of them. Round 0 warms up and is not counted. The figure is the median over rounds
 of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to the first system. All use the same prompts, greedy;
 dsjax without its prefix cache, which would spare it every prompt after the first round.
@@ -127,8 +128,10 @@ def _dsjax(args: argparse.Namespace, mesh: str):
     from dsjax import LLM, SamplingParams
 
     options = {"enable_prefix_caching": False}
+    mesh, *own = mesh.split("/")
     options |= {
-        name: int(value) if value.isdigit() else value for name, _, value in (o.partition("=") for o in args.option)
+        name: int(value) if value.isdigit() else value
+        for name, _, value in (o.partition("=") for o in args.option + own)
     }
     llm = LLM(args.model, mesh=mesh, dtype="float32", **options)
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False)

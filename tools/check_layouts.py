@@ -2,6 +2,7 @@
 
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
+    python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
 
 The tests run a covering part of this; the whole takes about a quarter of an hour on 2 cores. Exits 1 if any run differs.
 """
@@ -27,17 +28,19 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {' '.join(LAYOUTS)}; default: all")
-    chosen = parser.parse_args().layouts or LAYOUTS
+    parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device always has the plain forms")
+    args = parser.parse_args()
+    chosen = args.layouts or LAYOUTS
     if unknown := sorted(set(chosen) - set(LAYOUTS)):
         parser.error(f"no such layout: {' '.join(unknown)}; expected some of {' '.join(LAYOUTS)}")
     with tempfile.TemporaryDirectory() as folder:
         directory = write_checkpoint(Path(folder))
-        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME")
+        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
         runs = [(layout, dispatch, *forms) for layout in chosen for dispatch in DISPATCHES for forms in FORMS]
         wrong = 0
         for number, run in enumerate(runs, 1):
             start = time.monotonic()
-            found = difference(answer(directory, *run), reference)
+            found = difference(answer(directory, *run, kernels=args.kernels), reference)
             wrong += found is not None
             print(
                 f"{number}/{len(runs)} {' '.join(run)}: {found or 'equal'} ({time.monotonic() - start:.1f} s)",

@@ -13,6 +13,13 @@ LEAST_SECONDS = 0.2
 """Programs that compile faster are not worth a file."""
 
 
+def cache_folder() -> Path:
+    """Where compiled programs and kernels are kept; it need not exist."""
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjax" / "compiled"
+
+
 def enable_compile_cache() -> Path | None:
     """Keep compiled programs on disk; the directory, or None where it cannot be written.
 
@@ -21,7 +28,7 @@ def enable_compile_cache() -> Path | None:
     """
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjax" / "compiled"
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

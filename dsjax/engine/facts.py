@@ -1,6 +1,6 @@
 """`EngineFacts`: what a loaded engine is, for the start-up screen, `/v1/models` and whoever asks."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -14,6 +14,7 @@ class EngineFacts:
         device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
         dispatch: e.g. `{"prefill": "ragged", "decode": "padded"}`.
         mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
+        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
     """
@@ -38,6 +39,8 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    kernels: dict[str, str] = field(default_factory=dict)
+    kernels_note: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object with the same names."""

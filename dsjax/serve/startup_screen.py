@@ -28,6 +28,9 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     console.print(f"latent cache: {tokens}{'s' if facts.dp_ranks > 1 else ''}", highlight=False)
     limits = f"up to {facts.max_num_seqs} running requests a rank, {facts.max_model_len:,} tokens a request"
     console.print(limits, highlight=False)
+    if facts.kernels:
+        names = ", ".join(f"{operation} {name}" for operation, name in facts.kernels.items())
+        console.print(f"kernels: {names}{f' ({facts.kernels_note})' if facts.kernels_note else ''}", highlight=False)
 
 
 def _mesh_picture(facts: EngineFacts) -> Group:
