@@ -6,6 +6,7 @@ from typing import Any
 
 from dsjax.engine.plan import RunnerLimits
 from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
@@ -58,10 +59,17 @@ class EngineArgs:
     )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
     seed: int = option(0, "from which requests without a seed draw theirs", least=0)
+    speculative_config: str | dict[str, Any] | None = option(
+        None,
+        'draft tokens with the model\'s MTP module: JSON such as \'{"method": "mtp", "num_speculative_tokens": 2}\'; '
+        "default: no drafts",
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            _check(field, getattr(self, field.name))
+            if field.name != "speculative_config":
+                _check(field, getattr(self, field.name))
+        _ = self.speculation  # wrong ones are refused here
         if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
@@ -83,6 +91,15 @@ class EngineArgs:
         if unknown:
             raise UserError(f"unknown engine option {', '.join(unknown)}; the options are {', '.join(known)}")
         return cls(**options)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, read; None where nothing is drafted.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
     def scheduler_config(self, limits: RunnerLimits) -> SchedulerConfig:
         """The scheduler's sizes for a runner made from these options."""

@@ -24,16 +24,27 @@ from sharding.placement import Placement
 
 
 def make_step(
-    args: EngineArgs, config: ModelConfig, spec: MeshSpec, mesh: Mesh, *, bf16_experts: bool | None = None
+    args: EngineArgs,
+    config: ModelConfig,
+    spec: MeshSpec,
+    mesh: Mesh,
+    *,
+    bf16_experts: bool | None = None,
+    mtp: bool = False,
 ) -> Step:
     """The step that ``args`` describe, for this model on this mesh.
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
-    configuration says.
+    configuration says. mtp: with the model's MTP module, and its layer in the cache.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
     """
+    if mtp and not config.num_nextn_predict_layers:
+        raise UserError(
+            "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
+            "or the checkpoint lacks its tensors); leave the option out"
+        )
     platform = mesh.devices.flat[0].platform
     dtype = compute_dtype(args, config, platform)
     weights = weights_format(args, config, dtype, bf16_experts)
@@ -46,7 +57,7 @@ def make_step(
         platform=platform,
         num_physical=placement.n_physical if config.is_moe else 0,
         materialise="AM_CC_ME" in (args.mla_prefill, args.mla_decode),
-        mtp=False,
+        mtp=mtp,
     )
     return Step(
         config=config,

@@ -26,7 +26,7 @@ def bytes_per_page(step: Step) -> int:
     """Bytes of one page, all layers, on one device."""
     shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
     values = sum(math.prod(shape) for shape in cache_widths(step.attention.layout, step.config).values())
-    return values // shards * step.page_size * step.config.num_hidden_layers * jnp.dtype(step.cache_dtype).itemsize
+    return values // shards * step.page_size * step.cache_layers * jnp.dtype(step.cache_dtype).itemsize
 
 
 def pages_that_fit(step: Step, wanted: int) -> int:
@@ -56,7 +56,7 @@ def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
     heads = step.spec.head_axes if step.attention.layout == "decompressed" else None
     sharding = NamedSharding(step.mesh, P(None, step.spec.batch_axes, None, heads))
     stored = storage_dtype(jnp.dtype(step.cache_dtype), step.mesh.devices.flat[0].platform)
-    lead = (step.config.num_hidden_layers, step.spec.dp_size * pages, step.page_size)
+    lead = (step.cache_layers, step.spec.dp_size * pages, step.page_size)
     widths = cache_widths(step.attention.layout, step.config)
     return {name: jax.ShapeDtypeStruct((*lead, *width), stored, sharding=sharding) for name, width in widths.items()}
 

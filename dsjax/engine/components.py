@@ -16,6 +16,8 @@ def component(path: str) -> str:
             return name
     if ".attn." in path:
         return "attention"
+    if ".eh_proj." in path:
+        return "MTP projection"
     if ".mlp." in path:
         return "dense MLP"
     return {"embed": "embedding", "head": "head"}.get(path.split(".")[0], "norms")

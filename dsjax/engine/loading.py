@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
         step.rules,
         weights=weights,
         placement=step.placement if config.is_moe else None,
-        mtp=False,
+        mtp=step.has_module,
         progress=show_progress,
     )
     params = materialise(step, params)
@@ -96,13 +97,13 @@ def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
         # The derived entries are not read; they stand in so that the module can be bound.
         stand_in = {path: params.get(path, 0) for path in step.table.infos}
         model, found = step.table.bind(stand_in), {}
-        for name in {path.split(".")[0] for path in derived}:
-            attention = getattr(model, name).attn
-            graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.attn.{path[-1]}" in derived, ...)  # noqa: B023
+        for name in {path.rpartition(".")[0] for path in derived}:
+            attention = operator.attrgetter(name)(model)
+            graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.{path[-1]}" in derived, ...)  # noqa: B023
             query_key, value_output = jax.lax.map(
                 lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
             )
-            found |= {f"{name}.attn.query_key": query_key, f"{name}.attn.value_output": value_output}
+            found |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
         return found
 
     return {**params, **jax.jit(products, out_shardings=shardings)(params)}

@@ -22,7 +22,7 @@ from dsjax.engine.plan import Progress, RunnerLimits
 from dsjax.engine.sampler import greedy
 from dsjax.engine.sampling_programs import SamplingPrograms
 from dsjax.model.attention import Cache
-from dsjax.model.rows import GroupShape, RowGroup
+from dsjax.model.rows import GroupShape, last_tokens, unpack
 from dsjax.model.step import Step
 
 
@@ -36,6 +36,7 @@ class Programs:
         # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
         step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
         self._step, self._params, self._limits = step, params, limits
+        self._copies = step.placement.tables_of(step.config.num_moe_layers) if step.config.is_moe else None
         # The cache's arrays are donated by every step, so only their description may be kept.
         self._cache = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for n, a in cache.items()}
         self._sampling = SamplingPrograms(step, limits.num_ranks)
@@ -63,7 +64,9 @@ class Programs:
         """The program of ``step``, traced but not compiled."""
 
         def run(params, cache, packed):
-            logits, cache, reports = self._step(params, cache, packed, shapes)
+            groups = unpack(packed, shapes)
+            hidden, cache, reports = self._step.hidden(params, cache, groups, self._copies)
+            logits = self._step.logits(params, last_tokens(hidden, groups))
             return greedy(logits), logits, cache, reports
 
         return self._lower(run, shapes)
@@ -72,8 +75,8 @@ class Programs:
         """``(params, cache, packed) -> (logits of every token slot, cache)``; the cache is donated."""
 
         def run(params, cache, packed):
-            logits, cache, _ = self._step(params, cache, packed, shapes, every_token=True)
-            return logits, cache
+            hidden, cache, _ = self._step.hidden(params, cache, unpack(packed, shapes), self._copies)
+            return self._step.logits(params, hidden), cache
 
         return self._get(("every token", shapes), lambda: self._lower(run, shapes))
 
@@ -154,8 +157,10 @@ class Programs:
         (shape,) = self.shapes(None, rectangle)
 
         def run(params, cache, packed, targets):
-            logits, cache, reports = self._step(params, cache, packed, (shape,), every_token=True)
-            last = jnp.maximum(RowGroup.unpack(packed, shape).length - 1, 0)
+            groups = unpack(packed, (shape,))
+            hidden, cache, reports = self._step.hidden(params, cache, groups, self._copies)
+            logits = self._step.logits(params, hidden)
+            last = jnp.maximum(groups[0].length - 1, 0)
             own = jnp.take_along_axis(logits, last[..., None], axis=1)
             return greedy(own), own, cache, reports, self._sampling.score(logits, targets)
 

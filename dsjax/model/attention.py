@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.kernels.table import Kernels
@@ -38,11 +38,13 @@ class Rows:
 
     A row's positions follow one another. ``length``: how many of its tokens are no padding; None: all. What padding attends to
     means nothing; native kernels leave it out, and give zeros.
+    filled: which cache slots hold an entry, of all pages; a token attends to those and to itself. None: all of them.
     """
 
     positions: Int[Array, "B R C"]
     tables: Int[Array, "B R Pr"]
     length: Int[Array, "B R"] | None = None
+    filled: Bool[Array, "P G"] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class PagedAttention:
         with jax.named_scope(f"attend_{form}"):
             dtype = p.latent.dtype
             scale = self.config.softmax_scale
-            if dtype == jnp.float32 and self.kernels.name("decode attention", form) == "native":
+            native = self.kernels.name("decode attention", form) == "native"
+            if native and dtype == jnp.float32 and rows.filled is None:
                 return self._native(mla, form, cache, layer, rows, p)
             if form == "CD":
                 q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
@@ -174,20 +177,34 @@ class PagedAttention:
         block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
 
-        def local(queries, weights, cache, layer, positions, tables):
+        def local(queries, weights, cache, layer, positions, tables, filled):
             # Pages past a row's table are page 0: no query sees their positions.
             tables = jnp.pad(tables[0], ((0, 0), (0, num_blocks * block_pages - pages)))
 
+            def pages_of(index):
+                return jax.lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
+
             def fetch(index):
-                part = jax.lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
+                part = pages_of(index)
                 return {
                     name: reinterpret(paging.read(array, layer, part), self.cache_dtype).astype(queries[0].dtype)
                     for name, array in cache.items()
                 }
 
+            def fetch_filled(index):
+                return paging.read_filled(filled, pages_of(index))
+
             score, weigh = kernel([q[0] for q in queries], weights)
             at = positions[0][:, None] if heads_first else positions[0][..., None]
-            out = attend_in_blocks(at, fetch, score, weigh, num_blocks=num_blocks, block=block_pages * G)
+            out = attend_in_blocks(
+                at,
+                fetch,
+                score,
+                weigh,
+                num_blocks=num_blocks,
+                block=block_pages * G,
+                filled=None if filled is None else fetch_filled,
+            )
             out = jnp.swapaxes(out, 1, 2) if heads_first else out
             return out[None].astype(queries[0].dtype)
 
@@ -199,9 +216,10 @@ class PagedAttention:
             P(),
             P(batch),
             P(batch),
+            P(batch),
         )
         return self._shard_map(local, specs, P(batch, None, None, heads))(
-            list(queries), list(weights), cache, layer, rows.positions, rows.tables
+            list(queries), list(weights), cache, layer, rows.positions, rows.tables, rows.filled
         )
 
     def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:

@@ -41,13 +41,13 @@ class Embedding(nnx.Module):
 class MTP(nnx.Module):
     """Multi-token prediction modules (V3 report §2.2): what they own beside the shared embedding and head."""
 
-    def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
+    def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int, materialise: bool):
         D, depth = config.hidden_size, config.num_nextn_predict_layers
         stacked = declare.stacked(depth)
         self.embed_norm = RMSNorm(stacked, D, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(stacked, D, config.rms_norm_eps)
         self.eh_proj = Matrix(stacked, (2 * D, D), (None, "embed"), quantise=False)
-        self.layers = DecoderLayer(stacked, config, num_physical=num_physical)
+        self.layers = DecoderLayer(stacked, config, num_physical=num_physical, materialise=materialise)
         self.final_norm = RMSNorm(stacked, D, config.rms_norm_eps)
 
 
@@ -67,7 +67,7 @@ class Transformer(nnx.Module):
         if not config.tie_word_embeddings:
             self.head = Matrix(declare, (config.hidden_size, config.vocab_size), ("embed", "vocab"), quantise=False)
         if mtp and config.num_nextn_predict_layers:
-            self.mtp = MTP(declare, config, num_physical)
+            self.mtp = MTP(declare, config, num_physical=num_physical, materialise=materialise)
 
     @property
     def stacks(self) -> list[DecoderLayer]:

@@ -19,10 +19,10 @@ from sharding import MeshSpec
 RANKS, PAGES, G = 2, 3, 2
 
 
-def step_of(mesh="dp=1", **options):
+def step_of(mesh="dp=1", mtp=False, **options):
     spec = MeshSpec.parse(mesh)
     args = EngineArgs(model="deepseek-v3", mesh=mesh, dtype="bfloat16", page_size=16, **options)
-    return make_step(args, load_config("deepseek-v3"), spec, spec.build())
+    return make_step(args, load_config("deepseek-v3"), spec, spec.build(), mtp=mtp)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,14 @@ def step_of(mesh="dp=1", **options):
 )
 def test_a_page_of_v3_has_the_documented_bytes_on_a_device(options, bytes_of_a_token_and_layer):
     assert device_cache.bytes_per_page(step_of(**options)) == 61 * 16 * bytes_of_a_token_and_layer
+
+
+@pytest.mark.parametrize(("mtp", "bytes_of_a_token"), [(False, 70_272), (True, 71_424)])
+def test_a_token_of_v3_has_a_layer_more_with_the_mtp_module(mtp, bytes_of_a_token):
+    step = step_of("dp=2", mtp=mtp)
+    assert device_cache.bytes_per_page(step) == 16 * bytes_of_a_token
+    described = sum(np.prod(array.shape) * array.dtype.itemsize for array in device_cache.describe(step, 3).values())
+    assert described == 2 * 3 * device_cache.bytes_per_page(step)
 
 
 def test_the_host_s_share_bounds_the_pages_and_too_few_are_an_error():
