@@ -18,8 +18,8 @@ from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import ExpertCounts, RankLoad, StepStats
 from dsjax.serve.metrics import Metrics
-from dsjax.serve.metrics_routes import create_metrics_routes
 from dsjax.serve.page.routes import create_page_routes
+from dsjax.serve.routes.status import create_metrics_routes
 
 HOST_SECONDS = {"plan": 0.001, "launch": 0.002, "device": 0.006, "enter": 0.001}
 INFO = {

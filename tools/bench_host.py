@@ -16,7 +16,7 @@ from dsjax.engine.plan import RowResult
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig
-from dsjax.serve.collector import settle_collector
+from dsjax.serve.server import settle_collector
 
 PROMPT, OUTPUT, PAGE = 64, 200, 16
 

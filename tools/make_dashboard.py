@@ -61,9 +61,12 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
         ),
         (
             "Ends a second",
-            "Completions that ended, by reason; abort: the client went away.",
+            "Completions that ended, by reason, and those that ended with an error by its kind; abort: the client went away.",
             "short",
-            [(rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}")],
+            [
+                (rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}"),
+                (rate("dsjax_requests_failed_total", "error"), "{{error}}"),
+            ],
         ),
         (
             "Turned away a second",

@@ -16,8 +16,8 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.engine import cache as device_cache
 from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
-from dsjax.engine.compile_cache import without_compile_cache
 from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.process import without_compile_cache
 from dsjax.engine.programs import Programs
 from dsjax.errors import UserError
 from dsjax.model.rows import GroupShape

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from dsjax.dryrun.compilation import CompiledStep
-from dsjax.engine.components import component, device_bytes
+from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import Step
 
 

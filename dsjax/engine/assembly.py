@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.compile_cache import cache_folder
+from dsjax.engine.process import cache_folder
 from dsjax.errors import UserError
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import common_layout

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from dsjax.engine.detokenizer import IncrementalDetokenizer
 from dsjax.engine.outputs import CompletionOutput, Logprob, TokenLogprobs
 from dsjax.engine.plan import NO_TOKEN, RowResult
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import OutputKind
+from dsjax.engine.request import ErrorKind, FinishReason, Request
+from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler import Update
-from dsjax.engine.stop import StopStrings
+from dsjax.engine.text import IncrementalDetokenizer, StopStrings
 from dsjax.engine.tokenizer import Tokenizer
 
 NON_FINITE = "the model gave values that are not finite for this request"
@@ -22,6 +21,7 @@ class Completion:
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
+        self._error: ErrorKind | None = None
         params = request.params
         self._tokenizer = tokenizer if params.detokenize else None
         self._detokenizer = (
@@ -67,6 +67,7 @@ class Completion:
             None if self._logprobs is None else self._logprobs[first_token:],
             self.finish_reason,
             self._stop_reason,
+            self._error,
         )
 
     def _append_text(self, token_id: int, reason: FinishReason | None) -> None:
@@ -85,7 +86,8 @@ class Completion:
         self.finish_reason = reason
         self._text += self._stops.flush()
         if reason is FinishReason.ERROR:
-            self._stop_reason = NON_FINITE if result is None or result.error is None else result.error
+            self._error = error_kind(self.request.params, result)
+            self._stop_reason = NON_FINITE if self._error is ErrorKind.NON_FINITE else result.error
         elif reason is FinishReason.STOP and result.token_id in self.request.params.stop_token_ids:
             self._stop_reason = result.token_id
 
@@ -103,3 +105,10 @@ class Completion:
 
     def _token_text(self, token_id: int) -> str | None:
         return self._tokenizer.token_text(token_id) if self._tokenizer else None
+
+
+def error_kind(params: SamplingParams, result: RowResult | None) -> ErrorKind:
+    """Why a request with these parameters failed with this result; without a result the step itself was not finite."""
+    if result is None or result.error is None:
+        return ErrorKind.NON_FINITE
+    return ErrorKind.NO_TOKEN_ALLOWED if params.structured_outputs is None else ErrorKind.STRUCTURED_OUTPUT

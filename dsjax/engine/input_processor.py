@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.engine.prefix_cache import extend_hashes
+from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import Request
 from dsjax.engine.rule_maker import RuleMaker
 from dsjax.engine.sampling_params import SamplingError, SamplingParams

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -18,23 +21,66 @@ from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step, weights_format
-from dsjax.engine.buckets import Buckets
-from dsjax.engine.compile_cache import enable_compile_cache
-from dsjax.engine.components import device_bytes
-from dsjax.engine.eos import read_eos_token_ids
-from dsjax.engine.facts import EngineFacts
-from dsjax.engine.host_memory import keep_freed_memory
+from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.runner import MeshRunner
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
+from dsjax.model.parameters import device_bytes
 from dsjax.model.step import Step
 from sharding import MeshSpec
+from sharding.dispatch import resolved_method
 
 TOTAL_SEQUENCES = 256
 """Running requests over all DP ranks when ``--max-num-seqs`` is not given."""
 LEAST_SEQUENCES = 8
 """And at least so many on each rank."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
+
+    Attributes:
+        mesh: as the user wrote it, normalised: `dp=4,tp=8`.
+        mesh_shape: sizes of the physical axes, in order.
+        device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
+        dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
+            `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
+            use another method (docs/dispatch.md).
+        mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
+        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
+        weight_bytes: by component.
+        cache_tokens: token slots of the latent cache, all DP ranks together.
+    """
+
+    model: str
+    parameters: int
+    mesh: str
+    mesh_shape: dict[str, int]
+    platform: str
+    device_kind: str
+    num_devices: int
+    num_processes: int
+    dp_ranks: int
+    physical_experts_per_device: int
+    dtype: str
+    weights: str
+    dispatch: dict[str, str]
+    mla: dict[str, str]
+    weight_bytes: dict[str, int]
+    cache_bytes: int
+    cache_tokens: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    kernels: dict[str, str] = field(default_factory=dict)
+    kernels_note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object with the same names."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -79,10 +125,15 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     params = materialise(step, params)
     limits = _limits(args, step, max_model_len)
     mixed = mesh.devices.flat[0].platform != "cpu"
-    runner = MeshRunner(step, params, limits, Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed))
+    buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed)
+    runner = MeshRunner(step, params, limits, buckets)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
-        runner, tokenizer, config, read_eos_token_ids(directory, tokenizer), _facts(args, step, limits, params, weights)
+        runner,
+        tokenizer,
+        config,
+        read_eos_token_ids(directory, tokenizer),
+        _facts(args, step, limits, buckets, params, weights),
     )
 
 
@@ -107,6 +158,36 @@ def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
         return found
 
     return {**params, **jax.jit(products, out_shardings=shardings)(params)}
+
+
+def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids of the tokens that end a completion, ascending.
+
+    They are the tokenizer's own, and those of `generation_config.json`, or of `config.json` where that has none.
+
+    Raises:
+        TokenizerError: one of the files is unreadable, or its `eos_token_id` is neither an integer nor a list of them.
+    """
+    found: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
+    for name in ("generation_config.json", "config.json"):
+        ids = _eos_field(Path(directory) / name)
+        if ids:
+            found |= ids
+            break
+    return tuple(sorted(found))
+
+
+def _eos_field(path: Path) -> set[int]:
+    if not path.is_file():
+        return set()
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise TokenizerError(f"{path} has eos_token_id {value!r}, expected an integer of at least 0 or a list of them")
+    return set(ids)
 
 
 def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
@@ -136,8 +217,26 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
     )
 
 
+def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
+    """How the fullest launch of each kind sends tokens to their experts."""
+    rectangles = {"prefill": buckets.prefill, "decode": [Rectangle(rows, 1) for rows in buckets.decode]}
+    if not step.config.is_moe:
+        return dict.fromkeys(rectangles, "none")
+    return {
+        phase: resolved_method(
+            step.spec,
+            step.dispatch,
+            tokens=max(rectangle.rows * rectangle.chunk for rectangle in of_phase),
+            top_k=step.config.num_experts_per_tok,
+            experts=step.placement.n_physical,
+            platform=step.mesh.devices.flat[0].platform,
+        )
+        for phase, of_phase in rectangles.items()
+    }
+
+
 def _facts(
-    args: EngineArgs, step: Step, limits: RunnerLimits, params: Mapping[str, Array], weights: str
+    args: EngineArgs, step: Step, limits: RunnerLimits, buckets: Buckets, params: Mapping[str, Array], weights: str
 ) -> EngineFacts:
     spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
@@ -154,7 +253,7 @@ def _facts(
         physical_experts_per_device=step.placement.n_physical // spec.ep_size if config.is_moe else 0,
         dtype=str(step.dtype),
         weights=weights,
-        dispatch={"prefill": step.dispatch.method, "decode": step.dispatch.method},
+        dispatch=_dispatch_methods(step, buckets),
         mla={"prefill": step.prefill_form, "decode": step.decode_form},
         weight_bytes=device_bytes(params),
         cache_bytes=cache_bytes,

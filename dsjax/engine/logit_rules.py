@@ -7,13 +7,26 @@ tokens (allowed tokens, grammars) becomes a packed mask. ``logit_edits.py`` appl
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from dsjax.engine.bad_words import TokenRun, completing
-from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.structured import Constraint
+
+TokenRun = tuple[int, ...]
+
+
+class Tokens(Protocol):
+    """What the rules read of a `Request`, which itself holds its rules; its docstring says what each field is."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    stop_ids: frozenset[int]
+
+    @property
+    def suppresses_stop_ids(self) -> bool:
+        """Whether the next token may not be one of `stop_ids`."""
 
 
 class TokenTable:
@@ -88,7 +101,7 @@ class LogitRules:
         self._edits_always = params.penalises or bool(params.logit_bias) or bool(bad_words)
         self._allowed = None if params.allowed_token_ids is None else packed(params.allowed_token_ids, vocab_size)
 
-    def edits(self, request: Request) -> np.ndarray | None:
+    def edits(self, request: Tokens) -> np.ndarray | None:
         """Edits before the request's next token, as ``TokenTable.edits``; None where there are none."""
         # A finished grammar allows the end alone, which ``min_tokens`` must not take away.
         holds_back = request.suppresses_stop_ids and not (self._constraint and self._constraint.complete)
@@ -120,13 +133,23 @@ class LogitRules:
             words &= self._allowed
         return error
 
-    def active(self, request: Request) -> bool:
+    def active(self, request: Tokens) -> bool:
         """Whether anything changes the next logits."""
         return self._edits_always or self.masks or request.suppresses_stop_ids
 
     def take(self, token_id: int) -> str | None:
         """Follow the token that was taken; gives the reason where a grammar cannot go on."""
         return None if self._constraint is None else self._constraint.take(token_id)
+
+
+def completing(runs: Iterable[TokenRun], output: Sequence[int]) -> set[int]:
+    """Tokens that would complete one of the runs behind ``output``; the prompt does not count, as in vLLM."""
+    banned = set()
+    for run in runs:
+        before = len(run) - 1
+        if before == 0 or (before <= len(output) and tuple(output[-before:]) == run[:-1]):
+            banned.add(run[-1])
+    return banned
 
 
 def packed(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:

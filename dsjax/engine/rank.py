@@ -5,9 +5,8 @@ from collections import Counter
 from functools import partial
 from operator import attrgetter
 
-from dsjax.engine.pages import PagePool
+from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.plan import RankPlan, ScheduledRow
-from dsjax.engine.prefix_cache import extend_hashes
 from dsjax.engine.request import Request, Status
 
 _by_order = attrgetter("order")

@@ -24,7 +24,15 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the client went away, or the server is closing
-    ERROR = "error"  # the model gave non-finite values, or its structured output could not go on
+    ERROR = "error"  # `ErrorKind` says which
+
+
+class ErrorKind(enum.StrEnum):
+    """Why a request ended with `FinishReason.ERROR`. The values are the codes of the server's answers and metrics."""
+
+    NON_FINITE = "non_finite_values"  # the logits held a NaN or an infinity
+    STRUCTURED_OUTPUT = "structured_output_failed"  # the grammar came to no legal token, or cost too much
+    NO_TOKEN_ALLOWED = "no_token_allowed"  # allowed tokens, bad words and minimum length exclude each other
 
 
 @dataclass(slots=True, eq=False)

@@ -186,3 +186,26 @@ class ParameterTable:
     def bind(self, params: Mapping[str, Array]) -> nnx.Module:
         """The module with these values, ready to be called (inside ``jax.jit``)."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, [params[path] for path in self.infos]))
+
+
+def component(path: str) -> str:
+    """The part of the model that a parameter's path belongs to, under which its bytes are shown."""
+    for part, name in ((".experts.", "routed experts"), (".shared.", "shared experts"), (".router.", "router")):
+        if part in path:
+            return name
+    if ".attn." in path:
+        return "attention"
+    if ".eh_proj." in path:
+        return "MTP projection"
+    if ".mlp." in path:
+        return "dense MLP"
+    return {"embed": "embedding", "head": "head"}.get(path.split(".")[0], "norms")
+
+
+def device_bytes(params: Mapping[str, Array | jax.ShapeDtypeStruct]) -> dict[str, int]:
+    """Bytes by component that one device holds of ``params``: arrays, or their descriptions with shardings."""
+    found: dict[str, int] = {}
+    for path, array in params.items():
+        local = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        found[component(path)] = found.get(component(path), 0) + local
+    return found

@@ -13,13 +13,10 @@ from dsjax.serve.answers import UsageCounter, finite, gather, prompt_logprobs_bo
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
-from dsjax.serve.message_parser import MessageParser
-from dsjax.serve.reasoning import CLOSE, OPEN, ReasoningSplitter, Section
+from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.responses import ChatChoice, ChatLogprobs, ChatResponse
 from dsjax.serve.serving import Serving
-from dsjax.serve.tool_calls import ToolCallParser
-from dsjax.serve.tool_format import MARKERS
-from dsjax.serve.tool_grammar import tool_grammar
+from dsjax.serve.tool_calls import MARKERS, ToolCallParser, tool_grammar
 
 
 class ChatAnswer:

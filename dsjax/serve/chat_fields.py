@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dsjax.serve import bounds
+from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, Name, SamplingFields
-from dsjax.serve.strict_model import StrictModel
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 

@@ -8,7 +8,7 @@ from typing import Any
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.chat_fields import ChatMessage, PromptFields
 from dsjax.serve.errors import ApiError
-from dsjax.serve.tool_format import ToolFormat, tool_outputs
+from dsjax.serve.tool_calls import ToolFormat, tool_outputs
 
 _RESERVED_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
 

@@ -3,7 +3,7 @@
 import dataclasses
 import socket
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 from rich.console import Console
@@ -11,15 +11,17 @@ from rich.console import Console
 from dsjax.cli.options import engine_options, prepare_devices
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.facts import EngineFacts
 from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
+
+if TYPE_CHECKING:  # it brings JAX in, which `--help` does not need
+    from dsjax.engine.loading import EngineFacts
 
 
 class LoadedModel(Protocol):
     """What serving needs of `dsjax.LLM`."""
 
     engine: LLMEngine
-    facts: EngineFacts
+    facts: "EngineFacts"
 
 
 @engine_options
@@ -73,7 +75,7 @@ def serve(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.")] = False,
 ) -> None:
     """Serve a model behind OpenAI's API."""
-    from dsjax.serve.logging_setup import configure_logging
+    from dsjax.serve.logs import configure_logging
     from dsjax.serve.server import bind
 
     options = ServeOptions(

@@ -11,8 +11,14 @@ from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.request import FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.serve import bounds
-from dsjax.serve.answers import UsageCounter, gather, prompt_logprobs_body, refuse_failed, usage_of
-from dsjax.serve.completion_logprobs import CompletionLogprobLists
+from dsjax.serve.answers import (
+    CompletionLogprobLists,
+    UsageCounter,
+    gather,
+    prompt_logprobs_body,
+    refuse_failed,
+    usage_of,
+)
 from dsjax.serve.errors import ApiError
 from dsjax.serve.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from dsjax.serve.sampling_fields import Count, SamplingFields

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from dsjax.engine.completion import error_kind
 from dsjax.engine.plan import NO_TOKEN
-from dsjax.engine.request import FinishReason, Request
+from dsjax.engine.request import ErrorKind, FinishReason, Request
 from dsjax.engine.scheduler import Update
 from dsjax.serve.metrics_families import Counter, Histogram, Labels, Registry, one_two_five
 
@@ -69,6 +70,7 @@ class RequestMetrics:
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens made.")
         self._success = counter("vllm:request_success", "Completions that ended, by reason.", "finished_reason")
         self._corrupted = counter("vllm:corrupted_requests", "Completions failed because logits were not finite.")
+        self._failed = counter("dsjax_requests_failed", "Completions that ended with an error, by its kind.", "error")
         self._first_token = histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_SECONDS
         )
@@ -107,6 +109,8 @@ class RequestMetrics:
                 each.add(rank, 0)
             for reason in FinishReason:
                 self._success.add((*rank, reason.value), 0)
+            for kind in ErrorKind:
+                self._failed.add((*rank, kind.value), 0)
 
     def enter(self, updates: Sequence[Update]) -> None:
         """Enter what a step did to each completion."""
@@ -132,6 +136,8 @@ class RequestMetrics:
                 track.last = now
                 track.tokens += 1
                 made[rank] = made.get(rank, 0) + 1
+            if reason is FinishReason.ERROR:
+                self._failed.add((*self._ranks[request.rank], error_kind(request.params, result).value))
             if reason is not None:
                 self._end(request, tracks.pop(request.request_id, None), reason, now)
         for (rank, before), count in gaps.items():

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsjax.engine import plan
-from dsjax.engine.facts import EngineFacts
+from dsjax.engine.loading import EngineFacts
 
 _MOST_ROWS = 4
 _MOST_COLUMNS = 16

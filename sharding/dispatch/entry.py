@@ -99,6 +99,22 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
     return method, chunk, chunks, capacity
 
 
+def resolved_method(
+    spec: MeshSpec, config: DispatchConfig, *, tokens: int, top_k: int, experts: int, platform: str
+) -> str:
+    """What ``dispatch`` does where a DP rank has ``tokens`` tokens: ``gather``, ``padded``, ``ragged``, or ``local``.
+
+    ``local`` is said of a mesh where one device holds all experts, so that nothing is sent, whatever ``config`` asks for.
+
+    Args:
+        top_k: experts that a token uses.
+        experts: physical experts in all.
+        platform: of the mesh's devices: ``cpu``, ``gpu`` or ``tpu``.
+    """
+    group = ExpertGroup.of(spec, experts, platform)
+    return exchange_plan(config, -(-tokens // spec.tp_size), top_k, group)[0]
+
+
 def _on_one_rank(
     group: ExpertGroup, config: DispatchConfig, local_experts: LocalExperts, x_TD, slots_TK, weights_TK, params
 ) -> tuple[jax.Array, Counts]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jaxlib
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dsjax.bench.modules.case import Row
+from dsjax.bench.modules.case import Case, Row
 from dsjax.bench.modules.ceilings import Ceilings, Device
 from dsjax.bench.modules.one_rank import Extrapolation, RankPlan
 from dsjax.bench.modules.run import Found
@@ -134,3 +136,21 @@ def _versions() -> Mapping[str, str]:
         "jaxlib": jaxlib.__version__,
         "system": platform.platform(),
     }
+
+
+@contextlib.contextmanager
+def case_progress(console: Console, shown: bool, total: int) -> Iterator[Callable[[Case], None]]:
+    """A progress bar over cases, with the name of the one that is being timed; gives a function to call when one begins.
+
+    The bar goes away at the end, and there is none where the console is no terminal.
+    """
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=total)
+        begun = [0]
+
+        def on_start(case: Case) -> None:
+            bar.update(task, completed=begun[0], description=case.title)
+            begun[0] += 1
+
+        yield on_start

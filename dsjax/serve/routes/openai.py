@@ -5,15 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
+from dsjax.serve.bodies import EventStream, JsonResponse, StrictRoute, unless_client_leaves
 from dsjax.serve.bounds import MAX_NAME_CHARACTERS
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.completions import CompletionAnswer, CompletionRequest
-from dsjax.serve.event_stream import EventStream, unless_client_leaves
-from dsjax.serve.json_bodies import JsonResponse, StrictRoute
-from dsjax.serve.request_ids import request_id_of
-from dsjax.serve.responses import ChatResponse, CompletionResponse, ModelCard, ModelList
-from dsjax.serve.routes.documented import errors
+from dsjax.serve.guards import request_id_of
+from dsjax.serve.responses import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
 from dsjax.serve.serving import Serving, followed
 
 Session = Annotated[

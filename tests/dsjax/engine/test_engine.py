@@ -46,9 +46,7 @@ def generate(engine: LLMEngine, prompt="", **params):
 
 
 def test_the_engine_imports_no_jax():
-    modules = (
-        "engine,input_processor,output_processor,scheduler,plan,tokenizer,detokenizer,stop,args,async_engine,facts"
-    )
+    modules = "engine,input_processor,output_processor,scheduler,plan,tokenizer,text,args,async_engine"
     imports = ";".join(f"import dsjax.engine.{name}" for name in modules.split(","))
     code = f"import sys;{imports};sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

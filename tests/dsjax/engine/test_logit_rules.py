@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.bad_words import completing, tokenise
 from dsjax.engine.logit_edits import EDITS_PER_ROW, Penalties, change, mask_words, pieces
-from dsjax.engine.logit_rules import LogitRules, packed
+from dsjax.engine.logit_rules import LogitRules, completing, packed
 from dsjax.engine.request import Request
-from dsjax.engine.rule_maker import RuleMaker
+from dsjax.engine.rule_maker import RuleMaker, bad_word_runs
 from dsjax.engine.sampling_params import SamplingError, SamplingParams
 
 V = 70  # no multiple of 32
@@ -165,13 +164,13 @@ def test_rules_are_active_only_while_they_change_something():
 
 def test_bad_words_are_tokenised_with_and_without_a_space_before_them():
     tokenizer = tiny_tokenizer()
-    runs = tokenise(["wörld", " return"], tokenizer)
+    runs = bad_word_runs(["wörld", " return"], tokenizer)
     assert tuple(tokenizer.encode("wörld", add_special_tokens=False)) in runs
     spaced = tuple(tokenizer.encode(" wörld", add_special_tokens=False))
     assert (spaced in runs) == (len(spaced) == len(runs[0]) and spaced[0] != runs[0][0])
     assert tuple(tokenizer.encode("return", add_special_tokens=False)) in runs
     with pytest.raises(SamplingError, match="tokenizer"):
-        tokenise(["a"], None)
+        bad_word_runs(["a"], None)
 
 
 def test_a_bad_word_s_last_token_is_banned_only_behind_the_others():

@@ -4,9 +4,8 @@ import pytest
 from fake_runner import FakeRunner, expected_tokens
 
 from dsjax.engine.core import EngineCore
-from dsjax.engine.pages import PagePool
+from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.plan import NO_TOKEN, RowResult
-from dsjax.engine.prefix_cache import extend_hashes
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig

@@ -134,6 +134,7 @@ def test_a_prompt_that_is_not_finite_fails_at_its_first_chunk_and_alone(llm, sco
         )
         assert failed.outputs[0].finish_reason is FinishReason.ERROR
         assert "not finite" in failed.outputs[0].stop_reason
+        assert failed.outputs[0].error == "non_finite_values"
         assert any(update.finish_reason is FinishReason.ERROR for update in steps[0])
         assert [output.outputs[0].token_ids for output in others] == expected
     finally:
@@ -256,6 +257,7 @@ def test_a_request_that_comes_to_no_legal_token_fails_alone_and_says_why(llm):
     failed, well = llm.generate([prompt(8), prompt(9)], [impossible, free])
     assert failed.outputs[0].finish_reason is FinishReason.ERROR
     assert failed.outputs[0].stop_reason == NOTHING_ALLOWED
+    assert failed.outputs[0].error == "structured_output_failed"
     assert failed.outputs[0].token_ids == []
     assert well.outputs[0].token_ids == expected
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dsjax.engine.core import EngineCore
-from dsjax.engine.prefix_cache import extend_hashes
+from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import FinishReason, Request, Status
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import AdmissionError, SchedulerConfig

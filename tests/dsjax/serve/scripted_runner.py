@@ -8,7 +8,7 @@ from tiny_tokenizer import CONFIG, tiny_backend
 from dsjax.engine.plan import NO_TOKEN, RowResult
 from dsjax.engine.stats import ExpertCounts
 from dsjax.engine.tokenizer import Tokenizer
-from dsjax.serve.tool_format import MARKERS
+from dsjax.serve.tool_calls import MARKERS
 
 # As V3.1's: the prompt opens the reasoning or closes it, and it has a place for tools and calls.
 THINKING_TEMPLATE = (

@@ -17,7 +17,7 @@ from dsjax.cli import app
 from dsjax.cli.generate import write_continuations
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.facts import EngineFacts
+from dsjax.engine.loading import EngineFacts
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.errors import UserError
@@ -108,7 +108,7 @@ FACTS = EngineFacts(
     physical_experts_per_device=2,
     dtype="float32",
     weights="f32",
-    dispatch={"prefill": "auto", "decode": "auto"},
+    dispatch={"prefill": "padded", "decode": "gather"},
     mla={"prefill": "CC", "decode": "A_CC_ME"},
     weight_bytes={"attention": 1_000_000, "routed experts": 2_000_000},
     cache_bytes=500_000,

@@ -12,7 +12,7 @@ import pytest
 from live_server import wait_until
 
 from dsjax.errors import UserError
-from dsjax.serve.keys import ADMIN_PATHS
+from dsjax.serve.guards import ADMIN_PATHS
 from dsjax.serve.options import ServeOptions, read_keys
 
 COMPLETIONS = "/v1/completions"

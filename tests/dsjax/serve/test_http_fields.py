@@ -8,7 +8,7 @@ import pytest
 from scripted_runner import ScriptedRunner, tool_tokenizer
 
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.tool_format import FORMATS
+from dsjax.serve.tool_calls import FORMATS
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

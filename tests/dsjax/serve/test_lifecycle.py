@@ -7,8 +7,9 @@ import threading
 
 import httpx
 import pytest
-from live_server import wait_until
+from live_server import IdsBeginningWith, wait_until
 
+from dsjax.engine.plan import NO_TOKEN, RowResult
 from dsjax.errors import UserError
 from dsjax.serve.server import bind
 
@@ -123,13 +124,6 @@ def test_when_the_engine_dies_every_client_hears_of_it_and_the_exit_code_is_1(st
         assert "fake device" not in response.text, "messages hold no internals"
 
 
-class IdsBeginningWith(set):
-    """Engine ids are the client's with a mark behind."""
-
-    def __contains__(self, request_id: str) -> bool:
-        return any(request_id.startswith(each) for each in self)
-
-
 def test_non_finite_values_fail_one_request_with_a_message(start_server):
     server = start_server()
     good = server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()
@@ -140,6 +134,32 @@ def test_non_finite_values_fail_one_request_with_a_message(start_server):
     assert events(streamed.text)[-2]["error"]["code"] == "non_finite_values"
     assert server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()["choices"] == good["choices"]
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"structured_outputs": {"regex": "[0-9]+"}}, "structured_output_failed"),
+        ({"allowed_token_ids": [5], "bad_words": ["a"]}, "no_token_allowed"),
+    ],
+)
+def test_an_answer_that_its_own_fields_make_impossible_is_the_clients_error(start_server, monkeypatch, fields, code):
+    server = start_server(eos=(1,))
+    well = {**LONG, "max_tokens": 5, "request_id": "well"}
+    made = server.runner._result
+
+    def result(request, count):
+        impossible = request.request_id.startswith("cmpl-impossible")
+        return RowResult(NO_TOKEN, error="the reason") if impossible else made(request, count)
+
+    monkeypatch.setattr(server.runner, "_result", result)
+    answer = server.post("/v1/completions", {**LONG, **fields, "request_id": "impossible"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["message"]) == (400, code, "the reason")
+    assert error["type"] == "invalid_request_error"
+    streamed = server.post("/v1/completions", {**LONG, **fields, "request_id": "impossible", "stream": True})
+    assert events(streamed.text)[-2]["error"]["code"] == code
+    assert server.post("/v1/completions", well).status_code == 200
 
 
 def test_an_address_in_use_is_known_before_anything_is_loaded():

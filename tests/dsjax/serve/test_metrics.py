@@ -12,8 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax.engine.plan import NO_TOKEN, RowResult
-from dsjax.engine.request import FinishReason
+from dsjax.engine.request import ErrorKind, FinishReason
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
+from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.metrics_families import one_two_five
 
@@ -122,13 +124,21 @@ def test_ends_of_every_kind_are_counted_once(metrics, clock):
     }
     assert counts == {"stop": 1, "length": 0, "abort": 2, "error": 1}
     assert value(metrics, "vllm:corrupted_requests_total", engine="0") == 1
+    assert value(metrics, "dsjax_requests_failed_total", engine="0", error="non_finite_values") == 1
     assert value(metrics, "vllm:generation_tokens_total", engine="0") == 3, "a token that is not finite is none"
     assert histogram(metrics, "e2e_request_latency_seconds")[0] == 1, "aborts and failures are not latencies"
 
 
 def test_an_error_that_is_not_the_models_values_is_no_corruption_and_no_token(metrics, clock):
-    metrics.on_updates([Update(request("a", rank=2), RowResult(3, error="no legal token"), FinishReason.ERROR)])
-    assert value(metrics, "vllm:request_success_total", engine="2", finished_reason="error") == 1
+    grammar, bans = request("a", rank=2), request("b", rank=2)
+    grammar.params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    for each in (grammar, bans):
+        metrics.on_updates([Update(each, RowResult(NO_TOKEN, error="no legal token"), FinishReason.ERROR)])
+    failed = {
+        kind.value: value(metrics, "dsjax_requests_failed_total", engine="2", error=kind.value) for kind in ErrorKind
+    }
+    assert failed == {"non_finite_values": 0, "structured_output_failed": 1, "no_token_allowed": 1}
+    assert value(metrics, "vllm:request_success_total", engine="2", finished_reason="error") == 2
     assert value(metrics, "vllm:corrupted_requests_total", engine="2") == 0
     assert value(metrics, "vllm:generation_tokens_total", engine="2") == 0
 

@@ -1,4 +1,7 @@
-"""DeepSeek's tool calls are read out of the text in the same way, however it is cut, and written as they are read."""
+"""DeepSeek's tool calls are read out of the text in the same way, however it is cut, and written as they are read.
+
+The grammar of forced calls takes what the format writes, and nothing else.
+"""
 
 import itertools
 import json
@@ -6,12 +9,24 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_runner import tool_tokenizer
 from tiny_tokenizer import tiny_tokenizer
 
+from dsjax.engine.structured import GrammarCompiler
+from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.message_parser import MessageParser
-from dsjax.serve.tool_calls import ToolCallParser
-from dsjax.serve.tool_format import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, FORMATS, SEPARATOR, ToolFormat
+from dsjax.serve.tool_calls import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    FORMATS,
+    SEPARATOR,
+    ToolCallParser,
+    ToolFormat,
+    tool_grammar,
+)
 
 V3, V31 = FORMATS["deepseek_v3"], FORMATS["deepseek_v31"]
 WEATHER, TIME = ("get_weather", '{"city": "Köln"}'), ("get_time", "{}")
@@ -133,3 +148,38 @@ def test_the_description_names_every_function_and_shows_the_form():
     assert "does" in text
     assert json.dumps({"type": "object"}) in text
     assert parse(V3, text)["tool_calls"][0]["function"]["name"] == "tool_name"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [{"function": {"name": "get", "parameters": SCHEMA}}, {"function": {"name": "put"}}]
+GET, PUT = ("get", '{"a": 5}'), ("put", '{"anything": []}')
+TOKENIZERS = {"tokens": tool_tokenizer(), "special tokens": tool_tokenizer(special=True), "text": tiny_tokenizer()}
+
+
+def takes(tokenizer, form: ToolFormat, text: str, several: bool = True) -> bool:
+    """Whether the grammar takes every token of the text, and may then end."""
+    grammar = tool_grammar(form, TOOLS, tokenizer, several=several)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    constraint = compiler.compile(StructuredOutputs(grammar=grammar))
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if constraint.complete or constraint.take(token) is not None:
+            return False
+    return constraint.take(tokenizer.eos_id) is None
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_the_grammar_takes_calls_as_the_format_writes_them(tokenizer, form):
+    assert takes(tokenizer, form, form.calls([GET]))
+    assert takes(tokenizer, form, form.calls([GET, PUT, GET]))
+    assert takes(tokenizer, form, form.calls([PUT]), several=False)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_the_grammar_takes_nothing_else(tokenizer, form):
+    wrong = ["no call", form.calls([("other", "{}")]), form.calls([("get", "{}")]), form.calls([("get", '{"a": "5"}')])]
+    wrong += ["so: " + form.calls([GET]), form.calls([GET]) + "done"]
+    for text in wrong:
+        assert not takes(tokenizer, form, text), text
+    assert not takes(tokenizer, form, form.calls([GET, PUT]), several=False)

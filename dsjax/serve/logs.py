@@ -1,7 +1,12 @@
-"""`RequestLog`: one line for each request: its id, its status, its tokens, how long it took."""
+"""What the server logs: the process's log on stderr, and in it one line for each request.
 
+A request's line has its id, its status, its tokens and how long it took.
+"""
+
+import datetime
 import json
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsjax.engine.request import Request
+from dsjax.errors import UserError
 
 logger = logging.getLogger("dsjax.access")
 
@@ -18,12 +24,52 @@ CONNECTION_SEND = "connection_send"
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/get_load"})
 _CLIENT_LEFT = 499  # nginx's number; nobody gets it
 
+LEVELS = {"critical": 50, "error": 40, "warning": 30, "info": 20, "debug": 10, "trace": 5}
+"""uvicorn's names; `trace` shows the bytes of connections."""
+
+_OURS = ("dsjax", "sharding", "uvicorn")
+
+
+def configure_logging(level: str, *, as_json: bool = False) -> None:
+    """Send the whole process's log to stderr in one form. Our own and uvicorn's loggers take `level`, libraries' only warnings.
+
+    Raises:
+        UserError: no such level.
+    """
+    if level not in LEVELS:
+        raise UserError(f"--log-level is {level!r}, expected one of {', '.join(LEVELS)}")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(LEVELS[level])
+
+
+class JsonLines(logging.Formatter):
+    """`time` (ISO 8601, UTC), `level`, `logger`, `message`, the record's `fields`, and `exception` where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, whatever the message holds."""
+        created = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": created.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
 
 class RequestLog:
     """ASGI middleware, the first to see a request. Writes when its answer has ended, in place of uvicorn's access log.
 
-    Reads `request_id` and `completions` (the core's `Request`s) from the scope's state, where those who handle the request put
-    them. What is polled all the time is written at level debug.
+    Reads `request_id`, `completions` (the core's `Request`s) and `error` (an error's code) from the scope's state, where those who
+    handle the request put them. What is polled all the time is written at level debug.
     """
 
     def __init__(self, app: ASGIApp):
@@ -55,6 +101,7 @@ class RequestLog:
             if logger.isEnabledFor(level):
                 fields = _fields(scope, status if ended else _CLIENT_LEFT, time.monotonic() - begun)
                 fields |= of_completions(state.get("completions", ()))
+                fields |= {"error": state["error"]} if "error" in state else {}
                 logger.log(level, _sentence(fields), extra={"fields": fields})
 
 
@@ -101,4 +148,6 @@ def _sentence(fields: dict[str, Any]) -> str:
         parts.append(f"{fields['output_tokens']} made")
     if fields.get("first_token_seconds") is not None:
         parts.append(f"first after {fields['first_token_seconds'] * 1e3:.1f} ms")
+    if "error" in fields:
+        parts.append(f"error {fields['error']}")
     return f"{', '.join(parts)} [{fields['request_id']}]"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.tokenizer import Tokenizer
-from dsjax.serve.reasoning import ReasoningParser, ReasoningSplitter, Section
+from dsjax.serve.message_parser import ReasoningParser, ReasoningSplitter, Section
 
 
 def split(text: str, start: Section, cuts=()) -> tuple[str, str]:

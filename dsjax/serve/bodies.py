@@ -1,21 +1,99 @@
-"""Server-sent events, and clients that go away."""
+"""Bodies in and out: strict JSON in; out JSON that any client reads, or server-sent events, for as long as the client stays."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
+import pydantic_core
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.outputs import RequestOutput
-from dsjax.serve.errors import to_api_error
-from dsjax.serve.json_bodies import to_json
-from dsjax.serve.logging_requests import CONNECTION_SEND
+from dsjax.serve.errors import ApiError, to_api_error
+from dsjax.serve.logs import CONNECTION_SEND
 
 Answer = TypeVar("Answer")
+
+
+class StrictModel(BaseModel):
+    """A request's body or a part of it: JSON types are taken as they are, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StrictRequest(Request):
+    """A request whose JSON is JSON: no NaN, no half surrogate pairs, no number without bound, nesting up to 200."""
+
+    async def json(self) -> Any:
+        """The body.
+
+        Raises:
+            ApiError: it is not JSON.
+        """
+        try:
+            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the request body is not JSON: {error}", code="invalid_json") from error
+
+
+class StrictRoute(APIRoute):
+    """A route that reads its body as a `StrictRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, given the strict request."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return handle
+
+
+def to_json(body: Any) -> bytes:
+    """Compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
+    try:
+        return pydantic_core.to_json(body)
+    except ValueError:  # it refuses lone surrogates
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    """A JSON answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body's bytes."""
+        return to_json(content)
+
+
+class _ErrorResponse(JsonResponse):
+    """Tells the request's log line which error it is."""
+
+    def __init__(self, error: ApiError, headers: Mapping[str, str]):
+        super().__init__(error.body(), status_code=error.status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, error: ApiError) -> None:
+    """Leave an error's code, or its type where it has no code, in the scope's state, where `RequestLog` reads it."""
+    scope.setdefault("state", {})["error"] = error.code or error.type
+
+
+def error_response(error: ApiError, *, close: bool = False) -> JsonResponse:
+    """An error as an answer; `close` ends the connection after it, because the rest of the request will not be read."""
+    headers = {**(error.headers or {}), **({"Connection": "close"} if close else {})}
+    return _ErrorResponse(error, headers)
 
 
 class ClientGoneError(Exception):
@@ -52,10 +130,12 @@ class EventStream(StreamingResponse):
         self._answer = answer
         self._outputs = outputs
         self._resources = resources
+        self._scope: Scope | None = None
         self._send_events: Send | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events."""
+        self._scope = scope
         self._send_events = scope["state"].get(CONNECTION_SEND, send)
         with self._resources:
             watch = asyncio.ensure_future(self._watch(receive))
@@ -79,7 +159,9 @@ class EventStream(StreamingResponse):
         except ClientGoneError:
             return
         except Exception as error:  # the status line is sent; an event is the only way left to tell
-            await self._send_all([to_api_error(error).body()])
+            answer = to_api_error(error)
+            note_error(self._scope, answer)
+            await self._send_all([answer.body()])
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:

@@ -7,10 +7,10 @@ import socket
 
 import httpx
 import pytest
-from live_server import wait_until
+from live_server import IdsBeginningWith, wait_until
 
 from dsjax.errors import UserError
-from dsjax.serve.logging_setup import JsonLines, configure_logging
+from dsjax.serve.logs import JsonLines, configure_logging
 
 
 @pytest.fixture
@@ -61,6 +61,16 @@ def test_refusals_have_a_line_and_polls_have_none(server, lines):
     assert (line["path"], line["status"]) == ("/v1/completions", 400)
     assert "prompt_tokens" not in line
     assert line["request_id"]
+    assert line["error"] == "invalid_request_error"
+    assert "error invalid_request_error" in line["message"]
+
+
+def test_a_stream_that_ends_with_an_error_says_which(start_server, lines):
+    server = start_server()
+    server.runner.non_finite = IdsBeginningWith({"cmpl-bad"})
+    server.post("/v1/completions", {"prompt": "ab", "stream": True, "request_id": "bad"})
+    line = one(lines)
+    assert (line["status"], line["error"]) == (200, "non_finite_values")
 
 
 def test_a_client_that_leaves_is_written_down_as_499_with_what_was_made_for_it(start_server, lines):
