@@ -31,6 +31,9 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     console.print(limits, highlight=False)
     if facts.speculation is not None:
         console.print(_speculation_line(facts.speculation), highlight=False)
+    if facts.kernels:
+        names = ", ".join(f"{operation} {name}" for operation, name in facts.kernels.items())
+        console.print(f"kernels: {names}{f' ({facts.kernels_note})' if facts.kernels_note else ''}", highlight=False)
 
 
 def _speculation_line(speculation: dict[str, Any]) -> str:
