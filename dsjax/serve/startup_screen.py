@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dsjax.engine import plan
+from dsjax.engine import executor
 from dsjax.engine.loading import EngineFacts
 
 _MOST_ROWS = 4
@@ -88,7 +88,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 
 @contextlib.contextmanager
-def warm_up_bar(console: Console) -> Iterator[plan.Progress]:
+def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
     """A progress bar for `Executor.warm_up`."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
