@@ -4,11 +4,15 @@
     python tools/bench_generate.py --prompts 256 --prompt-tokens 32 dsjax:dp=1 dsjax:dp=32
     python tools/bench_generate.py dsjax:dp=1 dsjax+synchronous:dp=1 dsjax+speculative:dp=1 dsjax+speculative+synchronous:dp=1
 
-A system is ``dsjax:MESH`` or ``transformers:EXPERTS``; ``+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module,
-``+synchronous`` turns asynchronous scheduling off. Each runs in a process of its own; they take turns, one round each, so
+A system is ``dsjax:MESH`` or ``transformers:EXPERTS``; ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for
+example ``dsjax:dp=1/kernels=plain``; ``+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module,
+``+synchronous`` turns asynchronous scheduling off; ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand
+in one run. Each runs in a process of its own; they take turns, one round each, so
 that a slow minute of the machine hits all of them. Round 0 warms up and is not counted. The figure is the median over rounds
-of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to the first system. All use the same prompts, greedy;
-dsjax without its prefix cache, which would spare it every prompt after the first round.
+of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to the first system. The second
+ratio is of processor time, the least of the rounds: on a machine shared with others it says more, with one thread (``taskset
+-c 0 … --threads 1``). All use the same prompts, greedy; dsjax without its prefix cache, which would spare it every prompt after
+the first round.
 """
 
 from __future__ import annotations
@@ -65,6 +69,7 @@ def compare(args: argparse.Namespace) -> None:
     """Start a worker for each system, let them take turns, and print the table."""
     workers = {system: _start(args, system) for system in args.systems}
     seconds: dict[str, list[float]] = {system: [] for system in args.systems}
+    processor: dict[str, list[float]] = {system: [] for system in args.systems}
     produced: dict[str, list] = {}
     try:
         for round_number in range(args.rounds + 1):
@@ -78,6 +83,7 @@ def compare(args: argparse.Namespace) -> None:
                 produced[system] = answer["tokens"]
                 if round_number:
                     seconds[system].append(answer["seconds"])
+                    processor[system].append(answer.get("processor", float("nan")))  # an older checkout says none
             print(
                 f"round {round_number} of {args.rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr
             )
@@ -87,13 +93,16 @@ def compare(args: argparse.Namespace) -> None:
     total = args.prompts * args.new_tokens
     first = statistics.median(seconds[args.systems[0]])
     rows = []
-    print(f"{'system':32} {'tokens/s':>10} {'best':>10} {'ratio':>7}  same tokens as the first")
+    print(f"{'system':32} {'tokens/s':>10} {'best':>10} {'ratio':>7} {'processor s':>12} {'ratio':>7}  same tokens")
     for system, times in seconds.items():
         median = statistics.median(times)
         same = statistics.fmean(a == b for a, b in zip(produced[system], produced[args.systems[0]], strict=True))
-        rows.append({"system": system, "seconds": times, "tokens_per_second": total / median, "ratio": first / median})
+        least, of_first = min(processor[system]), min(processor[args.systems[0]])
+        found = {"seconds": times, "processor_seconds": processor[system], "tokens_per_second": total / median}
+        rows.append({"system": system, **found, "ratio": first / median, "processor_ratio": of_first / least})
         print(
-            f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f}  {same:.0%} of prompts"
+            f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f} {least:12.2f} "
+            f"{of_first / least:7.2f}  {same:.0%}"
         )
     if args.json:
         Path(args.json).write_text(json.dumps({"arguments": vars(args), "systems": rows}, indent=1))
@@ -106,7 +115,11 @@ def _start(args: argparse.Namespace, system: str) -> subprocess.Popen:
         for name in ("model", "prompts", "prompt_tokens", "new_tokens", "drafts", "threads")
     ]
     options = [f"--option={option}" for option in args.option]
-    command = [python, __file__, "--worker", system, *sizes, *options]
+    system, _, checkout = system.partition("@")
+    script = Path(checkout) / "tools" / Path(__file__).name if checkout else __file__
+    # An older checkout need not know what is said of drafts; each reads its own code, wherever dsjax is installed from.
+    sizes = [size for size in sizes if not (checkout and size.startswith("--drafts"))]
+    command = [python, str(script), "--worker", system, *sizes, *options]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -119,9 +132,10 @@ def work(args: argparse.Namespace) -> None:
     kind, *variants = system.split("+")
     run = _dsjax(args, how, variants) if kind == "dsjax" else _transformers(args, how)
     for _ in sys.stdin:
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         tokens = run()
-        json.dump({"seconds": time.perf_counter() - start, "tokens": tokens}, answers)
+        found = {"seconds": time.perf_counter() - start, "processor": time.process_time() - processor, "tokens": tokens}
+        json.dump(found, answers)
         answers.write("\n")
         answers.flush()
 
@@ -145,8 +159,10 @@ def _dsjax(args: argparse.Namespace, mesh: str, variants: list[str]):
     options = {"enable_prefix_caching": False, "async_scheduling": "synchronous" not in variants}
     if "speculative" in variants:
         options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.drafts}
+    mesh, *own = mesh.split("/")
     options |= {
-        name: int(value) if value.isdigit() else value for name, _, value in (o.partition("=") for o in args.option)
+        name: int(value) if value.isdigit() else value
+        for name, _, value in (o.partition("=") for o in args.option + own)
     }
     llm = LLM(args.model, mesh=mesh, dtype="float32", **options)
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False)

@@ -3,6 +3,7 @@
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
+    python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
 
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one
 before: neither may change a token. The tests run a covering part of this; the whole takes about a quarter of an hour on
@@ -37,13 +38,14 @@ def main() -> int:
     parser.add_argument(
         "--no-async-scheduling", action="store_true", help="each run without asynchronous scheduling too"
     )
+    parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device always has the plain forms")
     args = parser.parse_args()
     chosen = args.layouts or LAYOUTS
     if unknown := sorted(set(chosen) - set(LAYOUTS)):
         parser.error(f"no such layout: {' '.join(unknown)}; expected some of {' '.join(LAYOUTS)}")
     with tempfile.TemporaryDirectory() as folder:
         directory = write_checkpoint(Path(folder), mtp=True)
-        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME")
+        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
         variants = [
             {**drafting, **scheduling}
             for drafting in ({}, *([{"speculative_config": SPECULATION}] if args.speculative else []))
@@ -54,7 +56,7 @@ def main() -> int:
         wrong = 0
         for number, (run, variant) in enumerate(runs, 1):
             start = time.monotonic()
-            found = difference(answer(directory, *run, **variant), reference)
+            found = difference(answer(directory, *run, kernels=args.kernels, **variant), reference)
             name = " ".join([*run, *(NAMES[option] for option in variant)])
             wrong += found is not None
             print(

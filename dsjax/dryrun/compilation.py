@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Callable
@@ -88,7 +89,11 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
         TooLarge: the target's compiler refuses.
     """
     spec = MeshSpec.parse(args.engine.mesh)
-    step = make_step(args.for_model(config), config, spec, mesh, mtp=args.engine.speculation is not None)
+    engine = args.for_model(config)
+    if mesh.devices.flat[0].platform == "cpu":
+        # Native kernels are custom calls, whose operations and bytes a compiled program does not tell; the plain forms' are theirs.
+        engine = dataclasses.replace(engine, kernels="plain")
+    step = make_step(engine, config, spec, mesh, mtp=engine.speculation is not None)
     limits = args.limits(config, spec)
     speculation = args.engine.speculation
     most_drafts = speculation.num_speculative_tokens if speculation else 0

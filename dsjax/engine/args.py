@@ -64,6 +64,15 @@ class EngineArgs:
     moe_chunk_tokens: int | None = option(None, "most tokens of a rank dispatched at once; bounds buffers", least=1)
     mla_prefill: str = option("CC", "MLA form of prompts", MLA_FORMS)
     mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)
+    kernels: str = option(
+        "auto",
+        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU",
+        ("auto", "plain", "native"),
+    )
+    kernel_cache: str | None = option(
+        None,
+        "folder of native kernels that dsjax kernels build made; default: built at first start, kept with compiled programs",
+    )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
     seed: int = option(0, "from which requests without a seed draw theirs", least=0)
     speculative_config: str | dict[str, Any] | None = option(

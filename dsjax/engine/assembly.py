@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,9 @@ from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.process import cache_folder
 from dsjax.errors import UserError
+from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import common_layout
 from dsjax.model.parameters import BLOCK, Weights
 from dsjax.model.step import Step
@@ -73,6 +77,18 @@ def make_step(
         prefill_form=args.mla_prefill,
         decode_form=args.mla_decode,
         page_size=args.page_size,
+        kernels=_kernels(args, spec, platform, dtype),
+    )
+
+
+def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype) -> Kernels:
+    return choose_kernels(
+        args.kernels,
+        platform,
+        dtype,
+        devices=min(spec.num_devices, jax.local_device_count()),
+        cache=cache_folder() / "native",
+        prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
     )
 
 

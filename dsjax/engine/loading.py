@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class EngineFacts:
             `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
             use another method (docs/dispatch.md).
         mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
+        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
@@ -79,6 +80,8 @@ class EngineFacts:
     max_model_len: int
     max_num_seqs: int
     speculation: dict[str, Any] | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
+    kernels_note: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object with the same names."""
@@ -310,4 +313,6 @@ def _facts(
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
         speculation=None if args.speculation is None else asdict(args.speculation),
+        kernels=step.kernels.names(step.prefill_form, step.decode_form),
+        kernels_note=step.kernels.note,
     )

@@ -18,6 +18,14 @@ LEAST_COMPILE_SECONDS = 0.2
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
+def cache_folder() -> Path:
+    """Where compiled programs and kernels are kept, as ``JAX_COMPILATION_CACHE_DIR`` or the user's cache folder says; it need not
+    exist."""
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjax" / "compiled"
+
+
 def enable_compile_cache() -> Path | None:
     """Keep compiled programs on disk, in JAX's persistent cache, so that the next start finds them.
 
@@ -28,7 +36,7 @@ def enable_compile_cache() -> Path | None:
     """
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjax" / "compiled"
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

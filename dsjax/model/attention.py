@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.forms import Form, Layout
 from dsjax.model.mla import MLA, Projections
@@ -35,11 +36,14 @@ BLOCK_BYTES = 256 * 2**20
 class Rows:
     """Where a row group's tokens stand: positions, and the pages that hold their context.
 
+    A row's positions follow one another. ``length``: how many of its tokens are no padding; None: all. What padding attends to
+    means nothing; native kernels leave it out, and give zeros.
     filled: which cache slots hold an entry, of all pages; a token attends to those and to itself. None: all of them.
     """
 
     positions: Int[Array, "B R C"]
     tables: Int[Array, "B R Pr"]
+    length: Int[Array, "B R"] | None = None
     filled: Bool[Array, "P G"] | None = None
 
 
@@ -54,6 +58,7 @@ class PagedAttention:
     cache_dtype: jnp.dtype
     block_tokens: int | None = None
     """Context positions read at once; longer contexts are accumulated block by block. None: `block` decides."""
+    kernels: Kernels = Kernels()
 
     def block(self, rows: int, chunk: int) -> int:
         """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
@@ -98,6 +103,9 @@ class PagedAttention:
         with jax.named_scope(f"attend_{form}"):
             dtype = p.latent.dtype
             scale = self.config.softmax_scale
+            native = self.kernels.name("decode attention", form) == "native"
+            if native and dtype == jnp.float32 and rows.filled is None:
+                return self._native(mla, form, cache, layer, rows, p)
             if form == "CD":
                 q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
                 return self._over_context(_decompressed(scale), (q,), (), cache, layer, rows, heads_first=True)
@@ -117,6 +125,38 @@ class PagedAttention:
             else:
                 heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
             return jnp.einsum("brchm,mhu->brchu", heads, up_value)
+
+    def _native(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections):
+        """``attend`` by the native kernels: the same five forms' results from two ways of computing them."""
+        config, batch, heads = self.config, self.spec.batch_axes, self.spec.head_axes
+        kernel = self.kernels.native.expanded_attention if form == "CC" else self.kernels.native.absorbed_attention
+        settings = {
+            "scale": config.softmax_scale,
+            "value_width": config.v_head_dim,
+            "latent_width": config.kv_lora_rank,
+        }
+        q, weights = p.q_nope, ()
+        if form == "AM_CC_ME":
+            q = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(p.latent.dtype))
+        else:
+            weight = mla.kv_b.value(p.latent.dtype)
+            weights = (weight.reshape(weight.shape[0], config.num_attention_heads, -1),)
+
+        def local(q, q_rope, weights, cache, layer, positions, length, tables):
+            weight = weights[0] if weights else None
+            return kernel(q[0], q_rope[0], weight, cache, layer, positions[0, :, 0], length[0], tables[0], **settings)[
+                None
+            ]
+
+        length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
+        query = P(batch, None, None, heads)
+        specs = (query, query, (P(None, heads),) * len(weights), {name: P(None, batch) for name in cache}, P())
+        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch)), query)(
+            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables
+        )
+        if form != "AM_CC_ME":
+            return out
+        return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(out.dtype))
 
     def _cached_values(self, mla: MLA, p: Projections) -> Cache:
         if self.layout == "split":

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.attention import Cache, PagedAttention, Rows
 from dsjax.model.experts import ExpertProduct
@@ -64,12 +65,15 @@ class Step:
     decode_form: Form = "A_CC_ME"
     page_size: int = 16
     block_tokens: int | None = None
+    kernels: Kernels = Kernels()
 
     @property
     def attention(self) -> PagedAttention:
         """Attention against this step's cache."""
         layout = common_layout(self.prefill_form, self.decode_form)
-        return PagedAttention(self.mesh, self.spec, self.config, layout, self.cache_dtype, self.block_tokens)
+        return PagedAttention(
+            self.mesh, self.spec, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
+        )
 
     @property
     def has_module(self) -> bool:
@@ -224,7 +228,7 @@ class Step:
         for group in tokens.groups:
             B, R, C = group.tokens.shape
             part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
-            rows = Rows(group.positions, group.tables, tokens.filled)
+            rows = Rows(group.positions, group.tables, group.length, tokens.filled)
             heads = attention.attend(mla, group.shape.form, cache, layer, rows, part)
             out = mla.add_output_bias(heads) if group.shape.form == "AM_CC_ME" else mla.output(heads)
             outs.append(out.reshape(B, R * C, -1))
@@ -256,6 +260,7 @@ class Step:
             weight_dtype=experts.down.weight.info.dtype,
             platform=self._platform,
             mean_load=self.mean_load(B * T, K),
+            kernels=self.kernels,
         )
         y, report = dispatch(
             self.spec,

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dsjax.engine.executor import Progress as WarmUpProgress
+from dsjax.engine import executor
 from dsjax.engine.loading import EngineFacts
 from dsjax.progress import Tenths
 
@@ -29,6 +29,9 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     console.print(_capacity(facts), highlight=False)
     if facts.speculation is not None:
         console.print(_speculation_line(facts.speculation), highlight=False)
+    if facts.kernels:
+        names = ", ".join(f"{operation} {name}" for operation, name in facts.kernels.items())
+        console.print(f"kernels: {names}{f' ({facts.kernels_note})' if facts.kernels_note else ''}", highlight=False)
 
 
 def _capacity(facts: EngineFacts) -> str:
@@ -95,7 +98,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 
 @contextlib.contextmanager
-def warm_up_bar(console: Console) -> Iterator[WarmUpProgress]:
+def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
     """A progress bar for `Executor.warm_up`; where the console is no terminal, a line at each tenth."""
     if not console.is_terminal:
         tenths: list[Tenths] = []

@@ -38,6 +38,7 @@ def make_setting(options: ModelOptions) -> Setting:
         dtype=options.dtype,
         weights="fp8" if options.weights == "fp8" else "auto",
         kv_dtype=options.kv_dtype,
+        kernels=options.kernels,
         page_size=options.page_size,
     )
     step = make_step(args, config, spec, mesh)

@@ -119,6 +119,7 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
         "dtype": str(setting.dtype),
         "weights": setting.weights,
         "kv_dtype": str(step.cache_dtype),
+        "kernels": step.kernels.names(step.prefill_form, step.decode_form),
         "page_size": step.page_size,
         "max_model_len": setting.max_model_len,
         "seed": setting.seed,
