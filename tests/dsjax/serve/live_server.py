@@ -76,13 +76,6 @@ class LiveServer:
             self.failure = error
 
 
-class IdsBeginningWith(set):
-    """Engine ids are the client's with a mark behind."""
-
-    def __contains__(self, request_id: str) -> bool:
-        return any(request_id.startswith(each) for each in self)
-
-
 def wait_until(condition, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

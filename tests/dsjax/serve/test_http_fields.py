@@ -7,6 +7,7 @@ import openai
 import pytest
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
+from dsjax.engine.commands import Step
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.tool_calls import FORMATS
 
@@ -176,10 +177,11 @@ def test_cached_tokens_are_told_and_a_salt_keeps_them_apart(start):
 
 def test_a_session_stays_on_its_rank(start):
     server = start(step_seconds=0.001)
-    server.runner.keep_plans = True
+    server.runner.keep_commands = True
     for _ in range(6):
         server.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 2}, headers={"X-Session-Affinity": "mine"})
-    ranks = {rank for plan in server.runner.plans for rank, each in enumerate(plan.ranks) if each.num_tokens}
+    steps = [command for command in server.runner.commands if isinstance(command, Step)]
+    ranks = {rank for step in steps for rank, own in enumerate(step.ranks) if own.decodes or own.prefills}
     assert len(ranks) == 1
 
 

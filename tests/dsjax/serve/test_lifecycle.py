@@ -7,9 +7,9 @@ import threading
 
 import httpx
 import pytest
-from live_server import IdsBeginningWith, wait_until
+from live_server import wait_until
 
-from dsjax.engine.plan import NO_TOKEN, RowResult
+from dsjax.engine.executor import RowResult
 from dsjax.errors import UserError
 from dsjax.serve.server import bind
 
@@ -127,10 +127,10 @@ def test_when_the_engine_dies_every_client_hears_of_it_and_the_exit_code_is_1(st
 def test_non_finite_values_fail_one_request_with_a_message(start_server):
     server = start_server()
     good = server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()
-    server.runner.non_finite = IdsBeginningWith({"cmpl-bad"})
-    answer = server.post("/v1/completions", {**LONG, "request_id": "bad"})
+    server.runner.non_finite.add(13)
+    answer = server.post("/v1/completions", {**LONG, "seed": 13})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "non_finite_values")
-    streamed = server.post("/v1/completions", {**LONG, "stream": True, "request_id": "bad"})
+    streamed = server.post("/v1/completions", {**LONG, "stream": True, "seed": 13})
     assert events(streamed.text)[-2]["error"]["code"] == "non_finite_values"
     assert server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()["choices"] == good["choices"]
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
@@ -145,19 +145,18 @@ def test_non_finite_values_fail_one_request_with_a_message(start_server):
 )
 def test_an_answer_that_its_own_fields_make_impossible_is_the_clients_error(start_server, monkeypatch, fields, code):
     server = start_server(eos=(1,))
-    well = {**LONG, "max_tokens": 5, "request_id": "well"}
+    well = {**LONG, "max_tokens": 5, "seed": 14}
     made = server.runner._result
 
-    def result(request, count):
-        impossible = request.request_id.startswith("cmpl-impossible")
-        return RowResult(NO_TOKEN, error="the reason") if impossible else made(request, count)
+    def result(slot, tokens):
+        return RowResult(error="the reason") if slot.admission.sampling.seed == 13 else made(slot, tokens)
 
     monkeypatch.setattr(server.runner, "_result", result)
-    answer = server.post("/v1/completions", {**LONG, **fields, "request_id": "impossible"})
+    answer = server.post("/v1/completions", {**LONG, **fields, "seed": 13})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["message"]) == (400, code, "the reason")
     assert error["type"] == "invalid_request_error"
-    streamed = server.post("/v1/completions", {**LONG, **fields, "request_id": "impossible", "stream": True})
+    streamed = server.post("/v1/completions", {**LONG, **fields, "seed": 13, "stream": True})
     assert events(streamed.text)[-2]["error"]["code"] == code
     assert server.post("/v1/completions", well).status_code == 200
 
