@@ -295,7 +295,7 @@ struct ExpandedAttention : Attention {
 
  private:
   struct Own {
-    float *context, *copy, *keys, *values, *scores, *maximum, *total;
+    float *query, *context, *copy, *keys, *values, *scores, *maximum, *total;
     const float **latent, **rope, **rows, **from, **to;
     size_t bytes;
   };
@@ -303,6 +303,7 @@ struct ExpandedAttention : Attention {
   Own own(char* base) const {
     Own o;
     size_t used = 0;
+    o.query = floats(base, used, C * (N + O));
     o.context = floats(base, used, M * kBlock);
     o.copy = floats(base, used, cache.bytes == 4 ? 0 : (M + O) * kBlock);
     o.keys = floats(base, used, (N + O) * kBlock);
@@ -312,7 +313,7 @@ struct ExpandedAttention : Attention {
     o.total = floats(base, used, C);
     o.latent = pointers(base, used, kBlock);
     o.rope = pointers(base, used, kBlock);
-    o.rows = pointers(base, used, 3 * kItemQueries);
+    o.rows = pointers(base, used, 2 * kItemQueries);
     o.from = pointers(base, used, std::max(N, kBlock));
     o.to = pointers(base, used, std::max(N, kBlock));
     o.bytes = used;
@@ -342,12 +343,15 @@ struct ExpandedAttention : Attention {
       o.total[q] = 0;
       float* result = out + ((row * C + q) * H + head) * U;
       std::fill(result, result + U, 0.0f);
+      const long query = (row * C + q) * H + head;
+      float* both = std::copy(q_nope + query * N, q_nope + (query + 1) * N, o.query + q * (N + O));
+      std::copy(q_rope + query * O, q_rope + (query + 1) * O, both);
     }
-    const float **q_n = o.rows, **q_o = o.rows + kItemQueries;
-    float** results = const_cast<float**>(o.rows + 2 * kItemQueries);
+    const float** a = o.rows;
+    float** results = const_cast<float**>(o.rows + kItemQueries);
     float* scores[kItemQueries];
     for (long q = 0; q < kItemQueries; q++) scores[q] = o.scores + q * kBlock;
-    const Matrix<Float32> keys{o.keys, kBlock}, rotary{o.keys + N * kBlock, kBlock}, values{o.values, U};
+    const Matrix<Float32> keys{o.keys, kBlock}, values{o.values, U};
     const long end = context(row, all);
     for (long s = 0; s < end; s += kBlock) {
       const long block = std::min(kBlock, end - s), rounded = (block + kLanes - 1) / kLanes * kLanes;
@@ -357,13 +361,10 @@ struct ExpandedAttention : Attention {
       for (long first = std::max<long>(0, s - start[row]); first < all; first += kItemQueries) {
         const long count = std::min(kItemQueries, all - first);
         for (long q = 0; q < count; q++) {
-          const long at_query = (row * C + first + q) * H + head;
-          q_n[q] = q_nope + at_query * N;
-          q_o[q] = q_rope + at_query * O;
-          results[q] = out + at_query * U;
+          a[q] = o.query + (first + q) * (N + O);
+          results[q] = out + ((row * C + first + q) * H + head) * U;
         }
-        product(count, q_n, 1, keys, 0, rounded, N, scores, false);
-        product(count, q_o, 1, rotary, 0, rounded, O, scores, true);
+        product(count, a, 1, keys, 0, rounded, N + O, scores, false);
         long most = 0;
         for (long q = 0; q < count; q++) {
           const long seen = std::min(block, start[row] + first + q + 1 - s);
