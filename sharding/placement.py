@@ -105,7 +105,7 @@ class Placement:
         return CopyTables(physical, copies)
 
     def tables_of(self, layers: int) -> CopyTables:
-        """The tables of so many layers that are all placed like this: a leading axis."""
+        """``tables`` repeated along a leading axis, for ``layers`` layers that are all placed alike."""
         return CopyTables(*(np.repeat(array[None], layers, axis=0) for array in self.tables))
 
     def logical_load(self, physical_load: np.ndarray) -> np.ndarray:

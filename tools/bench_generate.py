@@ -2,8 +2,10 @@
 
     python tools/bench_generate.py transformers:grouped_mm transformers:eager dsjax:dp=1
     python tools/bench_generate.py --prompts 256 --prompt-tokens 32 dsjax:dp=1 dsjax:dp=32
+    python tools/bench_generate.py dsjax:dp=1 dsjax+synchronous:dp=1 dsjax+speculative:dp=1 dsjax+speculative+synchronous:dp=1
 
-A system is ``dsjax:MESH`` or ``transformers:EXPERTS``; ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for
+A system is ``dsjax:MESH`` or ``transformers:EXPERTS``; ``+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module,
+``+synchronous`` turns asynchronous scheduling off, and ``dsjax:MESH/NAME=VALUE/…`` gives this system engine options of its own, for
 example ``dsjax:dp=1/kernels=plain``. Each runs in a process of its own; they take turns, one round each, so
 that a slow minute of the machine hits all of them. Round 0 warms up and is not counted. The figure is the median over rounds
 of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to the first system. The second
@@ -24,17 +26,23 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+KINDS, VARIANTS = ("dsjax", "transformers"), {"speculative", "synchronous"}
 
 
 def main() -> None:
     """Run the systems in turns, or be the worker of one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("systems", nargs="*", help="dsjax:MESH or transformers:EXPERTS (eager, batched_mm, grouped_mm)")
+    parser.add_argument(
+        "systems",
+        nargs="*",
+        help="dsjax[+speculative][+synchronous]:MESH or transformers:EXPERTS (eager, batched_mm, grouped_mm)",
+    )
     parser.add_argument("--model", default=str(ROOT / "configs" / "models" / "demo"))
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--drafts", type=int, default=1, help="of dsjax+speculative, tokens a row")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch and transformers")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option of dsjax")
@@ -44,6 +52,13 @@ def main() -> None:
     if args.worker:
         work(args)
         return
+    for system in args.systems:
+        first, _, _ = system.partition(":")
+        kind, *variants = first.split("+")
+        if kind not in KINDS or set(variants) - (VARIANTS if kind == "dsjax" else set()):
+            parser.error(
+                f"no such system: {system}; expected dsjax[+speculative][+synchronous]:MESH or transformers:EXPERTS"
+            )
     if not args.systems:
         parser.error("name at least one system, for example: transformers:grouped_mm dsjax:dp=1")
     compare(args)
@@ -96,7 +111,7 @@ def _start(args: argparse.Namespace, system: str) -> subprocess.Popen:
     python = args.torch_python if system.startswith("transformers:") else sys.executable
     sizes = [
         f"--{name.replace('_', '-')}={getattr(args, name)}"
-        for name in ("model", "prompts", "prompt_tokens", "new_tokens", "threads")
+        for name in ("model", "prompts", "prompt_tokens", "new_tokens", "drafts", "threads")
     ]
     options = [f"--option={option}" for option in args.option]
     command = [python, __file__, "--worker", system, *sizes, *options]
@@ -108,8 +123,9 @@ def work(args: argparse.Namespace) -> None:
     # Libraries print; only the answers may go to the pipe.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    kind, _, how = args.worker.partition(":")
-    run = {"dsjax": _dsjax, "transformers": _transformers}[kind](args, how)
+    system, _, how = args.worker.partition(":")
+    kind, *variants = system.split("+")
+    run = _dsjax(args, how, variants) if kind == "dsjax" else _transformers(args, how)
     for _ in sys.stdin:
         start, processor = time.perf_counter(), time.process_time()
         tokens = run()
@@ -131,11 +147,13 @@ def _prompts(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
     return prompts
 
 
-def _dsjax(args: argparse.Namespace, mesh: str):
+def _dsjax(args: argparse.Namespace, mesh: str, variants: list[str]):
     sys.path.insert(0, str(ROOT))
     from dsjax import LLM, SamplingParams
 
-    options = {"enable_prefix_caching": False}
+    options = {"enable_prefix_caching": False, "async_scheduling": "synchronous" not in variants}
+    if "speculative" in variants:
+        options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.drafts}
     mesh, *own = mesh.split("/")
     options |= {
         name: int(value) if value.isdigit() else value

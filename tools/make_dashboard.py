@@ -199,6 +199,43 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             ],
         ),
     ],
+    "Speculative decoding (where the server drafts)": [
+        (
+            "Acceptance",
+            "Share of the drafted tokens that were accepted.",
+            "percentunit",
+            [
+                (
+                    f"{rate('vllm:spec_decode_num_accepted_tokens_total')} / {rate('vllm:spec_decode_num_draft_tokens_total')}",
+                    "accepted",
+                )
+            ],
+        ),
+        (
+            "Acceptance by position",
+            "Of the rows that had drafts, the share whose draft at this place was accepted; 0 is the first.",
+            "percentunit",
+            [
+                (
+                    f"{rate('vllm:spec_decode_num_accepted_tokens_per_pos_total', 'position')} / "
+                    f"scalar({rate('vllm:spec_decode_num_drafts_total')})",
+                    "position {{position}}",
+                )
+            ],
+        ),
+        (
+            "Tokens of a row",
+            "Tokens that a row with drafts made, the one behind the accepted drafts included; and tokens drafted a second.",
+            "short",
+            [
+                (
+                    f"1 + {rate('vllm:spec_decode_num_accepted_tokens_total')} / {rate('vllm:spec_decode_num_drafts_total')}",
+                    "tokens a row",
+                ),
+                (rate("vllm:spec_decode_num_draft_tokens_total"), "drafted a second"),
+            ],
+        ),
+    ],
     "Experts (while recording)": [
         (
             "Balancedness",

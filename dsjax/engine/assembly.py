@@ -19,7 +19,7 @@ from dsjax.model.parameters import BLOCK, Weights
 from dsjax.model.step import Step
 from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec, Rules
-from sharding.dispatch import DispatchConfig
+from sharding.dispatch import DispatchConfig, resolved_method
 from sharding.placement import Placement
 
 
@@ -152,3 +152,20 @@ def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int) -> Pla
         return Placement.identity(config.n_routed_experts)
     physical = config.n_routed_experts + redundant
     return Placement.with_redundancy(config.n_routed_experts, physical, ranks=spec.ep_size)
+
+
+def dispatch_method(step: Step, tokens: int) -> str:
+    """How a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
+
+    ``local`` where one device holds all experts, ``none`` for a model without any.
+    """
+    if not step.config.is_moe:
+        return "none"
+    return resolved_method(
+        step.spec,
+        step.dispatch,
+        tokens=tokens,
+        top_k=step.config.num_experts_per_tok,
+        experts=step.placement.n_physical,
+        platform=step.mesh.devices.flat[0].platform,
+    )

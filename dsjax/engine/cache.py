@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool
 
 from dsjax.errors import UserError
 from dsjax.model.attention import Cache
@@ -69,16 +68,6 @@ def allocate(step: Step, pages: int) -> Cache:
         out_shardings={name: array.sharding for name, array in arrays.items()},
     )
     return jax.block_until_ready(make())
-
-
-def clear_pages(cache: Cache, pages: Bool[Array, "B P"]) -> Cache:
-    """Zeros in the pages that are marked, rank by rank, in all layers."""
-
-    def clear(array: Array) -> Array:
-        marked = pages.reshape(-1, *[1] * (array.ndim - 2))
-        return jnp.where(marked, jnp.zeros((), array.dtype), array)
-
-    return jax.tree.map(clear, cache)
 
 
 def token_slots(step: Step, pages: int) -> int:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from dsjax.engine.executor import RowResult
 from dsjax.engine.outputs import CompletionOutput, Logprob, TokenLogprobs
-from dsjax.engine.plan import NO_TOKEN, RowResult
 from dsjax.engine.request import ErrorKind, FinishReason, Request
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler import Update
@@ -38,18 +38,24 @@ class Completion:
         self._taken_text = 0
 
     def append(self, update: Update) -> None:
-        """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too."""
+        """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too.
+
+        Of several tokens, those behind a stop string are not the completion's any more.
+        """
         _, result, reason = update
-        if result is not None and result.prompt_logprobs:
-            self.prompt_logprobs += [self._token_logprobs(*entry) for entry in result.prompt_logprobs]
-        if result is not None and result.token_id != NO_TOKEN and not result.failed:
-            self._token_ids.append(result.token_id)
+        if result is not None and result.prompt_scores:
+            self.prompt_logprobs += [self._token_logprobs(*entry) for entry in result.prompt_scores]
+        tokens = () if result is None else result.token_ids
+        for place, token_id in enumerate(tokens):
+            self._token_ids.append(token_id)
             if self._logprobs is not None:
-                entry = (result.token_id, result.logprob, result.rank, result.top_logprobs or ())
+                entry = result.scores[place]
                 self._logprobs.append(self._token_logprobs(*entry))
-                self._cumulative_logprob += result.logprob
+                self._cumulative_logprob += entry[1]
             if self._detokenizer is not None:
-                self._append_text(result.token_id, reason)
+                self._append_text(token_id, reason if place == len(tokens) - 1 else None)
+                if self._stops.matched is not None:
+                    break
         if self._stops.matched is not None:
             self.finish_reason, self._stop_reason = FinishReason.STOP, self._stops.matched
         elif reason is not None:
@@ -88,8 +94,8 @@ class Completion:
         if reason is FinishReason.ERROR:
             self._error = error_kind(self.request.params, result)
             self._stop_reason = NON_FINITE if self._error is ErrorKind.NON_FINITE else result.error
-        elif reason is FinishReason.STOP and result.token_id in self.request.params.stop_token_ids:
-            self._stop_reason = result.token_id
+        elif reason is FinishReason.STOP and result.token_ids[-1] in self.request.params.stop_token_ids:
+            self._stop_reason = result.token_ids[-1]
 
     def _token_logprobs(
         self, token_id: int, logprob: float, place: int | None, top: Sequence[tuple[int, float]]

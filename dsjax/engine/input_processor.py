@@ -71,7 +71,7 @@ class InputProcessor:
         text, token_ids = self._tokens(prompt)
         stop_ids = self._stop_ids(params)
         max_tokens = self._max_tokens(len(token_ids), params)
-        rules = self._rules.make(params, token_ids)
+        rules = self._rules.make(params, stop_ids)
         base_seed = self._seeds.getrandbits(32) if params.seed is None else _uint32(params.seed)
         completions = [
             Request(

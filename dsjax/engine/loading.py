@@ -12,25 +12,27 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array
 
+from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import make_step, weights_format
-from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.assembly import dispatch_method, make_step, weights_format
+from dsjax.engine.buckets import Buckets
+from dsjax.engine.executor import Executor, ExecutorLimits
+from dsjax.engine.mesh_executor import MeshExecutor
 from dsjax.engine.process import enable_compile_cache, keep_freed_memory
-from dsjax.engine.runner import MeshRunner
+from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
 from dsjax.model.parameters import device_bytes
 from dsjax.model.step import Step
 from sharding import MeshSpec
-from sharding.dispatch import resolved_method
 
 TOTAL_SEQUENCES = 256
 """Running requests over all DP ranks when ``--max-num-seqs`` is not given."""
@@ -53,6 +55,7 @@ class EngineFacts:
         kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
+        speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
     model: str
@@ -75,6 +78,7 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    speculation: dict[str, Any] | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
 
@@ -85,9 +89,9 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A runner and what stands around it. ``tokenizer`` is None where the model's directory has none."""
+    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none."""
 
-    runner: MeshRunner
+    executor: Executor
     tokenizer: Tokenizer | None
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
@@ -102,6 +106,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
     """
+    if args.record_steps is not None:
+        check_writable(args.record_steps)
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -109,7 +115,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts)
+    speculation = args.speculation
+    step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=speculation is not None)
     max_model_len = _max_model_len(args, config)
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     params = load(
@@ -125,16 +132,33 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     params = materialise(step, params)
     limits = _limits(args, step, max_model_len)
     mixed = mesh.devices.flat[0].platform != "cpu"
-    buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed)
-    runner = MeshRunner(step, params, limits, buckets)
+    buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed, speculation=speculation)
+    num_drafts = speculation.num_speculative_tokens if speculation else 0
+    executor: Executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
+    if args.record_steps is not None:
+        executor = _recording(args, executor, mesh, directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
-        runner,
+        executor,
         tokenizer,
         config,
         read_eos_token_ids(directory, tokenizer),
         _facts(args, step, limits, buckets, params, weights),
     )
+
+
+def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
+    """The executor, with all that it is told written to the file that `args` name."""
+    device = mesh.devices.flat[0]
+    first = describe_recording(
+        args.executor_options,
+        executor.limits,
+        fingerprint(directory),
+        jax=jax.__version__,
+        platform=device.platform,
+        device_kind=device.device_kind,
+    )
+    return RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
 
 
 def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
@@ -198,14 +222,14 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
     return args.max_model_len or config.max_position_embeddings
 
 
-def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
+def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
     pages_per_request = -(-max_model_len // args.page_size)
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sequences * pages_per_request
     chunk = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len)
-    return RunnerLimits(
+    return ExecutorLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
         max_chunk=chunk,
@@ -219,24 +243,13 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
     """How the fullest launch of each kind sends tokens to their experts."""
-    rectangles = {"prefill": buckets.prefill, "decode": [Rectangle(rows, 1) for rows in buckets.decode]}
-    if not step.config.is_moe:
-        return dict.fromkeys(rectangles, "none")
-    return {
-        phase: resolved_method(
-            step.spec,
-            step.dispatch,
-            tokens=max(rectangle.rows * rectangle.chunk for rectangle in of_phase),
-            top_k=step.config.num_experts_per_tok,
-            experts=step.placement.n_physical,
-            platform=step.mesh.devices.flat[0].platform,
-        )
-        for phase, of_phase in rectangles.items()
-    }
+    prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
+    decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
+    return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, decode)}
 
 
 def _facts(
-    args: EngineArgs, step: Step, limits: RunnerLimits, buckets: Buckets, params: Mapping[str, Array], weights: str
+    args: EngineArgs, step: Step, limits: ExecutorLimits, buckets: Buckets, params: Mapping[str, Array], weights: str
 ) -> EngineFacts:
     spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
@@ -263,4 +276,5 @@ def _facts(
         max_num_seqs=limits.max_rows_decode,
         kernels=step.kernels.names(step.prefill_form, step.decode_form),
         kernels_note=step.kernels.note,
+        speculation=None if args.speculation is None else asdict(args.speculation),
     )

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dsjax.engine.completion import Completion
 from dsjax.engine.input_processor import PreparedRequest
 from dsjax.engine.outputs import RequestMetrics, RequestOutput, TokenLogprobs
-from dsjax.engine.plan import NO_TOKEN
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import OutputKind
 from dsjax.engine.scheduler import Update
@@ -130,7 +129,7 @@ class OutputProcessor:
                     to_abort.append(request.request_id)
                 del self._by_completion[request.request_id]
                 group.open -= 1
-            elif result is not None and result.token_id == NO_TOKEN:
+            elif result is not None and not result.token_ids:
                 continue  # a part of the prompt's log-probabilities: told of with the first token
             if group in changed:
                 changed[group].append(completion)

@@ -15,8 +15,10 @@ class RuleMaker:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
-    def make(self, params: SamplingParams, prompt: Sequence[int]) -> list[LogitRules | None]:
+    def make(self, params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> list[LogitRules | None]:
         """Rules for each of the ``n`` completions; None where nothing but seed, temperature and truncation matter.
+
+        stop_ids: what ``min_tokens`` holds back.
 
         Raises:
             SamplingError: a token id outside the vocabulary, or a grammar that cannot be.
@@ -30,8 +32,8 @@ class RuleMaker:
         return [
             LogitRules(
                 params,
-                prompt,
                 self._vocab_size,
+                stop_ids,
                 bad_words,
                 None if structured is None else self._grammars.compile(structured),
             )

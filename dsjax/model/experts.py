@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -36,7 +37,7 @@ each layer first (on CPU a third of the time of a decode step's experts).
 
 IMPLEMENTATIONS = ("auto", "tiles", "einsum", "ragged_dot")
 ROUND_ROWS = 32_768
-"""Of all experts of a device together: in DeepSeek-V3 60 kB of buffers each."""
+"""Most rows of one ``einsum`` round, over all experts of a device; in DeepSeek-V3 a row takes 60 kB of buffers."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class ExpertProduct:
         ``auto``, which decides by ``platform`` and static shapes, and takes a faster kernel of ``kernels`` before any of them.
     weight_dtype: what the stored weights mean; they are stored as unsigned integers on the CPU platform.
     platform: where the product runs (``cpu``, ``gpu``, ``tpu``).
-    mean_load: pairs of one expert under even routing; None: as if every pair of the ids were used, which after a dispatch with
-        room to spare is many times too much.
+    mean_load: pairs of one expert under even routing. None takes every place in ``ids_NK`` for a pair, which is many times
+        too much after a dispatch with room to spare.
     tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). block: pairs of a round
         (``ragged_dot``). None: ``default_tile``, ``default_capacity``, ``default_block``.
     """
@@ -121,7 +122,7 @@ class Experts:
     def matrices(self, index: Int[Array, ""] | None = None) -> tuple[Array, Array]:
         """Gate and up ``[D, 2F]`` and down ``[F, D]`` of one expert, or with None of all, ``[X, D, 2F]`` and ``[X, F, D]``."""
         gate_up, down = self._matrix("gate_up", index), self._matrix("down", index)
-        return gate_up.reshape(*gate_up.shape[:-2], -1), down
+        return rearrange(gate_up, "... d stack f -> ... d (stack f)"), down
 
     def _matrix(self, name: str, index: Int[Array, ""] | None) -> Array:
         weight = reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)

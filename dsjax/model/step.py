@@ -140,7 +140,8 @@ class Step:
         Returns the module's hidden states after its own final norm, which ``logits`` multiplies by the head; the updated cache
         and ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``hidden``.
         """
-        with jax.default_matmul_precision("highest"), jax.named_scope("mtp"):
+        scope = f"mtp_{hidden.shape[1]}"  # which pass over how many tokens of a rank: drafting has several
+        with jax.default_matmul_precision("highest"), jax.named_scope(scope):
             model: Transformer = self.table.bind(params)
             module = _first_module(model.mtp)
             tokens = self._tokens(groups)

@@ -14,7 +14,10 @@ from dsjax.model.parameters import Declaration, Matrix, ParameterInfo, Parameter
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and an MLP or experts, each behind a norm and beside a residual. Declared with a leading ``layers`` axis."""
+    """Attention, then an MLP or experts: each is given the normed input, and its output is added to the input.
+
+    Declared with a leading ``layers`` axis.
+    """
 
     def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int = 0, materialise: bool = False):
         D = config.hidden_size
@@ -75,7 +78,7 @@ class Transformer(nnx.Module):
         return [getattr(self, name) for name in ("dense_layers", "moe_layers") if hasattr(self, name)]
 
     def head_weight(self, dtype) -> Float[Array, "D V"]:
-        """The output projection; the embedding's transpose where they are tied."""
+        """The output projection ``[D, V]``, which is the embedding's transpose where the two are tied."""
         if self.config.tie_word_embeddings:
             return value_of(self.embed.weight).astype(dtype).T
         return self.head.value(dtype)

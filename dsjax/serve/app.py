@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(serving: Serving) -> FastAPI:
-    """The application. The engine's thread begins with the server's readiness, and ends with the application."""
+    """Make the application. `Server` starts the engine's thread once it is ready; the application ends it at its own end."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -28,7 +28,7 @@ class StrictModel(BaseModel):
 
 
 class StrictRequest(Request):
-    """A request whose JSON is JSON: no NaN, no half surrogate pairs, no number without bound, nesting up to 200."""
+    """A request whose body is read strictly: NaN, half surrogate pairs and nesting beyond 200 levels are refused."""
 
     async def json(self) -> Any:
         """The body.
@@ -104,17 +104,17 @@ class StreamedAnswer(Protocol):
     """An answer that can be given in chunks, each a JSON body."""
 
     def first_chunks(self) -> Iterable[Mapping[str, Any]]:
-        """Those before any output."""
+        """The chunks that are sent before any output."""
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any]]:
-        """Those of one output.
+        """The chunks of one output.
 
         Raises:
             ApiError: a completion failed.
         """
 
     def last_chunks(self) -> Iterable[Mapping[str, Any]]:
-        """Those after the last output."""
+        """The chunks that are sent after the last output."""
 
 
 class EventStream(StreamingResponse):

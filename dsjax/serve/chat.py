@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: outputs as an answer or its chunks."""
+"""`/v1/chat/completions`: a request checked and queued, and its outputs made into an answer or the chunks of a stream."""
 
 import asyncio
 import time
@@ -20,7 +20,10 @@ from dsjax.serve.tool_calls import MARKERS, ToolCallParser, tool_grammar
 
 
 class ChatAnswer:
-    """One request on its way: `start` checks and queues it, then either `whole`, or the chunks of a stream."""
+    """One request, from its body to its answer.
+
+    `start` checks and queues it. Then `whole` gives the answer, or `first_chunks`, `chunks_of` and `last_chunks` a stream's.
+    """
 
     def __init__(self, serving: Serving, body: ChatRequest, request_id: str):
         self.id = f"chatcmpl-{request_id}"
@@ -98,7 +101,7 @@ class ChatAnswer:
         return MessageParser(splitter, tools, self._body.include_reasoning is not False)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:
-        """The answer when all is done."""
+        """Wait for all completions, and give the whole answer."""
         (output,) = outputs = await gather(stream)
         choices: list[ChatChoice] = []
         for completion in output.outputs:
@@ -120,7 +123,7 @@ class ChatAnswer:
         return answer
 
     def first_chunks(self) -> list[ChatResponse]:
-        """Each choice's role."""
+        """The first chunk of each choice, which tells its role."""
         self._parsers = [self._parser() for _ in range(self._body.n)]
         return [
             {**self._chunk_head, "choices": [_delta(index, {"role": "assistant", "content": ""})], **self._usage()}
@@ -128,7 +131,7 @@ class ChatAnswer:
         ]
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[ChatResponse]:
-        """A chunk for each completion of which there is something to tell.
+        """The chunks of one output: one for each completion that has something new.
 
         Raises:
             ApiError: a completion failed.
@@ -147,7 +150,7 @@ class ChatAnswer:
         return chunks
 
     def last_chunks(self) -> list[ChatResponse]:
-        """The usage, where it was asked for."""
+        """A chunk with the usage, where the request asks for it."""
         return [{**self._chunk_head, "choices": [], "usage": self._counter.usage()}] if self._body.include_usage else []
 
     def _chunk(self, completion: CompletionOutput, parser: MessageParser) -> ChatChoice | None:

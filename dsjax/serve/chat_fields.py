@@ -24,14 +24,14 @@ Content = str | Annotated[list[TextPart], Field(max_length=bounds.MAX_PARTS)]
 
 
 class CalledFunction(StrictModel):
-    """What an earlier answer called. `arguments` are JSON text."""
+    """The function that an earlier answer called; `arguments` are JSON text."""
 
     name: FunctionName
     arguments: str
 
 
 class ToolCall(StrictModel):
-    """A call of an earlier answer, as it was given."""
+    """A tool call in an earlier answer of the conversation, as that answer had it."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -40,7 +40,7 @@ class ToolCall(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One message. A developer's is taken as the system's, as OpenAI's reasoning models do."""
+    """One message. The role `developer` is taken as `system`, as OpenAI's reasoning models take it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -84,7 +84,7 @@ class Function(StrictModel):
 
 
 class Tool(StrictModel):
-    """OpenAI's tool: only functions."""
+    """A tool as OpenAI writes it; functions are the only kind."""
 
     type: Literal["function"]
     function: Function
@@ -113,7 +113,7 @@ class PromptFields(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's own template")
 
     def check_prompt_fields(self) -> None:
-        """Raise for messages and tools that cannot be."""
+        """Raise for messages and tools that contradict each other or are too large."""
         for index, message in enumerate(self.messages):
             message.check(index)
         if self.continue_final_message and self.add_generation_prompt:
@@ -159,7 +159,7 @@ class ChatRequest(SamplingFields, PromptFields):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools one of which this answer must call; none: it may also be text."""
+        """The tools of which this answer must call one; empty where it may also be text."""
         if self.tool_choice == "required":
             return self.tool_dicts()
         if isinstance(self.tool_choice, ToolChoice):
@@ -167,7 +167,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return []
 
     def token_limit(self) -> int | None:
-        """`max_completion_tokens`, or its older name.
+        """The most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
 
         Raises:
             ApiError: both are given and differ.
@@ -177,7 +177,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        """How many log-probabilities beside each token's own; None for none at all.
+        """How many of the most probable tokens to give beside each token; None where no log-probabilities are asked for.
 
         Raises:
             ApiError: `top_logprobs` without `logprobs`.

@@ -29,11 +29,11 @@ class ChatPrompt:
 def render_prompt(
     tokenizer: Tokenizer | None, fields: PromptFields, tools: Sequence[Mapping[str, Any]], form: ToolFormat | None
 ) -> ChatPrompt:
-    """Make the prompt. Runs long for long conversations: call it in a thread.
+    """Render messages and tools into a prompt, and tokenise it. A long conversation takes long: call it in a thread.
 
     Args:
-        tools: those to offer.
-        form: in which tool calls are written.
+        tools: the tools to offer to the model.
+        form: how tool calls are written; None where this server has no format for them.
 
     Raises:
         ApiError, ChatTemplateError: there is no template, or it refuses these messages.

@@ -137,7 +137,11 @@ def serve_model(
     facts = model.facts
     show_facts(console, facts)
     metrics = Metrics(
-        names[0], facts.dp_ranks, facts.max_model_len, experts_per_device=facts.physical_experts_per_device
+        names[0],
+        facts.dp_ranks,
+        facts.max_model_len,
+        experts_per_device=facts.physical_experts_per_device,
+        most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
     )
     serving = Serving(
         AsyncEngine(model.engine),

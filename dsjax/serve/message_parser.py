@@ -99,7 +99,10 @@ class ReasoningParser:
         return cls(close, always=name == "deepseek_r1")
 
     def start_of(self, prompt: str, unfinished: str | None = None) -> Section:
-        """By the end of the prompt; `unfinished` is the assistant's text that the prompt ends with, if it is to be continued."""
+        """The section that an answer begins with, read off the end of the prompt.
+
+        `unfinished` is the assistant's text that the prompt ends with, if it is to be continued.
+        """
         if unfinished is not None:
             thinking = OPEN in unfinished and CLOSE not in unfinished
             return Section.REASONING if thinking else Section.CONTENT
@@ -147,7 +150,7 @@ class MessagePiece:
 
 
 class MessageParser:
-    """Reasoning first, then tool calls in what is left; either may be None, and the text then passes through."""
+    """Splits off the reasoning, then takes tool calls out of the rest; where either is None, text passes it unchanged."""
 
     def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolCallParser | None, include_reasoning: bool):
         self._reasoning = reasoning

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
-from dsjax.engine.stats import ExpertCounts, RankLoad, StepStats
+from dsjax.engine.stats import DraftCounts, StepStats
 from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Registry, Total, exposition
 from dsjax.serve.metrics_requests import RequestMetrics
 
@@ -27,6 +29,7 @@ class Metrics:
         num_ranks: DP ranks; the label `engine` counts them, as vLLM's does its engines.
         max_model_len: bound of the histograms of numbers of tokens.
         experts_per_device: physical experts of one device; 0 for a model without experts.
+        most_drafts: tokens that are drafted for a row at most; 0: speculative decoding is off, and its metrics have no sample.
         clock: seconds, of the same clock as `Request.arrival_time`.
     """
 
@@ -37,6 +40,7 @@ class Metrics:
         max_model_len: int,
         *,
         experts_per_device: int = 0,
+        most_drafts: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.registry = Registry()
@@ -84,12 +88,13 @@ class Metrics:
             registry, "http_requests", "Answers, by route and class of status.", ("handler", "method", "status")
         )
         self._experts = ExpertMetrics(registry, model_name, experts_per_device)
+        self._drafts = DraftMetrics(registry, model_name, most_drafts)
         self._preemptions.add((model_name,), 0)
 
     # What the engine tells.
 
     def on_step(self, stats: StepStats) -> None:
-        """Enter a step."""
+        """Count what a step did."""
         model = self._model
         self.show_loads(stats.ranks)
         self._preemptions.add((model,), stats.num_preemptions)
@@ -102,9 +107,11 @@ class Metrics:
             self._host_seconds.add((model, part), seconds)
         self._compilations = stats.compilations_after_warm_up
         self._experts.enter(stats.experts)
+        if stats.drafts is not None:
+            self._drafts.enter(stats.drafts)
 
     def show_loads(self, loads: Sequence[RankLoad]) -> None:
-        """What the ranks have to do now."""
+        """Replace the ranks' loads that the gauges show."""
         self._loads = loads
 
     def on_updates(self, updates: Sequence[Update]) -> None:
@@ -116,7 +123,7 @@ class Metrics:
         self._requests.end(requests, reason)
 
     def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """Nothing: outputs of answers that are not streamed come once, at the end, and so tell no latencies."""
+        """Do nothing: an answer that is not streamed has one output, at its end, which tells nothing of latencies."""
 
     def on_rejected(self, reason: str) -> None:
         """Enter a request that was refused."""
@@ -155,6 +162,37 @@ class Metrics:
         gauge(
             "dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages
         )
+
+
+class DraftMetrics:
+    """What came of the tokens that speculative decoding drafted, over all ranks.
+
+    Args:
+        most_drafts: positions of drafts that are shown from the start, with 0.
+    """
+
+    def __init__(self, registry: Registry, model_name: str, most_drafts: int):
+        self._labels: Labels = (model_name,)
+        name = "vllm:spec_decode_num"
+        self._rows = Counter(registry, f"{name}_drafts", "Rows that had drafts to verify.", ("model_name",))
+        self._drafted = Counter(registry, f"{name}_draft_tokens", "Drafted tokens that were verified.", ("model_name",))
+        self._accepted = Counter(registry, f"{name}_accepted_tokens", "Those that were accepted.", ("model_name",))
+        self._per_position = Counter(
+            registry,
+            f"{name}_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their place in the row's drafts; 0 is the first.",
+            ("model_name", "position"),
+        )
+        if most_drafts:
+            self.enter(DraftCounts(0, 0, 0, (0,) * most_drafts))
+
+    def enter(self, counts: DraftCounts) -> None:
+        """Enter a step's drafts."""
+        self._rows.add(self._labels, counts.num_drafts)
+        self._drafted.add(self._labels, counts.num_draft_tokens)
+        self._accepted.add(self._labels, counts.num_accepted_tokens)
+        for position, accepted in enumerate(counts.accepted_per_position):
+            self._per_position.add((*self._labels, str(position)), accepted)
 
 
 _Samples = Iterable[tuple[Labels, float]]

@@ -45,7 +45,7 @@ class Family(Collector):
         registry.register(self)
 
     def samples(self) -> Iterable[Sample]:
-        """All of them, as they are now. May be called while another thread adds some."""
+        """All samples, as they are now. May be called while another thread adds some."""
         raise NotImplementedError
 
     def describe(self) -> Iterable[Metric]:
@@ -75,13 +75,13 @@ class Counter(Family):
         self._values[labels] = self._values.get(labels, 0) + amount
 
     def samples(self) -> Iterable[Sample]:
-        """The sums."""
+        """A sample for each sum."""
         for labels, value in self._values.copy().items():
             yield "_total", labels, value
 
 
 class Gauge(Family):
-    """What is so now: `read` gives pairs of label values and a number at the scrape."""
+    """Values that rise and fall: `read` is called at the scrape, and gives pairs of label values and a number."""
 
     kind = "gauge"
     _suffix = ""
@@ -104,7 +104,7 @@ class Gauge(Family):
 
 
 class Total(Gauge):
-    """Sums that somebody else keeps, read at the scrape."""
+    """A counter whose sums are kept elsewhere and read at the scrape."""
 
     kind = "counter"
     _suffix = "_total"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from dsjax.engine.completion import error_kind
-from dsjax.engine.plan import NO_TOKEN
 from dsjax.engine.request import ErrorKind, FinishReason, Request
 from dsjax.engine.scheduler import Update
 from dsjax.serve.metrics_families import Counter, Histogram, Labels, Registry, one_two_five
@@ -119,11 +118,9 @@ class RequestMetrics:
         gaps: dict[tuple[int, float], int] = {}
         made: dict[int, int] = {}
         for request, result, reason in updates:
-            if result is None:
-                pass
-            elif not result.finite:
+            if result is not None and not result.finite:
                 self._corrupted.add(self._ranks[request.rank])
-            elif result.error is None and result.token_id != NO_TOKEN:
+            if result is not None and result.token_ids:
                 track = tracks.get(request.request_id)
                 rank = request.rank
                 if track is None:
@@ -134,8 +131,8 @@ class RequestMetrics:
                     gap = (rank, track.last)
                     gaps[gap] = gaps.get(gap, 0) + 1
                 track.last = now
-                track.tokens += 1
-                made[rank] = made.get(rank, 0) + 1
+                track.tokens += len(result.token_ids)
+                made[rank] = made.get(rank, 0) + len(result.token_ids)
             if reason is FinishReason.ERROR:
                 self._failed.add((*self._ranks[request.rank], error_kind(request.params, result).value))
             if reason is not None:

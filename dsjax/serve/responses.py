@@ -168,7 +168,7 @@ class Version(TypedDict):
 
 
 class RankLoadBody(TypedDict):
-    """What a DP rank has to do: `RankLoad` of `dsjax/engine/stats.py`."""
+    """What a DP rank has to do: `RankLoad` of `dsjax/engine/rank.py`."""
 
     rank: int
     running: int
@@ -187,7 +187,7 @@ class Load(TypedDict):
 
 
 class ExpertLoad(TypedDict):
-    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/stats.py`."""
+    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/executor.py`."""
 
     tokens_per_expert: list[list[int]]
     rows_sent: list[int]
@@ -255,5 +255,5 @@ _ALWAYS = (400, 401, 404, 405, 408, 413)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: these, and those of every request (a bad header, a missing key, a body that does not come)."""
+    """A route's `responses`: the given statuses, and those that any request may get (a bad header, a missing key, no body)."""
     return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in sorted({*_ALWAYS, *statuses})}

@@ -108,7 +108,7 @@ class Server(uvicorn.Server):
             self._watchdog.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: finish in peace. Second, whichever it is: at once."""
+        """On the first signal, let finish what runs; on the second, whichever it is, end at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -158,11 +158,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def settle_collector() -> None:
-    """Leave what is there now alone for ever, and look for garbage less often than by default.
+    """Keep all present objects out of Python's garbage collection, and collect less often than by default.
 
-    The libraries' and the model's objects stay, and the collector need not look through them again. A step makes some thousand
-    tuples and outputs that all die with it, by their reference counts; looking for cycles every 700 objects, as Python
-    does, was a fifth of the scheduler's time with 1,024 requests.
+    The libraries' and the model's objects live as long as the process, so the collector need not look through them again. A
+    step makes some thousand tuples and outputs that all die with it, by their reference counts; looking for cycles every 700
+    objects, as Python does, was a fifth of the scheduler's time with 1,024 requests.
     """
     gc.collect()
     gc.freeze()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dsjax.engine.async_engine import AsyncEngine, OutputStream
 from dsjax.engine.core import EngineCore
+from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.input_processor import Prompt
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.stats import ExpertCounts
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.message_parser import ReasoningParser
@@ -41,7 +41,10 @@ class Phase(enum.Enum):
 
 
 class QueueGate:
-    """Counts what waits: in the engine, and between this gate and the engine. `reject` counts what is turned away."""
+    """Turns requests away, before they are tokenised, when too much waits already.
+
+    What waits is counted in the engine, and on the way from this gate to the engine. `reject` is told of each refusal.
+    """
 
     def __init__(self, engine: AsyncEngine, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
         self._engine = engine
@@ -52,10 +55,10 @@ class QueueGate:
 
     @contextmanager
     def through(self, prompts: Sequence[str | Sequence[int]], completions: int) -> Iterator[None]:
-        """Let a request in, or not. Inside, it is tokenised and submitted; then the engine counts it.
+        """Let a request in, or raise. Inside the block it is tokenised and submitted; from then on the engine counts it.
 
         Args:
-            completions: of each prompt.
+            completions: how many each prompt gets.
 
         Raises:
             ApiError: 429, with its time to retry.
@@ -175,7 +178,7 @@ class Serving:
             yield submit
 
     async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
-        """What `function` gives, called in the engine's thread between two steps.
+        """Call `function` in the engine's thread, between two steps, and give its result.
 
         Raises:
             ApiError: 503, there is no engine to ask, or a step takes too long.
@@ -198,7 +201,7 @@ class Serving:
         self._under_way.setdefault(answer_id, []).append(stream)
 
     def forget(self, answer_id: str, stream: OutputStream) -> None:
-        """The stream is closed."""
+        """Forget a request whose stream is closed."""
         streams = self._under_way.get(answer_id, [])
         if stream in streams:
             streams.remove(stream)
@@ -223,7 +226,7 @@ class Serving:
 
 @contextmanager
 def followed(serving: Serving, answer_id: str, stream: OutputStream) -> Iterator[OutputStream]:
-    """While an answer is under way: it can be aborted by its id, and ends in any case."""
+    """Make an answer abortable by its id while the block runs; at its end the stream is closed, however it ends."""
     serving.follow(answer_id, stream)
     try:
         yield stream

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -31,6 +32,19 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     if facts.kernels:
         names = ", ".join(f"{operation} {name}" for operation, name in facts.kernels.items())
         console.print(f"kernels: {names}{f' ({facts.kernels_note})' if facts.kernels_note else ''}", highlight=False)
+    if facts.speculation is not None:
+        console.print(_speculation_line(facts.speculation), highlight=False)
+
+
+def _speculation_line(speculation: dict[str, Any]) -> str:
+    """How many tokens the MTP module drafts, and under which load."""
+    ranges = speculation["num_speculative_tokens_per_batch_size"]
+    if ranges is None:
+        count = speculation["num_speculative_tokens"]
+        return f"speculative decoding: the MTP module drafts {count} token{'s' if count > 1 else ''} a row"
+    parts = [f"{count} with {low} to {high}" for low, high, count in ranges[:-1]]
+    parts.append(f"{ranges[-1][2]} with {ranges[-1][0]} or more")
+    return f"speculative decoding: tokens that the MTP module drafts a row: {', '.join(parts)} running on a rank"
 
 
 def _mesh_picture(facts: EngineFacts) -> Group:
@@ -75,7 +89,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[plan.Progress]:
-    """A progress bar for `Runner.warm_up`."""
+    """A progress bar for `Executor.warm_up`."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("compiling", total=None)

@@ -37,7 +37,10 @@ class ToolFormat:
 
     @classmethod
     def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ToolFormat | None":
-        """The format of this name; `auto`: what the model's template writes, else V3.1's where the model has its tokens."""
+        """The format of this name; None for `none`, and for a model without tokenizer.
+
+        `auto` takes the format that the model's template writes, or else V3.1's where the model has the separator as a token.
+        """
         if name == "none" or tokenizer is None:
             return None
         if name != "auto":
@@ -79,9 +82,9 @@ def tool_outputs(contents: Sequence[str]) -> str:
 
 
 def tool_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool) -> str:
-    """One call, or with `several` one or more, of any of the tools, each with arguments that fit its schema.
+    """The grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
 
-    Markers are tokens by number where the model has them: a grammar of their text alone would let them be spelled out.
+    Markers are written as token numbers where the model has them as tokens, so that the model cannot spell them in letters.
     """
     between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
     more = f" ({between}call)*" if several else ""
@@ -128,7 +131,7 @@ class ToolCallParser:
     inside a call's name is dropped.
 
     Args:
-        most: calls beyond so many are passed over.
+        most: how many calls are given; later ones are dropped.
     """
 
     def __init__(self, form: ToolFormat, most: int):

@@ -1,7 +1,8 @@
 """`Benchmark`: from options to points: ask the server, choose the prompts' form, warm up, measure."""
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from dsjax.bench.serve.arrivals import arrival_times
 from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.datasets import Dataset
 from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
+from dsjax.bench.serve.drafts import Counters, DraftFigures, read_counters
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.options import LoadOptions, OptionError, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.bench.serve.progress import PointProgress
@@ -69,7 +71,8 @@ class Benchmark:
             for number, (rate, concurrency) in enumerate(self.load.points(), 1):
                 if stop.is_set():
                     break
-                on_point(await self._point(client, dataset, facts, stop, number, rate, concurrency))
+                read = functools.partial(read_counters, session, url)
+                on_point(await self._point(client, dataset, facts, stop, number, rate, concurrency, read))
         return facts
 
     def _check_times(self) -> None:
@@ -118,17 +121,20 @@ class Benchmark:
         number: int,
         rate: float,
         concurrency: int | None,
+        read_drafts: Callable[[], Awaitable[Counters | None]],
     ) -> PointResult:
         requests, left_out = draw_requests(dataset, self.workload, number, facts.max_model_len)
         if left_out:
             self.say(f"{left_out} requests are longer than the server's {facts.max_model_len:,} tokens and left out")
         arrivals = self._arrivals(requests, rate)
+        before = await read_drafts()
         with self.progress(f"point {number} of {len(self.load.points())}", len(requests)) as bar:
             result = await run_load(client, requests, arrivals, concurrency, stop=stop, on_done=bar.advance)
+        drafts = DraftFigures.between(before, await read_drafts())
         statistics = summarise(result, self.report.percentiles, self.report.objectives)
         bound = dataset.cached_share_bound(len(requests)) if isinstance(dataset, PrefixRepetition) else None
         point = Point(len(requests), rate, self.load.burstiness, concurrency, bound)
-        return PointResult(point, result, statistics)
+        return PointResult(point, result, statistics, drafts)
 
     def _arrivals(self, requests: list[BenchRequest], rate: float) -> list[float]:
         own = [request.arrival for request in requests]

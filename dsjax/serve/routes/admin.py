@@ -1,4 +1,4 @@
-"""What only an administrator may do. Who that is, is checked before, by `Keys`."""
+"""What only an administrator may do. `Keys` has checked the key before a request comes here."""
 
 from typing import Annotated
 
@@ -54,20 +54,20 @@ def admin_routes(serving: Serving) -> APIRouter:
     @router.post("/start_expert_distribution_record", responses=documented)
     async def start_record() -> State:
         """Count from zero how tokens reach their experts."""
-        await serving.ask(lambda core: core.runner.set_recording(True))
+        await serving.ask(lambda core: core.executor.set_recording(True))
         return {"status": "recording"}
 
     @router.post("/stop_expert_distribution_record", responses=documented)
     async def stop_record() -> State:
         """Count no more; what was counted can still be dumped."""
-        serving.expert_counts = await serving.ask(lambda core: core.runner.expert_counts()) or serving.expert_counts
-        await serving.ask(lambda core: core.runner.set_recording(False))
+        serving.expert_counts = await serving.ask(lambda core: core.executor.expert_counts()) or serving.expert_counts
+        await serving.ask(lambda core: core.executor.set_recording(False))
         return {"status": "stopped"}
 
     @router.post("/dump_expert_distribution_record", responses=documented)
     async def dump_record() -> ExpertLoad:
         """What was counted since the record began."""
-        serving.expert_counts = await serving.ask(lambda core: core.runner.expert_counts()) or serving.expert_counts
+        serving.expert_counts = await serving.ask(lambda core: core.executor.expert_counts()) or serving.expert_counts
         if serving.expert_counts is None:
             raise ApiError(
                 400, "nothing was recorded; post to /start_expert_distribution_record first", code="no_record"

@@ -26,7 +26,7 @@ Session = Annotated[
 
 
 def openai_routes(serving: Serving) -> APIRouter:
-    """`/v1/…`."""
+    """The routes under `/v1`."""
     router = APIRouter(prefix="/v1", route_class=StrictRoute)
     stream = {"description": "the answer, or its events", "content": {"text/event-stream": {}}}
     generating = {200: stream, **errors(422, 429, 500, 503)}

@@ -9,8 +9,9 @@ from fastapi import APIRouter, FastAPI, Request
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
+from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.output_stream import EngineDeadError
-from dsjax.engine.stats import ExpertCounts, RankLoad
+from dsjax.engine.rank import RankLoad
 from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.errors import ApiError
 from dsjax.serve.responses import ExpertLoad, Load, RankLoadBody, ServerInfo, State, Version, errors

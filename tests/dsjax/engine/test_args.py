@@ -1,7 +1,7 @@
 """One set of options, checked once."""
 
 import pytest
-from fake_runner import FakeRunner
+from fake_executor import FakeExecutor
 
 from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
@@ -42,7 +42,7 @@ def test_a_mesh_that_cannot_be_is_refused_at_once():
 
 
 def test_the_scheduler_uses_all_the_room_of_the_runner():
-    limits = FakeRunner(max_rows_decode=5, max_chunk=7, pages_per_rank=9, page_size=3).limits
+    limits = FakeExecutor(max_rows_decode=5, max_chunk=7, pages_per_rank=9, page_size=3).limits
     options = {"max_num_batched_tokens": 99, "scheduling_policy": "priority", "enable_prefix_caching": False}
     config = EngineArgs(**options).scheduler_config(limits)
     assert (config.max_num_seqs, config.prefill_chunk, config.max_tokens_in_cache) == (5, 7, 24)

@@ -9,7 +9,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from fake_runner import FakeRunner
+from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine
@@ -35,7 +35,7 @@ class LiveServer:
         metrics=None,
         **sizes,
     ):
-        self.runner = runner or FakeRunner(**sizes)
+        self.runner = runner or FakeExecutor(**sizes)
         config = SchedulerConfig.from_limits(self.runner.limits, max_num_batched_tokens=32)
         self.llm_engine = LLMEngine(self.runner, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
         self.engine = AsyncEngine(self.llm_engine)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from live_server import wait_until
-from scripted_runner import ScriptedRunner, tool_tokenizer
+from scripted_executor import ScriptedExecutor, tool_tokenizer
 
 from dsjax.serve.options import ServeOptions
 
@@ -17,7 +17,7 @@ ADMIN = {"Authorization": "Bearer root"}
 def server(start_server, tmp_path):
     tokenizer = tool_tokenizer()
     options = ServeOptions(admin_api_key="root", profile_dir=str(tmp_path))
-    return start_server(tokenizer=tokenizer, runner=ScriptedRunner(tokenizer, num_ranks=2), options=options)
+    return start_server(tokenizer=tokenizer, runner=ScriptedExecutor(tokenizer, num_ranks=2), options=options)
 
 
 def admin(server, path: str, body=None):

@@ -5,7 +5,7 @@ import math
 
 import openai
 import pytest
-from scripted_runner import ScriptedRunner, tool_tokenizer
+from scripted_executor import ScriptedExecutor, tool_tokenizer
 
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.tool_calls import FORMATS
@@ -30,7 +30,7 @@ CALL = FORMATS["deepseek_v31"].calls([("get_weather", '{"city": "Köln"}'), ("ge
 def start(start_server):
     def start(script: str = "", special: bool = False, options=None, **others):
         tokenizer = tool_tokenizer(special=special)
-        runner = ScriptedRunner(tokenizer, script, max_chunk=16, num_ranks=2, **others)
+        runner = ScriptedExecutor(tokenizer, script, max_chunk=16, num_ranks=2, **others)
         return start_server(tokenizer=tokenizer, runner=runner, eos=(tokenizer.eos_id,), options=options)
 
     return start
@@ -342,7 +342,7 @@ def test_calls_and_answers_of_tools_are_taken_on_input(start):
 
 def test_a_template_without_a_place_for_tools_gets_them_as_text(start_server):
     tokenizer = tool_tokenizer("{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}<｜Assistant｜>")
-    server = start_server(tokenizer=tokenizer, runner=ScriptedRunner(tokenizer, CALL), eos=(tokenizer.eos_id,))
+    server = start_server(tokenizer=tokenizer, runner=ScriptedExecutor(tokenizer, CALL), eos=(tokenizer.eos_id,))
     call = {"type": "function", "function": {"name": "get_time", "arguments": "{}"}}
     history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
     ids = server.post("/tokenize", {"messages": history, "tools": TOOLS[:1]}).json()["tokens"]

@@ -12,8 +12,8 @@ import pytest
 
 SCRIPT = """
 import sys
-from live_server import FakeRunner, LLMEngine, AsyncEngine, SchedulerConfig, Serving, Server, bind, tiny_tokenizer
-runner = FakeRunner(step_seconds=float(sys.argv[1]))
+from live_server import FakeExecutor, LLMEngine, AsyncEngine, SchedulerConfig, Serving, Server, bind, tiny_tokenizer
+runner = FakeExecutor(step_seconds=float(sys.argv[1]))
 config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=32)
 serving = Serving(AsyncEngine(LLMEngine(runner, tiny_tokenizer(), config)), ("tiny",), "tiny", 128)
 listener = bind("127.0.0.1", 0)

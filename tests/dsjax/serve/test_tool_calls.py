@@ -9,7 +9,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_runner import tool_tokenizer
+from scripted_executor import tool_tokenizer
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.structured import GrammarCompiler

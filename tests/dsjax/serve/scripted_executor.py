@@ -2,11 +2,11 @@
 
 import numpy as np
 import tokenizers
-from fake_runner import FakeRunner, next_token
+from fake_executor import FakeExecutor, next_token
 from tiny_tokenizer import CONFIG, tiny_backend
 
-from dsjax.engine.plan import NO_TOKEN, RowResult
-from dsjax.engine.stats import ExpertCounts
+from dsjax.engine.commands import TOKEN_MADE, from_int32s
+from dsjax.engine.executor import ExpertCounts, RowResult
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import MARKERS
 
@@ -30,7 +30,7 @@ def tool_tokenizer(template: str = THINKING_TEMPLATE, special: bool = False) -> 
     return Tokenizer(backend, {**CONFIG, "chat_template": template})
 
 
-class ScriptedRunner(FakeRunner):
+class ScriptedExecutor(FakeExecutor):
     """Says `script` behind the last opening of an assistant's answer, then ends; scores prompts as exactly -1, -2, …"""
 
     def __init__(self, tokenizer: Tokenizer, script: str = "", **sizes):
@@ -50,17 +50,13 @@ class ScriptedRunner(FakeRunner):
         script = self._tokenizer.encode(self.script, add_special_tokens=False)
         return script[len(said)] if len(said) < len(script) else self._tokenizer.eos_id
 
-    def collect(self, plan) -> dict[str, RowResult]:
-        results = super().collect(plan)
-        for rank in plan.ranks:
-            for row in [*rank.decodes, *rank.prefills]:
-                request, count = row.request, row.request.params.prompt_logprobs
-                if count is not None and row.start < request.num_prompt_tokens - 1:
-                    scored = range(row.start + 1, min(row.start + row.length + 1, request.num_prompt_tokens))
-                    entries = [self._score(request.token_ids[at], at, count) for at in scored]
-                    before = results.get(request.request_id, RowResult(NO_TOKEN))
-                    results[request.request_id] = before._replace(prompt_logprobs=entries)
-        return results
+    def _scored(self, slot, row, result: RowResult) -> RowResult:
+        if not row.scored:
+            return result
+        tokens = [*from_int32s(row.tokens), row.next_token]
+        assert TOKEN_MADE not in tokens[1 : row.scored + 1]
+        entries = [self._score(tokens[at], row.start + at, row.top_scores) for at in range(1, row.scored + 1)]
+        return result._replace(prompt_scores=entries)
 
     def _score(self, token_id: int, position: int, count: int):
         """The token is the most probable one at even positions, and the second elsewhere."""
