@@ -4,9 +4,10 @@
     python tools/bench_generate.py --prompts 256 --prompt-tokens 32 dsjax:dp=1 dsjax:dp=32
     python tools/bench_generate.py dsjax:dp=1 dsjax+synchronous:dp=1 dsjax+speculative:dp=1 dsjax+speculative+synchronous:dp=1
 
-A system is ``dsjax:MESH`` or ``transformers:EXPERTS``; ``+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module,
-``+synchronous`` turns asynchronous scheduling off, and ``dsjax:MESH/NAME=VALUE/…`` gives this system engine options of its own, for
-example ``dsjax:dp=1/kernels=plain``. Each runs in a process of its own; they take turns, one round each, so
+A system is ``dsjax:MESH`` or ``transformers:EXPERTS``; ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for
+example ``dsjax:dp=1/kernels=plain``; ``+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module,
+``+synchronous`` turns asynchronous scheduling off; ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand
+in one run. Each runs in a process of its own; they take turns, one round each, so
 that a slow minute of the machine hits all of them. Round 0 warms up and is not counted. The figure is the median over rounds
 of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to the first system. The second
 ratio is of processor time, the least of the rounds: on a machine shared with others it says more, with one thread (``taskset
@@ -82,7 +83,7 @@ def compare(args: argparse.Namespace) -> None:
                 produced[system] = answer["tokens"]
                 if round_number:
                     seconds[system].append(answer["seconds"])
-                    processor[system].append(answer["processor"])
+                    processor[system].append(answer.get("processor", float("nan")))  # an older checkout says none
             print(
                 f"round {round_number} of {args.rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr
             )
@@ -114,7 +115,11 @@ def _start(args: argparse.Namespace, system: str) -> subprocess.Popen:
         for name in ("model", "prompts", "prompt_tokens", "new_tokens", "drafts", "threads")
     ]
     options = [f"--option={option}" for option in args.option]
-    command = [python, __file__, "--worker", system, *sizes, *options]
+    system, _, checkout = system.partition("@")
+    script = Path(checkout) / "tools" / Path(__file__).name if checkout else __file__
+    # An older checkout need not know what is said of drafts; each reads its own code, wherever dsjax is installed from.
+    sizes = [size for size in sizes if not (checkout and size.startswith("--drafts"))]
+    command = [python, str(script), "--worker", system, *sizes, *options]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

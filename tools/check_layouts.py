@@ -2,8 +2,8 @@
 
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
-    python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
+    python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
 
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one
 before: neither may change a token. The tests run a covering part of this; the whole takes about a quarter of an hour on
@@ -34,11 +34,11 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {' '.join(LAYOUTS)}; default: all")
-    parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device always has the plain forms")
     parser.add_argument("--speculative", action="store_true", help="each run with speculative decoding too")
     parser.add_argument(
         "--no-async-scheduling", action="store_true", help="each run without asynchronous scheduling too"
     )
+    parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device always has the plain forms")
     args = parser.parse_args()
     chosen = args.layouts or LAYOUTS
     if unknown := sorted(set(chosen) - set(LAYOUTS)):

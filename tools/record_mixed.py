@@ -5,8 +5,7 @@
 
 Requests are greedy and sampled, with penalties, biases, banned words and allowed tokens, log-probabilities of outputs and
 prompts, structured outputs, stop strings, several completions, shared prefixes; some are aborted in the middle. They arrive
-while others run, and the cache is small, so that some are preempted. At the end one sequence is scored whole, the
-cache is flushed, and a few more requests run.
+while others run. At the end one sequence is scored whole, the cache is flushed, and a few more requests run.
 """
 
 import argparse

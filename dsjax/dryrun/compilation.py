@@ -93,7 +93,7 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
     if mesh.devices.flat[0].platform == "cpu":
         # Native kernels are custom calls, whose operations and bytes a compiled program does not tell; the plain forms' are theirs.
         engine = dataclasses.replace(engine, kernels="plain")
-    step = make_step(engine, config, spec, mesh, mtp=args.engine.speculation is not None)
+    step = make_step(engine, config, spec, mesh, mtp=engine.speculation is not None)
     limits = args.limits(config, spec)
     speculation = args.engine.speculation
     most_drafts = speculation.num_speculative_tokens if speculation else 0

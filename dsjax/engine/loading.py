@@ -274,7 +274,7 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_rows_decode,
+        speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),
         kernels_note=step.kernels.note,
-        speculation=None if args.speculation is None else asdict(args.speculation),
     )

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dsjax.engine import plan
+from dsjax.engine import executor
 from dsjax.engine.loading import EngineFacts
 
 _MOST_ROWS = 4
@@ -29,11 +29,11 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     console.print(f"latent cache: {tokens}{'s' if facts.dp_ranks > 1 else ''}", highlight=False)
     limits = f"up to {facts.max_num_seqs} running requests a rank, {facts.max_model_len:,} tokens a request"
     console.print(limits, highlight=False)
+    if facts.speculation is not None:
+        console.print(_speculation_line(facts.speculation), highlight=False)
     if facts.kernels:
         names = ", ".join(f"{operation} {name}" for operation, name in facts.kernels.items())
         console.print(f"kernels: {names}{f' ({facts.kernels_note})' if facts.kernels_note else ''}", highlight=False)
-    if facts.speculation is not None:
-        console.print(_speculation_line(facts.speculation), highlight=False)
 
 
 def _speculation_line(speculation: dict[str, Any]) -> str:
@@ -88,7 +88,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 
 @contextlib.contextmanager
-def warm_up_bar(console: Console) -> Iterator[plan.Progress]:
+def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
     """A progress bar for `Executor.warm_up`."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:

@@ -404,3 +404,18 @@ def test_deltas_bring_several_tokens_and_add_up(llm, watch, greedy):
     assert (text, tokens) == greedy[4][0][:2]
     assert max(sizes) > 1
     assert sum(sizes) == TOKENS
+
+
+def test_a_row_at_its_last_tokens_asks_for_no_page_that_it_cannot_fill(llm, watch):
+    """Six pages hold a token of prompt and 23 of the 24 that are made; with bounds of two steps under way a seventh was asked for."""
+    drafting(llm, 2)
+    pool = llm.engine.core.scheduler.ranks[0].pool
+    held = pool.allocate(pool.num_usable - 6)
+    try:
+        for seed in range(4):
+            params = SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True)
+            (output,) = llm.generate(prompts(1), params)
+            assert output.metrics.num_preemptions == 0
+    finally:
+        pool.release(held)
+    watch.assert_both()

@@ -1,5 +1,6 @@
 """A recording of steps: what was told and what came of it, readable however its process ended, and replayed token by token."""
 
+import json
 import logging
 import stat
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from dsjax.engine.step_record import (
     describe_recording,
 )
 from dsjax.errors import UserError
+from tools import replay_steps
 from tools.replay_steps import build_executor, launch_kind, replay, times_table
 
 LIMITS = ExecutorLimits(8, 4, 8, 4, 33, 2, 64, 300)
@@ -325,6 +327,20 @@ def test_an_executor_of_other_sizes_is_refused(tmp_path, monkeypatch):
     StepFile(tmp_path / "steps", header(options={"model": "demo"})).close("shutdown")
     with pytest.raises(RecordError, match="pages_per_rank 9, recorded 33"):
         build_executor(StepRecord(tmp_path / "steps"), None)
+
+
+@pytest.mark.parametrize(
+    ("shift", "code", "said"), [(0, 0, "Every token is equal"), (1, 1, "rows differ. The first: step")]
+)
+def test_the_exit_code_says_whether_every_token_was_equal(tmp_path, monkeypatch, capsys, shift, code, said):
+    record(tmp_path / "steps")
+    executor = SlotExecutor(shift=shift)
+    executor.buckets = BUCKETS
+    monkeypatch.setattr(replay_steps, "build_executor", lambda *args: executor)
+    monkeypatch.setattr("sys.argv", ["replay_steps.py", str(tmp_path / "steps"), "--json", str(tmp_path / "report")])
+    assert replay_steps.main() == code
+    assert said in capsys.readouterr().out
+    assert (json.loads((tmp_path / "report").read_text())["num_differing"] > 0) is bool(code)
 
 
 def test_times_are_counted_from_the_end_of_the_step_before(tmp_path):

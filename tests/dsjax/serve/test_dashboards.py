@@ -86,8 +86,10 @@ def test_every_query_asks_for_what_a_real_server_shows(exposed, expression):
     assert names <= exposed.keys()
     for name, label in matchers:
         assert label in exposed[name] | ADDED_BY_PROMETHEUS, f"{name} has no label {label}"
+    for labels, name in re.findall(r"\bby \(([^)]*)\) \((?:\w+ ?\()*([A-Za-z_:][\w:]*)", expression):
+        assert set(labels.split(", ")) <= exposed[name] | ADDED_BY_PROMETHEUS, f"{name} has not all of {labels}"
+    assert grouped <= set().union(*(exposed[name] for name in names)) | ADDED_BY_PROMETHEUS
     for name in names:
-        assert grouped <= exposed[name] | ADDED_BY_PROMETHEUS, f"{name} has not all of {grouped}"
         assert "le" not in grouped or "le" in exposed[name]
 
 
