@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sharding.emulation import most_devices
 from sharding.errors import MeshError
 
 if TYPE_CHECKING:
@@ -176,28 +178,53 @@ class MeshSpec:
         over devices sorted by process and id (ids alone are not contiguous over processes).
 
         Raises:
-            MeshError: fewer devices exist than the mesh wants.
+            MeshError: fewer devices exist than the mesh wants, or JAX does not start.
         """
-        import jax
         import numpy as np
         from jax.sharding import AxisType, Mesh
 
         if devices is None:
-            devices = jax.devices()
+            devices = _all_devices()
         ordered = sorted(devices, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
         if len(ordered) < self.num_devices:
             platform = ordered[0].platform if ordered else "no"
             advice = (
-                f"start a fresh process so that {self.num_devices} CPU devices can be emulated, or call "
-                f"sharding.emulation.emulate_devices({self.num_devices}) before JAX starts"
-                if platform == "cpu"
-                else f"use a mesh of at most {len(ordered)} devices, or set JAX_PLATFORMS=cpu to emulate them on the host"
+                f"use a mesh of at most {len(ordered)} devices, or set JAX_PLATFORMS=cpu to emulate them on the host"
             )
+            if platform == "cpu":
+                advice = advice_on_emulation(self.num_devices)
             raise MeshError(
                 f"mesh {self} wants {self.num_devices} devices, found {len(ordered)} of platform {platform!r}; {advice}"
             )
         grid = np.array(ordered[: self.num_devices], dtype=object).reshape(self.shape)
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _all_devices() -> Sequence[jax.Device]:
+    import jax
+
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where the platform asked for has no device
+        asked = os.environ.get("JAX_PLATFORMS")
+        reason = f": {error}" if str(error) else ""
+        if not asked:
+            raise MeshError(f"JAX found no devices{reason}; JAX_PLATFORMS=cpu uses the host's processor") from error
+        raise MeshError(
+            f"JAX_PLATFORMS is {asked!r}, and JAX found no device of that platform{reason}; unset it to take what is there, "
+            "set it to cpu, or install JAX with the platform's plugin (pip install 'jax[cuda13]', 'jax[tpu]') and its driver"
+        ) from error
+
+
+def advice_on_emulation(count: int) -> str:
+    """What to do where fewer than ``count`` CPU devices were emulated."""
+    most, why = most_devices()
+    if count > most:
+        return f"this process can emulate at most {most:,} CPU devices, because {why}; use a smaller mesh"
+    return (
+        f"start a fresh process so that {count} CPU devices can be emulated, or call "
+        f"sharding.emulation.emulate_devices({count}) before JAX starts"
+    )
 
 
 def _divisors(number: int) -> list[int]:

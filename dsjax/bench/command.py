@@ -4,10 +4,11 @@ import typer
 
 from dsjax.bench.modules.command import modules
 from dsjax.bench.serve.command import serve
+from dsjax.cli.help import PLAIN, Commands, PanelledCommand
 
-bench = typer.Typer(name="bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-bench.command("serve")(serve)
-bench.command("modules")(modules)
+bench = typer.Typer(name="bench", cls=Commands, no_args_is_help=True, **PLAIN)
+bench.command("serve", cls=PanelledCommand)(serve)
+bench.command("modules", cls=PanelledCommand)(modules)
 
 
 @bench.callback()

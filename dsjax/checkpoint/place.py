@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dsjax.model.parameters import ParameterInfo
+from dsjax.progress import Tenths
 from sharding.rules import Rules
 
 Region = tuple[slice, ...]
@@ -104,6 +105,20 @@ def progress_bar(title: str, total: int, shown: bool) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        tenths = Tenths(
+            title, total, lambda line: console.print(line, highlight=False), lambda size: f"{size / 1e9:,.3g} GB"
+        )
+        done_so_far = [0]
+        tenths.reach(0)
+
+        def advance(done: int) -> None:
+            done_so_far[0] += done
+            tenths.reach(done_so_far[0])
+
+        yield advance
+        return
     columns = [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -111,6 +126,6 @@ def progress_bar(title: str, total: int, shown: bool) -> Iterator[Advance]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=console) as bars:
         task = bars.add_task(title, total=total)
         yield lambda done: bars.advance(task, done)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dsjax.cli.output import write_json
+from dsjax.cli.output import report_console, write_json
 
 
 def info(
@@ -20,7 +20,7 @@ def info(
     """Show a model's path, configuration and parameters by component."""
     facts = describe(model)
     if json_file is None:
-        _show(Console(), facts)
+        _show(report_console(), facts)
         return
     write_json(json_file, facts)
 

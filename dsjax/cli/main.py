@@ -7,13 +7,13 @@ A command's module is imported when the command is used. No such module brings J
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-import typer.core
 from rich.console import Console
 from rich.text import Text
 
+from dsjax.cli.help import PLAIN, Commands, PanelledCommand
 from dsjax.errors import UserError
 
 COMMANDS = {
@@ -30,7 +30,7 @@ COMMANDS = {
 """Command to (module, function, or a `typer.Typer` with commands of its own), in the order of `--help`."""
 
 
-class LazyCommands(typer.core.TyperGroup):
+class LazyCommands(Commands):
     """A group that imports a command's module when the command is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -45,16 +45,37 @@ class LazyCommands(typer.core.TyperGroup):
         command = getattr(importlib.import_module(module), function)
         if isinstance(command, typer.Typer):
             return typer.main.get_command(command)
-        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command(cmd_name)(command)
+        single = typer.Typer(**PLAIN)
+        single.command(cmd_name, cls=PanelledCommand)(command)
         return typer.main.get_command(single)
 
 
-app = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=LazyCommands, no_args_is_help=True, **PLAIN)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        found = {}
+        for package in ("dsjax", "jax", "jaxlib", "flax"):
+            try:
+                found[package] = version(package)
+            except PackageNotFoundError:  # dsjax run from its source tree
+                found[package] = "not installed"
+        typer.echo("\n".join(f"{package} {number}" for package, number in found.items()))
+        raise typer.Exit
 
 
 @app.callback()
-def dsjax() -> None:
+def dsjax(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the versions of dsjax and JAX, then end.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
     """Serve, dry-run and plan DeepSeek-V3/R1-family models with JAX on any device mesh."""
 
 

@@ -15,7 +15,7 @@ from dsjax.dryrun.prices import default_cluster, even_ragged_share
 from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
-from dsjax.engine.assembly import dispatch_method
+from dsjax.engine.assembly import check_layout, dispatch_method
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters
@@ -52,6 +52,8 @@ def dry_run(
         )
     config = load_config(args.engine.model)
     spec = MeshSpec.parse(args.engine.mesh)
+    # Before the devices are described, or emulated.
+    check_layout(config, spec, args.engine.redundant_experts, "fp8" if args.engine.weights == "fp8" else "bf16")
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = _cluster(hardware, cluster, spec.num_devices)
     mesh = spec.build(target_devices(hardware, spec.num_devices))

@@ -85,8 +85,9 @@ def _memory(report: DryRunReport) -> Table:
 def _collectives(program: ProgramReport, name: str) -> Table:
     table = _table(
         f"collectives of {name}; bytes that a device sends in it",
-        "kind", "axes", "array", "bytes", "times", "in host", "to others", "beside", "part of the model",
+        "kind", "part of the model", "axes", "array", "bytes", "times", "in host", "to others", "beside",
     )  # fmt: skip
+    table.columns[1].justify = "left"
     rows: dict[tuple, float] = {}
     for one in program.collectives:
         axes = "?" if one.axes is None else "×".join(one.axes)
@@ -107,10 +108,10 @@ def _collectives(program: ProgramReport, name: str) -> Table:
     for (kind, axes, array, operand, near, far, beside, part), times in rows.items():
         inside, between = inside + near * times, between + far * times
         table.add_row(
-            kind, axes, array, _size(operand), f"{times:g}", _size(near * times), _size(far * times), beside, part
+            kind, part, axes, array, _size(operand), f"{times:g}", _size(near * times), _size(far * times), beside
         )
     table.add_section()
-    table.add_row("all", "", "", "", f"{sum(rows.values()):g}", _size(inside), _size(between), "", "")
+    table.add_row("all", "", "", "", "", f"{sum(rows.values()):g}", _size(inside), _size(between), "")
     table.caption = "beside: operations scheduled between start and done; – synchronous"
     return table
 

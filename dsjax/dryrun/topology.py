@@ -10,6 +10,7 @@ from jax.experimental import topologies
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware
 from sharding import MeshError
+from sharding.mesh import advice_on_emulation
 
 # Equal for Hopper and Blackwell (CUDA programming guide, compute capabilities 9.0 and 10.0).
 _CUDA_LIMITS = """threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
@@ -30,8 +31,7 @@ def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device
         devices = jax.devices("cpu")
         if len(devices) < count:
             raise MeshError(
-                f"a dry run for {count} devices found {len(devices)} emulated ones; start a fresh process, or call "
-                f"sharding.emulation.emulate_devices({count}) before JAX starts"
+                f"a dry run for {count} devices found {len(devices)} emulated ones; {advice_on_emulation(count)}"
             )
         return devices
     extra = hardware.platform

@@ -49,7 +49,11 @@ class EngineArgs:
     max_num_batched_tokens: int = option(2048, "most tokens of a DP rank in one step", least=1)
     prefill_chunk: int = option(256, "most tokens of one prompt in one step", least=1)
     page_size: int = option(16, "token slots of a page of the latent cache", least=1)
-    cache_tokens: int | None = option(None, "token slots of a DP rank's cache; default: what memory allows", least=1)
+    cache_tokens: int | None = option(
+        None,
+        "token slots of a DP rank's cache, in whole pages; default: all that --max-num-seqs can use, if memory allows",
+        least=1,
+    )
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
     async_scheduling: bool = option(True, "plan a step while the one before computes")
     enable_prefix_caching: bool = option(True, "share the cache's pages between requests that begin alike")
@@ -91,6 +95,11 @@ class EngineArgs:
             raise UserError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
                 "so running requests would stall each other; raise the first or lower the second"
+            )
+        if self.cache_tokens is not None and self.cache_tokens % self.page_size:
+            raise UserError(
+                f"--cache-tokens is {self.cache_tokens}, which is no whole number of pages of {self.page_size} tokens "
+                f"(--page-size); give {-(-self.cache_tokens // self.page_size) * self.page_size}"
             )
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 

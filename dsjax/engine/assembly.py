@@ -40,6 +40,11 @@ def make_step(
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
     """
+    if jax.config.jax_enable_x64:
+        raise UserError(
+            "JAX_ENABLE_X64 is on, under which JAX counts in 64 bits; dsjax computes in float32 and less. Unset it, or call "
+            'jax.config.update("jax_enable_x64", False)'
+        )
     if mtp and not config.num_nextn_predict_layers:
         raise UserError(
             "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "

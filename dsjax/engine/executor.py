@@ -104,7 +104,7 @@ class ExecutorCounts(NamedTuple):
 
 
 Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, label)` while an executor warms up."""
+"""Called as `progress(done, total, label)` between the programs that an executor compiles to warm up. What it raises ends the warm-up."""
 
 
 class Executor(Protocol):

@@ -22,11 +22,11 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import dispatch_method, make_step, weights_format
+from dsjax.engine.assembly import check_layout, dispatch_method, make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.executor import Executor, ExecutorLimits
 from dsjax.engine.mesh_executor import MeshExecutor
-from dsjax.engine.process import enable_compile_cache, keep_freed_memory
+from dsjax.engine.process import available_bytes, enable_compile_cache, keep_freed_memory
 from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
@@ -55,6 +55,7 @@ class EngineFacts:
         kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
+        max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
@@ -111,6 +112,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
+    # Before the mesh is built, for that starts JAX and emulates its devices.
+    check_layout(config, spec, args.redundant_experts, "fp8" if args.weights == "fp8" else "bf16")
     mesh = spec.build()
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
@@ -119,6 +122,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=speculation is not None)
     max_model_len = _max_model_len(args, config)
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
+    if mesh.devices.flat[0].platform == "cpu":
+        _check_host_memory(args, step)
     params = load(
         config,
         checkpoint,
@@ -222,19 +227,52 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
     return args.max_model_len or config.max_position_embeddings
 
 
+def _check_host_memory(args: EngineArgs, step: Step) -> None:
+    """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read."""
+    available = available_bytes()
+    needed = 0
+    for info in step.table.infos.values():
+        sharding = step.rules.sharding(step.mesh, info.logical_axes, info.shape)
+        needed += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+    needed *= len(step.mesh.local_devices)
+    if available is not None and needed > available:
+        raise UserError(
+            f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {len(step.mesh.local_devices)} emulated devices, and this "
+            f"host has {available / 1e9:,.1f} GB of memory available; use a mesh of fewer devices or a smaller model, or look at "
+            f"this one with dsjax dryrun --model {args.model} --mesh {step.spec}"
+        )
+
+
 def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
     pages_per_request = -(-max_model_len // args.page_size)
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sequences * pages_per_request
+    pages = device_cache.pages_that_fit(step, wanted + 1)
+    room = (pages - 1) * args.page_size
+    if args.cache_tokens and room < args.cache_tokens:
+        raise UserError(
+            f"--cache-tokens is {args.cache_tokens:,}, but the memory of a device has room for {room:,} tokens; lower it to {room}, "
+            "or leave it out to take what fits"
+        )
+    if args.max_model_len and room < args.max_model_len:
+        raise UserError(
+            f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
+            "could never run; lower it"
+            + (
+                f", or raise --cache-tokens from {args.cache_tokens:,}"
+                if args.cache_tokens
+                else " or use a mesh of more devices"
+            )
+        )
     chunk = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len)
     return ExecutorLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
         max_chunk=chunk,
         page_size=args.page_size,
-        pages_per_rank=device_cache.pages_that_fit(step, wanted + 1),
+        pages_per_rank=pages,
         num_ranks=step.spec.dp_size,
         max_model_len=max_model_len,
         vocab_size=step.config.vocab_size,
@@ -272,7 +310,7 @@ def _facts(
         cache_bytes=cache_bytes,
         cache_tokens=device_cache.token_slots(step, limits.pages_per_rank),
         page_size=limits.page_size,
-        max_model_len=limits.max_model_len,
+        max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),

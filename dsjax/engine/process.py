@@ -1,4 +1,4 @@
-"""How this process runs XLA's programs: where compiled ones are kept, and what happens to the memory that they free."""
+"""How this process runs XLA's programs: where compiled ones are kept, how much memory there is, and what happens to what they free."""
 
 import ctypes
 import os
@@ -80,3 +80,23 @@ def keep_freed_memory() -> bool:
         return False
     never_trim = 2**31 - 1
     return all(mallopt(option, value) for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, never_trim)))
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process can still take: what the machine has left, or its container's limit where that is less.
+
+    Linux only; None elsewhere. What a container uses is not taken off its limit: most of that may be files' pages, which go
+    when room is needed.
+    """
+    found: list[int] = []
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        pass
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroup 2 and 1
+        try:
+            found.append(int((cgroup / name).read_text()))
+        except (OSError, ValueError):  # no such file, or no limit: "max"
+            continue
+    return min(found, default=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +148,11 @@ class Programs:
         return self._constant(("masks", sampled), lambda: jax.device_put(np.full(shape, -1, np.int32), self.rows))
 
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
-        """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once."""
+        """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
+
+        ``progress`` is called before each trace and after each compilation. What it raises ends the warm-up: nothing more is
+        traced, what waits is not compiled, and what is being compiled is waited for.
+        """
         work: dict[Hashable, tuple[str, Callable[[], Lowered]]] = {}
         launches = [(*shapes, False) for shapes in buckets.shapes()]
         launches.append((None, buckets.scored, buckets.proposals, True))
@@ -173,14 +177,17 @@ class Programs:
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
         try:
             missing = {key: entry for key, entry in work.items() if key not in self._compiled}
-            pending = {pool.submit(lower().compile): (key, label) for key, (label, lower) in missing.items()}
+            pending: dict[Future[Compiled], tuple[Hashable, str]] = {}
+            for key, (label, lower) in missing.items():
+                report(0, len(work), label)
+                pending[pool.submit(lower().compile)] = key, label
             for done, future in enumerate(as_completed(pending), len(work) - len(missing) + 1):
                 key, label = pending[future]
                 self._compiled[key] = future.result()
                 report(done, len(work), label)
         finally:
-            # An interrupt must not wait for what is queued.
-            pool.shutdown(wait=False, cancel_futures=True)
+            # An end before all is compiled must not wait for what is queued.
+            pool.shutdown(cancel_futures=True)
 
     def drop(self) -> None:
         """Drop all programs."""

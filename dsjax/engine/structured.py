@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -21,8 +22,11 @@ COMPILE_STACK = 256 * 2**20
 """Bytes of stack for compiling. llguidance descends once a rule, and a chain of the 7,500 rules that fit a grammar's text
 overran the usual 8 MB, which ends the process; with 64 MB none did. Only what is used is ever backed by memory."""
 
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
-"""Between JSON's parts at most 16 blanks: a model that fell into blanks would never leave them."""
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
+"""Between JSON's parts one blank, or a line break and an indentation: both usual ways to write it, and no way to fall into blanks."""
+
+COMPACT_JSON_OPTIONS: dict[str, Any] = {"whitespace_flexible": False}
+"""No blanks between JSON's parts, for `disable_any_whitespace`."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -197,10 +201,11 @@ class _TokenTable:
 
 def grammar_text(outputs: StructuredOutputs) -> str:
     """The grammar as llguidance reads it."""
+    options = COMPACT_JSON_OPTIONS if outputs.disable_any_whitespace else JSON_OPTIONS
     if outputs.json is not None:
-        return LLMatcher.grammar_from_json_schema(outputs.json, overrides=JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(outputs.json, overrides=options)
     if outputs.json_object:
-        return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=options)
     if outputs.regex is not None:
         return LLMatcher.grammar_from_regex(outputs.regex)
     if outputs.choice is not None:

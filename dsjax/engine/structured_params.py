@@ -37,6 +37,8 @@ class StructuredOutputs:
         grammar: a context-free grammar in Lark's syntax as llguidance reads it; its start rule is `start`.
         structured_after: a token id, such as that of `</think>`: the text is free until this token has been made, and the
             form holds for what comes after. None: from the first token.
+        disable_any_whitespace: JSON has no blanks between its parts. Otherwise it may have one blank there, or a line break and an
+            indentation.
 
     Raises:
         SamplingError: none or several forms, a form of the wrong type, or one that is too long.
@@ -48,6 +50,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | list[str] | None = None
     grammar: str | None = None
     structured_after: int | None = None
+    disable_any_whitespace: bool = False
 
     def __post_init__(self):
         given = [name for name in _FORMS if getattr(self, name) is not None]
@@ -68,6 +71,8 @@ class StructuredOutputs:
             raise _error(name, f"found {value!r}, expected text")
         if isinstance(value, str):
             _check_text(name, value)
+        if type(self.disable_any_whitespace) is not bool:
+            raise _error("disable_any_whitespace", f"found {self.disable_any_whitespace!r}, expected true or false")
         after = self.structured_after
         if after is not None and (type(after) is not int or after < 0):
             raise _error("structured_after", f"found {after!r}, expected a token id")

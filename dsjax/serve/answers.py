@@ -44,12 +44,17 @@ class UsageCounter:
         self._prompts: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self._completion_tokens = 0
+        self._reasoning_tokens: dict[int, int] = {}
 
     def count(self, index: int, output: RequestOutput) -> None:
         """Enter an output of prompt `index`, whose completions hold tokens not yet counted."""
         self._prompts[index] = len(output.prompt_token_ids)
         self._cached[index] = output.num_cached_tokens or 0
         self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def count_reasoning(self, completion: int, tokens: int) -> None:
+        """Enter how many tokens of a completion are reasoning by now."""
+        self._reasoning_tokens[completion] = tokens
 
     def usage(self) -> Usage:
         """The sums."""
@@ -59,6 +64,7 @@ class UsageCounter:
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "completion_tokens_details": {"reasoning_tokens": sum(self._reasoning_tokens.values())},
         }
 
 

@@ -125,8 +125,16 @@ class EventStream(StreamingResponse):
     byte, `resources` are closed.
     """
 
-    def __init__(self, answer: StreamedAnswer, outputs: OutputStream, resources: AbstractContextManager[Any]):
-        super().__init__((), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    _END = b"data: [DONE]\n\n"
+
+    def __init__(
+        self,
+        answer: StreamedAnswer,
+        outputs: OutputStream,
+        resources: AbstractContextManager[Any],
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__((), media_type="text/event-stream", headers={"Cache-Control": "no-cache", **(headers or {})})
         self._answer = answer
         self._outputs = outputs
         self._resources = resources
@@ -161,8 +169,8 @@ class EventStream(StreamingResponse):
         except Exception as error:  # the status line is sent; an event is the only way left to tell
             answer = to_api_error(error)
             note_error(self._scope, answer)
-            await self._send_all([answer.body()])
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await self._send_all([self._failure(answer)])
+        await send({"type": "http.response.body", "body": self._END, "more_body": False})
 
     async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:
         """The events of some outputs; those before one that failed are sent in any case."""
@@ -174,9 +182,16 @@ class EventStream(StreamingResponse):
             await self._send_all(chunks)
 
     async def _send_all(self, chunks: Iterable[Mapping[str, Any]]) -> None:
-        events = b"".join([b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks])
+        events = b"".join([self._event(chunk) for chunk in chunks])
         if events:
             await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
+
+    def _event(self, chunk: Mapping[str, Any]) -> bytes:
+        return b"data: " + to_json(chunk) + b"\n\n"
+
+    def _failure(self, error: ApiError) -> Mapping[str, Any]:
+        """What tells of an error after the head has been sent."""
+        return error.body()
 
 
 async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Answer:

@@ -29,6 +29,9 @@ MAX_CHOICES = 1024
 MAX_GRAMMAR_BYTES = 64 * 1024
 """A JSON schema, regex or grammar, and all schemas of a request's tools together."""
 
+MAX_METADATA = 16
+"""Entries of `metadata`, as OpenAI's."""
+
 MAX_NAME_CHARACTERS = 256
 """Model names, users, salts, sessions."""
 

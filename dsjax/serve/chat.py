@@ -9,12 +9,12 @@ from dsjax.engine.outputs import CompletionOutput, Logprob, RequestOutput, Token
 from dsjax.engine.request import FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.serve import bounds
-from dsjax.serve.answers import UsageCounter, finite, gather, prompt_logprobs_body, refuse_failed, usage_of
+from dsjax.serve.answers import UsageCounter, finite, gather, prompt_logprobs_body, refuse_failed
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
-from dsjax.serve.responses import ChatChoice, ChatLogprobs, ChatResponse
+from dsjax.serve.responses import ChatChoice, ChatLogprobs, ChatResponse, Usage
 from dsjax.serve.serving import Serving
 from dsjax.serve.tool_calls import MARKERS, ToolCallParser, tool_grammar
 
@@ -39,6 +39,16 @@ class ChatAnswer:
         self._parsers: list[MessageParser] = []
         self._prompt_is_told = False
 
+    @property
+    def session(self) -> str | None:
+        """Requests of one session go to one DP rank, where the header does not name one."""
+        return self._body.prompt_cache_key
+
+    def without_effect(self) -> list[str]:
+        """Fields of the request that change nothing here."""
+        template = self._tokenizer.chat_template if self._tokenizer else None
+        return self._body.fields_without_effect(template.source if template else "")
+
     async def start(self, session: str | None) -> OutputStream:
         """Check everything, render the template and queue the prompt.
 
@@ -59,7 +69,7 @@ class ChatAnswer:
     def _form(self) -> dict[str, Any] | None:
         """The form that the answer must have: one asked for, or that of the tool calls that must come."""
         body = self._body
-        form, forced = body.form_of_text(), body.forced_tools
+        form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
         if not forced:
             return form
         if form is not None:
@@ -67,12 +77,17 @@ class ChatAnswer:
         if self._tokenizer is None or self._serving.tool_format is None:
             raise ApiError(400, "this server has no tool-call parser (--tool-call-parser)", param="tool_choice")
         several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-        return {"grammar": tool_grammar(self._serving.tool_format, forced, self._tokenizer, several=several)}
+        compact = self._serving.options.disable_any_whitespace
+        return {
+            "grammar": tool_grammar(
+                self._serving.tool_format, forced, self._tokenizer, several=several, compact=compact
+            )
+        }
 
     def _params(
         self, prompt: ChatPrompt, max_tokens: int | None, logprobs: int | None, form: dict[str, Any] | None
     ) -> SamplingParams:
-        reasoning = self._serving.reasoning
+        reasoning = self._serving.reasoning if self._body.separate_reasoning is not False else None
         self._section = None if reasoning is None else reasoning.start_of(prompt.text, prompt.unfinished)
         parsed = self._section is not None or self._parses_tools
         special = parsed and any(
@@ -85,8 +100,15 @@ class ChatAnswer:
             prompt_logprobs=self._body.prompt_logprobs,
             keep_special_tokens=special,
             form=form,
-            form_after=reasoning.close_token_id if self._section is Section.REASONING else None,
+            form_after=self._form_after(prompt),
         )
+
+    def _form_after(self, prompt: ChatPrompt) -> int | None:
+        """The token after which a form binds: reasoning is free, also where it is left in the content."""
+        reasoning = self._serving.reasoning
+        if reasoning is None or reasoning.start_of(prompt.text, prompt.unfinished) is not Section.REASONING:
+            return None
+        return reasoning.close_token_id
 
     @property
     def _parses_tools(self) -> bool:
@@ -98,24 +120,30 @@ class ChatAnswer:
             most = 1 if self._body.parallel_tool_calls is False else bounds.MAX_TOOL_CALLS
             tools = ToolCallParser(self._serving.tool_format, most)
         splitter = None if self._section is None else ReasoningSplitter(self._section)
-        return MessageParser(splitter, tools, self._body.include_reasoning is not False)
+        reasoning = self._serving.reasoning
+        close = reasoning.close_token_id if reasoning is not None else None
+        return MessageParser(splitter, tools, self._body.include_reasoning is not False, close)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:
         """Wait for all completions, and give the whole answer."""
-        (output,) = outputs = await gather(stream)
+        (output,) = await gather(stream)
         choices: list[ChatChoice] = []
+        counter = UsageCounter()
+        counter.count(0, output)
         for completion in output.outputs:
             parser = self._parser()
+            message = parser.push(completion.text, finished=True, token_ids=completion.token_ids).message()
+            counter.count_reasoning(completion.index, parser.reasoning_tokens)
             choice: ChatChoice = {
                 "index": completion.index,
-                "message": parser.push(completion.text, finished=True).message(),
+                "message": message,
                 "logprobs": self._logprobs(completion),
                 **_end(completion, parser),
             }
             if self._body.return_token_ids:
                 choice["token_ids"] = completion.token_ids
             choices.append(choice)
-        answer: ChatResponse = {**self._head("chat.completion"), "choices": choices, "usage": usage_of(outputs)}
+        answer: ChatResponse = {**self._head("chat.completion"), "choices": choices, "usage": counter.usage()}
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
         if self._body.return_token_ids:
@@ -153,9 +181,14 @@ class ChatAnswer:
         """A chunk with the usage, where the request asks for it."""
         return [{**self._chunk_head, "choices": [], "usage": self._counter.usage()}] if self._body.include_usage else []
 
+    def usage(self) -> Usage:
+        """The tokens of a stream so far."""
+        return self._counter.usage()
+
     def _chunk(self, completion: CompletionOutput, parser: MessageParser) -> ChatChoice | None:
         """What a chunk says of a completion; None where there is nothing to say."""
-        delta = parser.push(completion.text, completion.finished).delta()
+        delta = parser.push(completion.text, completion.finished, completion.token_ids).delta()
+        self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
         ids = self._body.return_token_ids and completion.token_ids
         if not (delta or completion.finished or completion.logprobs or ids):
             return None
@@ -173,7 +206,8 @@ class ChatAnswer:
         return {"usage": None} if self._body.include_usage else {}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+        head = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+        return head | ({"service_tier": "default"} if self._body.service_tier is not None else {})
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if completion.logprobs is None:

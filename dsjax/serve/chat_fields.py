@@ -1,26 +1,51 @@
 """The body of `/v1/chat/completions`: messages, tools and the rest, checked one by one and against each other."""
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
 from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
+from dsjax.serve.openai_fields import Effort
 from dsjax.serve.sampling_fields import Count, Name, SamplingFields
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class TextPart(StrictModel):
-    """A piece of a message's content; only text has a meaning for this model."""
+    """A piece of a message's content; only text has a meaning for this model. A refusal is what an assistant said, too."""
 
-    type: Literal["text"]
+    type: Literal["text", "refusal"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        kind = part.get("type")
+        if kind == "refusal" and "text" not in part:
+            return {"type": kind, "text": part.get("refusal")}
+        if isinstance(kind, str) and kind not in ("text", "refusal"):
+            raise PydanticCustomError(
+                "text_only", "found a part of type {kind}, but this model reads text only", {"kind": kind}
+            )
+        return part
 
-Content = str | Annotated[list[TextPart], Field(max_length=bounds.MAX_PARTS)]
+
+def _text_or_parts(content: Any) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+# The discriminator keeps an error about a part from being followed by one about text.
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(max_length=bounds.MAX_PARTS), Tag("parts")],
+    Discriminator(_text_or_parts),
+]
 
 
 class CalledFunction(StrictModel):
@@ -103,6 +128,10 @@ class ToolChoice(StrictModel):
     function: ChosenFunction
 
 
+THINKING_SWITCHES = ("thinking", "enable_thinking")
+"""Variables by which templates turn reasoning on or off: DeepSeek-V3.1's, and that of others."""
+
+
 class PromptFields(StrictModel):
     """What the prompt is made from. `/tokenize` takes it too."""
 
@@ -125,6 +154,10 @@ class PromptFields(StrictModel):
         if self.tools and len(json.dumps(self.tool_dicts())) > bounds.MAX_GRAMMAR_BYTES:
             raise ApiError(400, f"the tools take more than {bounds.MAX_GRAMMAR_BYTES:,} bytes", param="tools")
 
+    def template_variables(self, source: str) -> dict[str, Any]:
+        """Variables for a template of this source."""
+        return dict(self.chat_template_kwargs or {})
+
     def tool_dicts(self) -> list[dict[str, Any]]:
         """The tools as templates and grammars read them."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
@@ -140,17 +173,48 @@ class ChatRequest(SamplingFields, PromptFields):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = Field(True, description="false leaves the reasoning out of the answer")
+    separate_reasoning: bool | None = Field(True, description="SGLang's; false leaves the reasoning in the content")
+    reasoning_effort: Effort | None = Field(
+        None,
+        description="none turns thinking off where the template has a switch for it; templates may also read the word",
+    )
+    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="older name of tools; refused"
+    )
+    function_call: Literal["none", "auto"] | None = Field(
+        None, description="older name of tool_choice; refused with functions"
+    )
 
     def check(self) -> None:
         """Raise for fields that do not go together."""
         self.check_stream_fields()
         self.check_prompt_fields()
+        for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+            if getattr(self, old) is not None:
+                raise ApiError(400, f"{old} is the older name of {new}; send {new}", param=old)
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not self.tools:
             raise ApiError(400, "tool_choice wants tools, and there are none", param="tool_choice")
         if isinstance(choice, ToolChoice) and choice.function.name not in [t.function.name for t in self.tools]:
             reason = f"tool_choice names {choice.function.name!r}, which is none of the tools"
             raise ApiError(400, reason, param="tool_choice")
+
+    def template_variables(self, source: str) -> dict[str, Any]:
+        """Variables for a template: those given, and what `reasoning_effort` means to it."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            for name in THINKING_SWITCHES:
+                if names(source, name):
+                    variables.setdefault(name, self.reasoning_effort != "none")
+            if names(source, "reasoning_effort"):
+                variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return variables
+
+    def fields_without_effect(self, source: str) -> list[str]:
+        """As `without_effect`, for a model with this chat template."""
+        found = self.without_effect()
+        read = any(names(source, name) for name in (*THINKING_SWITCHES, "reasoning_effort"))
+        return found + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -187,3 +251,8 @@ class ChatRequest(SamplingFields, PromptFields):
                 raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
             return None
         return self.top_logprobs or 0
+
+
+def names(source: str, variable: str) -> bool:
+    """Whether a template reads a variable."""
+    return re.search(rf"\b{variable}\b", source) is not None

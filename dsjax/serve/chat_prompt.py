@@ -1,12 +1,11 @@
 """`ChatPrompt`: messages and tools to a prompt's text and tokens, through the model's own template."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsjax.engine.tokenizer import Tokenizer
-from dsjax.serve.chat_fields import ChatMessage, PromptFields
+from dsjax.serve.chat_fields import ChatMessage, PromptFields, names
 from dsjax.serve.errors import ApiError
 from dsjax.serve.tool_calls import ToolFormat, tool_outputs
 
@@ -40,13 +39,13 @@ def render_prompt(
     """
     if tokenizer is None or tokenizer.chat_template is None:
         raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-    variables = fields.chat_template_kwargs or {}
+    source = tokenizer.chat_template.source
+    variables = fields.template_variables(source)
     reserved = sorted(_RESERVED_VARIABLES & variables.keys())
     if reserved:
         raise ApiError(400, f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs")
-    source = tokenizer.chat_template.source
-    messages = _messages(fields.messages, _names(source, "tool_calls"), form)
-    if tools and not _names(source, "tools"):
+    messages = _messages(fields.messages, names(source, "tool_calls"), form)
+    if tools and not names(source, "tools"):
         messages = _with_description(messages, tools, form)
     text = tokenizer.chat_template.render(
         messages,
@@ -96,10 +95,6 @@ def _needed(form: ToolFormat | None) -> ToolFormat:
         reason = "this model has no format for tool calls; start the server with --tool-call-parser to give it one"
         raise ApiError(400, reason, param="tools")
     return form
-
-
-def _names(source: str, variable: str) -> bool:
-    return re.search(rf"\b{variable}\b", source) is not None
 
 
 def _cut_after(text: str, final: str) -> str:

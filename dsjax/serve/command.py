@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -66,6 +67,13 @@ def serve(
     tool_call_parser: Annotated[
         str, typer.Option(help=f"How tool calls are written ({', '.join(TOOL_CALL_PARSERS)}).")
     ] = "auto",
+    disable_any_whitespace: Annotated[
+        bool,
+        typer.Option(
+            "--disable-any-whitespace",
+            help="Structured output has no blanks between JSON's parts, unless a request says otherwise.",
+        ),
+    ] = False,
     profile_dir: Annotated[
         str | None, typer.Option(help="Where /start_profile writes traces; without it it is closed.")
     ] = None,
@@ -88,6 +96,7 @@ def serve(
         step_timeout=step_timeout,
         reasoning_parser=reasoning_parser,
         tool_call_parser=tool_call_parser,
+        disable_any_whitespace=disable_any_whitespace,
         profile_dir=profile_dir,
     )
     configure_logging(log_level, as_json=log_json)
@@ -130,9 +139,14 @@ def serve_model(
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 
-    def warm_up() -> None:
+    def warm_up(check_going_on: Callable[[], None]) -> None:
         with warm_up_bar(console) as progress:
-            model.engine.warm_up(progress)
+
+            def between_shapes(done: int, total: int, label: str) -> None:
+                check_going_on()
+                progress(done, total, label)
+
+            model.engine.warm_up(between_shapes)
 
     facts = model.facts
     show_facts(console, facts)

@@ -68,8 +68,10 @@ class CompletionRequest(SamplingFields):
             return [self.prompt]
         return self.prompt
 
-    def params(self) -> SamplingParams:
+    def params(self, form: dict[str, Any] | None) -> SamplingParams:
         """The engine's parameters. A prompt that is only scored still makes one token, which nobody sees.
+
+        form: of the text, as a keyword argument of `StructuredOutputs`.
 
         Raises:
             SamplingError: a value out of range.
@@ -81,7 +83,7 @@ class CompletionRequest(SamplingFields):
             max_tokens=1 if self.max_tokens == 0 else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=scored,
-            form=self.form_of_text(),
+            form=form,
         )
 
 
@@ -104,6 +106,15 @@ class CompletionAnswer:
             int, list[TokenLogprobs | None]
         ] = {}  # by prompt: a stream tells them once, for all its choices
 
+    @property
+    def session(self) -> str | None:
+        """Requests of one session go to one DP rank, where the header does not name one."""
+        return self._body.prompt_cache_key
+
+    def without_effect(self) -> list[str]:
+        """Fields of the request that change nothing here."""
+        return self._body.without_effect()
+
     async def start(self, session: str | None) -> OutputStream:
         """Check everything and queue the prompts.
 
@@ -112,7 +123,7 @@ class CompletionAnswer:
         """
         body = self._body
         body.check()
-        params, prompts = body.params(), body.prompts()
+        params, prompts = body.params(self._serving.with_whitespace(body.form_of_text())), body.prompts()
         with self._serving.admitted(body, prompts) as submit:
             return await submit(self.id, prompts, params, session)
 

@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -88,11 +89,34 @@ def _from_validation(error: RequestValidationError) -> ApiError:
         return ApiError(
             422, "the request has no JSON object as its body; send one, with Content-Type: application/json"
         )
-    messages = []
-    for problem in problems[:_MOST_PROBLEMS]:
-        path = ".".join(str(part) for part in problem["loc"] if part != "body")
+    messages: dict[str, list[str]] = {}
+    for problem in problems:
         text = "unknown field; leave it out" if problem["type"] == "extra_forbidden" else problem["msg"]
-        messages.append(f"{path}: {text}")
-    if len(problems) > _MOST_PROBLEMS:
-        messages.append(f"and {len(problems) - _MOST_PROBLEMS} more")
-    return ApiError(422, "; ".join(messages), param=str(location[0])[:_MOST_CHARACTERS])
+        found = messages.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
+        if text not in found:
+            found.append(text)
+    told = [f"{path}: {_one_of(texts)}" for path, texts in list(messages.items())[:_MOST_PROBLEMS]]
+    if len(messages) > _MOST_PROBLEMS:
+        told.append(f"and {len(messages) - _MOST_PROBLEMS} more")
+    status = 400 if any(problem["type"] == "text_only" for problem in problems) else 422
+    return ApiError(status, "; ".join(told), param=str(location[0])[:_MOST_CHARACTERS])
+
+
+def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
+    """Where in the body a problem is. pydantic's location also names which branch of a union it tried; those are left out."""
+    parts, value = [], body
+    steps = [part for part in location if part != "body"]
+    for at, part in enumerate(steps):
+        is_last = at == len(steps) - 1
+        if (isinstance(value, dict) and part in value) or (
+            isinstance(value, list) and isinstance(part, int) and part < len(value)
+        ):
+            value = value[part]
+        elif not (is_last and kind == "missing") and parts:
+            continue  # the name of a branch
+        parts.append(str(part))
+    return ".".join(parts)
+
+
+def _one_of(texts: list[str]) -> str:
+    return texts[0] if len(texts) == 1 else " or: ".join(texts[:_MOST_PROBLEMS])

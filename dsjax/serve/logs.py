@@ -69,7 +69,8 @@ class RequestLog:
     """ASGI middleware, the first to see a request. Writes when its answer has ended, in place of uvicorn's access log.
 
     Reads `request_id`, `completions` (the core's `Request`s) and `error` (an error's code) from the scope's state, where those who
-    handle the request put them. What is polled all the time is written at level debug.
+    handle the request put them. What is polled all the time is written at level debug, whatever the answer: `/ready` is 503
+    for as long as the server warms up.
     """
 
     def __init__(self, app: ASGIApp):
@@ -97,7 +98,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, watched)
         finally:
-            level = logging.DEBUG if scope["path"] in _QUIET and status < 400 else logging.INFO
+            level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             if logger.isEnabledFor(level):
                 fields = _fields(scope, status if ended else _CLIENT_LEFT, time.monotonic() - begun)
                 fields |= of_completions(state.get("completions", ()))

@@ -4,6 +4,7 @@
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,6 +40,12 @@ class ReasoningSplitter:
         self._section = start
         self._held = ""
         self._at_start = start is not Section.CONTENT
+        self.had_reasoning = start is Section.REASONING
+
+    @property
+    def section(self) -> Section:
+        """What the text has come to."""
+        return self._section
 
     def push(self, text: str, finished: bool = False) -> Piece:
         """Add text; with `finished` nothing is held back any more."""
@@ -53,6 +60,7 @@ class ReasoningSplitter:
         text = self._held.lstrip()
         if text.startswith(OPEN):
             self._section, self._held = Section.REASONING, text[len(OPEN) :]
+            self.had_reasoning = True
         elif finished or not OPEN.startswith(text):
             self._section, self._at_start = Section.CONTENT, False
 
@@ -78,6 +86,33 @@ class ReasoningSplitter:
         if self._at_start:
             self._held = self._held.lstrip("\n")
             self._at_start = not self._held
+
+
+class ReasoningTokens:
+    """Counts the tokens of the reasoning, its closing tag included, while a splitter reads their text.
+
+    Where the closing tag is no token of the model, the tokens that came together with it count as reasoning.
+    """
+
+    def __init__(self, splitter: ReasoningSplitter, close_token_id: int | None):
+        self._splitter, self._close = splitter, close_token_id
+        self._before = splitter.section
+        self._undecided = 0
+        self.count = 0
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Enter the tokens whose text the splitter has just read."""
+        before, self._before = self._before, self._splitter.section
+        if before is Section.CONTENT:
+            return
+        if self._before is Section.UNDECIDED:
+            self._undecided += len(token_ids)
+        elif self._before is Section.REASONING:
+            self.count += self._undecided + len(token_ids)
+            self._undecided = 0
+        elif self._splitter.had_reasoning:
+            ended = token_ids.index(self._close) + 1 if self._close in token_ids else len(token_ids)
+            self.count += self._undecided + ended
 
 
 class ReasoningParser:
@@ -152,8 +187,15 @@ class MessagePiece:
 class MessageParser:
     """Splits off the reasoning, then takes tool calls out of the rest; where either is None, text passes it unchanged."""
 
-    def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolCallParser | None, include_reasoning: bool):
+    def __init__(
+        self,
+        reasoning: ReasoningSplitter | None,
+        tools: ToolCallParser | None,
+        include_reasoning: bool,
+        close_token_id: int | None = None,
+    ):
         self._reasoning = reasoning
+        self._tokens = None if reasoning is None else ReasoningTokens(reasoning, close_token_id)
         self._tools = tools
         self._include_reasoning = include_reasoning
 
@@ -162,11 +204,17 @@ class MessageParser:
         """Whether a tool call has begun."""
         return self._tools is not None and self._tools.num_calls > 0
 
-    def push(self, text: str, finished: bool = False) -> MessagePiece:
-        """Add text; with `finished` nothing is held back any more."""
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its closing tag included."""
+        return 0 if self._tokens is None else self._tokens.count
+
+    def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
+        """Add text, and the tokens that it comes from; with `finished` nothing is held back any more."""
         piece = MessagePiece(content=text)
         if self._reasoning is not None:
             reasoning, piece.content = self._reasoning.push(text, finished)
+            self._tokens.push(token_ids)
             piece.reasoning = reasoning if self._include_reasoning else ""
         if self._tools is not None:
             found = self._tools.push(piece.content, finished)

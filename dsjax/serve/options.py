@@ -24,6 +24,7 @@ class ServeOptions:
         request_timeout: seconds in which a request's head, and then its body, must have arrived.
         step_timeout: seconds after which a step is taken for a hang; 0: never.
         reasoning_parser, tool_call_parser: how answers are taken apart; `auto` looks at the model's template.
+        disable_any_whitespace: JSON has no blanks between its parts unless a request says otherwise.
         profile_dir: where `/start_profile` writes; None: there is no profiling.
     """
 
@@ -36,6 +37,7 @@ class ServeOptions:
     step_timeout: float = 300.0
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
+    disable_any_whitespace: bool = False
     profile_dir: str | None = None
 
     def __post_init__(self):

@@ -11,6 +11,12 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """What the completion's tokens are; reasoning with its closing tag."""
+
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     """Tokens of a request, over all prompts and completions."""
 
@@ -18,6 +24,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class ErrorDetail(TypedDict):
@@ -131,6 +138,7 @@ class ChatResponse(TypedDict):
     object: str
     created: int
     model: str
+    service_tier: NotRequired[str]
     choices: list[ChatChoice]
     usage: NotRequired[Usage | None]
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]

@@ -11,8 +11,8 @@ from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingPara
 from dsjax.serve import bounds
 from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
+from dsjax.serve.openai_fields import Name, OpenAIFields
 
-Name = Annotated[str, Field(max_length=bounds.MAX_NAME_CHARACTERS)]
 Count = Annotated[int, Field(le=bounds.MAX_INTEGER, ge=-bounds.MAX_INTEGER)]
 Stop = Annotated[str, Field(max_length=bounds.MAX_STOP_CHARACTERS)]
 BadWord = Annotated[str, Field(max_length=bounds.MAX_BAD_WORD_CHARACTERS)]
@@ -48,6 +48,9 @@ class StructuredFields(StrictModel):
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None
+    disable_any_whitespace: bool | None = Field(
+        None, description="JSON without blanks; default: as the server was started"
+    )
 
 
 class GuidedFields(StrictModel):
@@ -76,6 +79,8 @@ class GuidedFields(StrictModel):
             forms |= {"choice": given.choice, "grammar": given.grammar}
             chosen = {name: value for name, value in forms.items() if value is not None}
             StructuredOutputs(**chosen)  # says what is wrong with none or several
+            if given.disable_any_whitespace is not None:
+                chosen["disable_any_whitespace"] = given.disable_any_whitespace
             found.append(("structured_outputs", chosen))
         if self.response_format is not None and self.response_format.type != "text":
             found.append(("response_format", self._response_form(self.response_format)))
@@ -96,10 +101,11 @@ class StreamOptions(StrictModel):
     """OpenAI's `stream_options`, and vLLM's one more."""
 
     include_usage: bool | None = Field(False, description="send a last chunk with the usage")
+    include_obfuscation: bool | None = Field(None, description="without effect: chunks are not padded")
     continuous_usage_stats: bool | None = Field(False, description="send the usage so far with every chunk")
 
 
-class SamplingFields(GuidedFields):
+class SamplingFields(GuidedFields, OpenAIFields):
     """Fields of OpenAI's API, and vLLM's extras, that say how to continue. None is silently ignored."""
 
     model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
@@ -115,7 +121,6 @@ class SamplingFields(GuidedFields):
     logit_bias: Annotated[dict[str, float], Field(max_length=bounds.MAX_BIASES)] | None = Field(
         None, description="token id to what is added to its logit"
     )
-    user: Name | None = Field(None, description="accepted; nothing depends on it")
 
     top_k: Count | None = 0
     min_p: float | None = 0.0
@@ -138,7 +143,8 @@ class SamplingFields(GuidedFields):
     )
 
     def check_stream_fields(self) -> None:
-        """Raise for fields that go with streams alone, or never with them."""
+        """Raise for fields that go with streams alone, or never with them, and for what this server cannot do."""
+        self.check_openai_fields()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:

@@ -5,6 +5,7 @@ import gc
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -25,6 +26,10 @@ _LOOK_SECONDS = 0.05
 YOUNG_OBJECTS = 20_000
 
 
+class _StoppedError(Exception):
+    """Raised in the warm-up, between two programs: the server is to end."""
+
+
 class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM, or until the engine dies.
 
@@ -32,8 +37,12 @@ class Server(uvicorn.Server):
     listens, so that `/ready` can be seen to be 503, and lets what runs finish for `shutdown_timeout` seconds; then it ends
     the rest with an error. On the second it ends at once. `exit_code` is 1 when the engine died, else 0.
 
+    A signal during the warm-up ends it after the program that is being compiled, or after `shutdown_timeout` seconds without
+    waiting for that.
+
     Args:
-        warm_up: compiles every shape, in a thread; what it raises, `serve_on` raises.
+        warm_up: compiles every shape, in a thread of its own. It is given a function to call between two shapes, which raises
+            once the server is to end. What else it raises, `serve_on` raises.
         on_ready: called once requests are admitted.
     """
 
@@ -43,7 +52,7 @@ class Server(uvicorn.Server):
         *,
         shutdown_timeout: float,
         log_level: str = "info",
-        warm_up: Callable[[], None] | None = None,
+        warm_up: Callable[[Callable[[], None]], None] | None = None,
         on_ready: Callable[[], None] = lambda: None,
     ):
         self._serving = serving
@@ -80,22 +89,33 @@ class Server(uvicorn.Server):
 
     async def _become_ready(self) -> None:
         if self._warm_up is not None:
+            # Not in asyncio's pool of threads, whose end the interpreter waits for: a compilation may take minutes.
             self._warming = True
-            try:
-                await asyncio.to_thread(self._warm_up)
-            except BaseException as error:
-                self._warm_up_error = error
-                self.should_exit = True
-                return
-            finally:
-                self._warming = False
-        if self.should_exit:
+            threading.Thread(target=self._run_warm_up, name="dsjax-warm-up", daemon=True).start()
+            while self._warming:
+                await asyncio.sleep(_LOOK_SECONDS)
+        if self.should_exit or self._warm_up_error is not None:
+            self.should_exit = True
             return
         settle_collector()
         self._engine.start()
         self._watch_steps(asyncio.get_running_loop())
         self._serving.phase = Phase.READY
         self._on_ready()
+
+    def _run_warm_up(self) -> None:
+        try:
+            self._warm_up(self._check_going_on)
+        except _StoppedError:
+            pass
+        except BaseException as error:
+            self._warm_up_error = error
+        finally:
+            self._warming = False
+
+    def _check_going_on(self) -> None:
+        if self.should_exit:
+            raise _StoppedError
 
     def _watch_steps(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._serving.options.step_timeout:
@@ -116,12 +136,14 @@ class Server(uvicorn.Server):
         """Admit no more, wait for what runs, end what is left, close the door."""
         self._serving.phase = Phase.CLOSING
         deadline = time.monotonic() + self._shutdown_timeout
-        while self._engine.num_unfinished and not self.force_exit and time.monotonic() < deadline:
+        while (self._engine.num_unfinished or self._warming) and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
         self._engine.abort_all()
         await super().shutdown(sockets)
         if self._watchdog is not None:
             self._watchdog.stop()
+        if self.force_exit and self._has_threads:
+            self._exit()  # here: uvicorn would leave its application behind unended, which tells of that with a traceback
 
     def _stop(self) -> None:
         self.should_exit = True
@@ -129,14 +151,23 @@ class Server(uvicorn.Server):
     def serve_on(self, listener: socket.socket) -> int:
         """Serve until the end; give the exit code. A signal is an end like any other, not an error."""
         self.run(sockets=[listener])
-        if self._engine.running or self._warming:
-            # A second signal, or a step or compilation under way: Python would wait for its thread or crash on it.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self.exit_code)
+        if self._has_threads:
+            self._exit()
         if self._warm_up_error is not None:
             raise self._warm_up_error
         return self.exit_code
+
+    @property
+    def _has_threads(self) -> bool:
+        """Whether a step or a compilation is under way: Python would wait for its thread, or crash on it."""
+        return self._engine.running or self._warming
+
+    def _exit(self) -> None:
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # a progress bar has hidden the cursor, and will not show it again
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.exit_code)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsjax.engine.async_engine import AsyncEngine, OutputStream
 from dsjax.engine.core import EngineCore
@@ -140,6 +140,10 @@ class Serving:
                 code="model_not_found",
             )
         return name
+
+    def with_whitespace(self, form: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A form as a request asks for it, with the server's own switch for blanks where the request does not say."""
+        return form and {"disable_any_whitespace": self.options.disable_any_whitespace, **form}
 
     def check_admitting(self) -> None:
         """Raise a 503 unless the server is warmed up and takes requests."""

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from dsjax.engine import executor
 from dsjax.engine.loading import EngineFacts
+from dsjax.progress import Tenths
 
 _MOST_ROWS = 4
 _MOST_COLUMNS = 16
@@ -25,15 +26,24 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
         Panel(Group(_mesh_picture(facts), _layout_line(facts)), title=title, title_align="left", expand=False)
     )
     console.print(_bytes_table(facts))
-    tokens = f"{facts.cache_tokens:,} tokens in pages of {facts.page_size}, over {facts.dp_ranks} DP rank"
-    console.print(f"latent cache: {tokens}{'s' if facts.dp_ranks > 1 else ''}", highlight=False)
-    limits = f"up to {facts.max_num_seqs} running requests a rank, {facts.max_model_len:,} tokens a request"
-    console.print(limits, highlight=False)
+    console.print(_capacity(facts), highlight=False)
     if facts.speculation is not None:
         console.print(_speculation_line(facts.speculation), highlight=False)
     if facts.kernels:
         names = ", ".join(f"{operation} {name}" for operation, name in facts.kernels.items())
         console.print(f"kernels: {names}{f' ({facts.kernels_note})' if facts.kernels_note else ''}", highlight=False)
+
+
+def _capacity(facts: EngineFacts) -> str:
+    """What the cache holds, and how many requests of which length that serves."""
+    of_a_rank = facts.cache_tokens // facts.dp_ranks
+    ranks = f", {of_a_rank:,} on each of {facts.dp_ranks} DP ranks" if facts.dp_ranks > 1 else ""
+    longest = facts.max_model_len
+    return (
+        f"latent cache: {facts.cache_tokens:,} tokens in pages of {facts.page_size}{ranks}\n"
+        f"up to {facts.max_num_seqs} running requests a rank, up to {longest:,} tokens a request; "
+        f"the cache of a rank holds {min(of_a_rank / longest, facts.max_num_seqs):.1f} of that length at once"
+    )
 
 
 def _speculation_line(speculation: dict[str, Any]) -> str:
@@ -89,7 +99,17 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
-    """A progress bar for `Executor.warm_up`."""
+    """A progress bar for `Executor.warm_up`; where the console is no terminal, a line at each tenth."""
+    if not console.is_terminal:
+        tenths: list[Tenths] = []
+
+        def tell(done: int, total: int, label: str) -> None:
+            if not tenths:
+                tenths.append(Tenths("compiling shapes", total, lambda line: console.print(line, highlight=False)))
+            tenths[0].reach(done)
+
+        yield tell
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("compiling", total=None)

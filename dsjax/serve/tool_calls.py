@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsjax.engine.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
 from dsjax.engine.text import find_first, num_undecided
 from dsjax.engine.tokenizer import Tokenizer
 
@@ -81,11 +82,16 @@ def tool_outputs(contents: Sequence[str]) -> str:
     return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{_OUTPUT_END}" for each in contents) + _OUTPUTS_END
 
 
-def tool_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool) -> str:
+def tool_grammar(
+    form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
+) -> str:
     """The grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
+
+    compact: arguments have no blanks between JSON's parts.
 
     Markers are written as token numbers where the model has them as tokens, so that the model cannot spell them in letters.
     """
+    options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
     between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
     more = f" ({between}call)*" if several else ""
     rules = [
@@ -98,9 +104,34 @@ def tool_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer
         function = tool["function"]
         parts = [_marker(CALL_BEGIN, tokenizer), *before, json.dumps(function["name"]), *name_end, f"arguments_{index}"]
         parts += [*_texts(form.after_arguments, tokenizer), _marker(CALL_END, tokenizer)]
-        schema = function.get("parameters") or {"type": "object"}
-        rules += [f"call_{index}: {' '.join(parts)}", f"arguments_{index}: %json {json.dumps(schema)}"]
+        schema = _closed(function.get("parameters") or {"type": "object"})
+        rules += [
+            f"call_{index}: {' '.join(parts)}",
+            f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
+        ]
     return "\n".join(rules) + "\n"
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, whose objects hold what they name and nothing else, unless they say otherwise.
+
+    So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
+    on with them for ever.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            found[name] = {key: _closed(each) for key, each in value.items()}  # names of the user's, not of JSON Schema
+        else:
+            found[name] = value if name in ("enum", "const", "default", "examples") else _closed(value)
+    composed = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+    if isinstance(schema.get("properties"), dict) and not composed:
+        found["additionalProperties"] = False
+    return found
 
 
 def _marker(text: str, tokenizer: Tokenizer) -> str:

@@ -36,8 +36,9 @@ class Screen:
         view = self._view
         yield _summary(self._url, view)
         yield Columns([_latencies(view["latency"]), _experts(view["experts"])], padding=(0, 3))
-        lines = (options.height or console.height) - 18 - (view["drafts"] is not None)
-        yield _ranks(view["ranks"], max(lines, 4))
+        # A file or a pipe has no height.
+        room = (options.height or console.height) - 18 - (view["drafts"] is not None)
+        yield _ranks(view["ranks"], max(room, 4) if console.is_terminal else len(view["ranks"]))
 
 
 def _summary(url: str, view: dict[str, Any]) -> Group:

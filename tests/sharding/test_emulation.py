@@ -108,3 +108,33 @@ def test_no_device_at_all_cannot_be_emulated():
 
     with pytest.raises(ValueError, match="found 0 devices"):
         emulate_devices(0)
+
+
+BUILD = """
+from sharding.emulation import emulate_devices
+emulate_devices({count})
+from sharding import MeshError, MeshSpec
+try:
+    MeshSpec.parse("dp={count}").build()
+except MeshError as error:
+    print(error)
+"""
+
+
+def test_more_devices_than_can_be_emulated_are_refused_and_not_begun():
+    message = run(BUILD.format(count=100_000))
+    assert "mesh dp=100000 wants 100000 devices, found 1 of platform 'cpu'" in message
+    assert "can emulate at most 4,096 CPU devices, because more take minutes to start; use a smaller mesh" in message
+
+
+def test_a_limit_of_address_space_bounds_the_emulation_instead_of_aborting_it():
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))"
+    message = run(limit + BUILD.format(count=2000))
+    assert "can emulate at most 341 CPU devices, because this process may have 8.6 GB of address space" in message
+
+
+@pytest.mark.parametrize("platforms", ["cuda", "nonsense"])
+def test_a_platform_that_is_not_there_is_said(platforms):
+    message = run(BUILD.format(count=2), JAX_PLATFORMS=platforms)
+    assert f"JAX_PLATFORMS is '{platforms}', and JAX found no device of that platform" in message
+    assert "set it to cpu" in message

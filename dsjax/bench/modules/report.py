@@ -21,6 +21,7 @@ from dsjax.bench.modules.run import Found
 from dsjax.bench.modules.setting import Setting
 from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths
+from dsjax.progress import Tenths
 
 
 def show(console: Console, found: Found, ceilings: Ceilings, device: Device) -> None:
@@ -46,7 +47,9 @@ def _table(module: str, rows: list[Row], ceilings: Ceilings) -> Table:
     names = [name for name in dict.fromkeys(n for row in rows for n in row.case.sizes) if name != "mesh"]
     if any(row.case.variant for row in rows):
         table.add_column("")
-    for name in (*names, "ms", "10–90 %", "+once µs", "GB/s", "of max", "GFLOP/s", "of max"):
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True, style="bold")
+    for name in ("ms", "10–90 %", "+once µs", "GB/s", "of max", "GFLOP/s", "of max"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         times, work = row.times, row.case.work
@@ -143,14 +146,19 @@ def _versions() -> Mapping[str, str]:
 def case_progress(console: Console, shown: bool, total: int) -> Iterator[Callable[[Case], None]]:
     """A progress bar over cases, with the name of the one that is being timed; gives a function to call when one begins.
 
-    The bar goes away at the end, and there is none where the console is no terminal.
+    The bar goes away at the end. Where the console is no terminal, a line is written at each tenth instead.
     """
+    tenths = None
+    if shown and not console.is_terminal:
+        tenths = Tenths("timing cases", total, lambda line: console.print(line, highlight=False))
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("", total=total)
         begun = [0]
 
         def on_start(case: Case) -> None:
+            if tenths is not None:
+                tenths.reach(begun[0])
             bar.update(task, completed=begun[0], description=case.title)
             begun[0] += 1
 

@@ -11,7 +11,10 @@ from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.completions import CompletionAnswer, CompletionRequest
 from dsjax.serve.guards import request_id_of
+from dsjax.serve.openai_fields import warning_headers
 from dsjax.serve.responses import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
+from dsjax.serve.responses_answer import ResponsesAnswer, ResponsesEvents
+from dsjax.serve.responses_request import ResponsesRequest
 from dsjax.serve.serving import Serving, followed
 
 Session = Annotated[
@@ -53,19 +56,31 @@ def openai_routes(serving: Serving) -> APIRouter:
         answer = ChatAnswer(serving, body, request_id_of(request, body.request_id))
         return await _answer(serving, answer, body.stream, request, session)
 
+    @router.post("/responses", responses=generating)
+    async def responses(body: ResponsesRequest, request: Request, session: Session = None) -> Response:
+        """Continue a conversation, told as items and named events. Stateless: nothing is stored."""
+        answer = ResponsesAnswer(serving, body, request_id_of(request, body.request_id))
+        return await _answer(serving, answer, body.stream, request, session, ResponsesEvents)
+
     return router
 
 
 async def _answer(
-    serving: Serving, answer: CompletionAnswer | ChatAnswer, stream: bool | None, request: Request, session: str | None
+    serving: Serving,
+    answer: CompletionAnswer | ChatAnswer | ResponsesAnswer,
+    stream: bool | None,
+    request: Request,
+    session: str | None,
+    events: type[EventStream] = EventStream,
 ) -> Response:
-    outputs = await answer.start(session)
+    outputs = await answer.start(session or answer.session)
+    warnings = warning_headers(answer.without_effect())
     request.scope["state"]["completions"] = outputs.completions
     resources = followed(serving, answer.id, outputs)
     if stream:
-        return EventStream(answer, outputs, resources)
+        return events(answer, outputs, resources, warnings)
     with resources:
-        return JsonResponse(await unless_client_leaves(request, answer.whole(outputs)))
+        return JsonResponse(await unless_client_leaves(request, answer.whole(outputs)), headers=warnings)
 
 
 def _card(serving: Serving, name: str) -> ModelCard:

@@ -1,14 +1,21 @@
-"""Tables in files and pipes are wide enough for their figures; a path that cannot be written is one clear message."""
+"""Tables and help pages show all they have at any width; a path that cannot be written is one clear message."""
 
+import io
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner
 
 from dsjax.cli.info import info
-from dsjax.cli.output import write_json, writing
+from dsjax.cli.main import COMMANDS, app
+from dsjax.cli.output import ReportConsole, fitted, write_json, writing
 from dsjax.cli.plan import plan
 from dsjax.errors import UserError
 
@@ -57,3 +64,93 @@ def test_a_pipe_has_room_for_wide_tables_unless_its_width_is_said(columns, expec
         environment["COLUMNS"] = columns
     found = subprocess.run([sys.executable, "-c", PRINT], capture_output=True, text=True, check=True, env=environment)
     assert int(found.stdout) == expected
+
+
+WIDTHS = (80, 120)
+
+
+def drawn(table: Table, width: int) -> str:
+    console = ReportConsole(file=io.StringIO(), width=width)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def wide_table(columns: int = 14) -> Table:
+    table = Table(title="exchanges", title_justify="left", caption="of a step")
+    table.add_column("form")
+    table.add_column("tokens", justify="right", style="bold")
+    for index in range(columns):
+        table.add_column(f"GFLOP/s {index}", justify="right")
+    table.add_column("first bottleneck")
+    for row in range(3):
+        figures = [f"{row * 100 + index}.{index:03d}" for index in range(columns)]
+        table.add_row(f"A_CC_ME/{row}", str(2**row), *figures, "memory bandwidth of the slowest rank by 38 percent")
+    return table
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_figure_of_a_wide_table_is_cut_and_its_parts_tell_the_rows_apart(width):
+    text = drawn(wide_table(), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for row, index in itertools.product(range(3), range(14)):
+        assert f" {row * 100 + index}.{index:03d}" in text
+    parts = fitted(wide_table(), width)
+    assert len(parts) > 1
+    assert text.count("A_CC_ME/2") == len(parts), "each part names its rows"
+    for part in parts:
+        assert [column.header for column in part.columns[:2]] == ["form", "tokens"]
+    assert (text.count("exchanges"), text.count("of a step")) == (1, 1)
+
+
+def test_a_table_that_fits_is_left_as_it_is():
+    table = wide_table(columns=3)
+    assert fitted(table, 200) == [table]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table)
+    assert drawn(table, 200) == console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_plan_shows_deployment_and_bottleneck_at_any_width(width):
+    found = CliRunner().invoke(app, ["plan", "--cluster", "h200-8"], env={"COLUMNS": str(width)})
+    assert found.exit_code == 0, found.output
+    table = found.output.partition("winner")[0]
+    assert max(map(len, table.splitlines())) <= width
+    assert "…" not in table
+    for heading in (
+        "deployment",
+        "GPUs",
+        "batch",
+        "TTFT s",
+        "TPOT ms",
+        "tokens/s",
+        "/GPU",
+        "/user",
+        "first bottleneck",
+    ):
+        assert heading in table
+    assert re.search(r"1 × dp=\d,tp=\d", table)
+    assert "memory bandwidth" in table
+
+
+HELP_PAGES = [[], *([name] for name in COMMANDS), ["bench", "serve"], ["bench", "modules"]]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("page", HELP_PAGES, ids=" ".join)
+def test_help_pages_show_every_name_in_full(page, width):
+    text = CliRunner().invoke(app, [*page, "--help"], env={"COLUMNS": str(width)}).output
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text.replace("500MB, …", "").replace("tpu-v5e, …", "")
+    assert "..." not in text.replace("]...", "")
+    assert "<bool>" not in text
+    assert "--help" in text
+    if page == ["serve"]:
+        assert "--max-num-batched-tokens <int>" in text
+        assert text.index("Options:") < text.index("--port") < text.index("Engine:") < text.index("--max-num-seqs")
+
+
+def test_the_version_is_printed():
+    text = CliRunner().invoke(app, ["--version"]).output
+    assert re.fullmatch(r"dsjax \S+\njax \d\S+\njaxlib \d\S+\nflax \d\S+\n", text.replace("not installed", "0"))

@@ -16,6 +16,7 @@ from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
 from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.process import available_bytes
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -149,3 +150,13 @@ def test_a_decode_step_updates_the_cache_in_place(tmp_path, rows):
         assert memory.temp_size_in_bytes < cache_bytes / 4
     finally:
         llm.shutdown()
+
+
+def test_a_container_s_limit_counts_where_it_is_less_than_the_machine_s_memory(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
+    assert available_bytes(tmp_path, tmp_path) == 4_096_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path, tmp_path) == 4_096_000
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert available_bytes(tmp_path, tmp_path) == 1_000_000
+    assert available_bytes(tmp_path / "none", tmp_path / "none") is None

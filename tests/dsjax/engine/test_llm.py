@@ -1,5 +1,7 @@
 """``LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from dsjax.config import ModelConfig
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.commands import Step
 from dsjax.errors import UserError
-from sharding import MeshError
+from sharding import MeshError, MeshSpec
 
 VOCABULARY = TINY["vocab_size"]
 PAGE = 4
@@ -118,17 +120,46 @@ def test_one_wrong_prompt_is_named_and_nothing_runs(llm, wrong, message, monkeyp
         llm.generate([prompt(4), wrong, prompt(2)], greedy())
 
 
+def test_a_mesh_that_does_not_fit_the_model_is_refused_before_any_device_is_made(checkpoint, monkeypatch):
+    monkeypatch.setattr(MeshSpec, "build", lambda *args: pytest.fail("devices were made"))
+    with pytest.raises(MeshError, match="32 physical experts"):
+        load(checkpoint, "dp=100000")
+
+
+def test_weights_that_the_host_cannot_hold_are_refused_before_they_are_read(checkpoint, monkeypatch):
+    from dsjax.engine import loading
+
+    monkeypatch.setattr(loading, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
+    with pytest.raises(
+        UserError, match=r"GB on 2 emulated devices, and this host has .* GB of memory .* dsjax dryrun --model"
+    ):
+        load(checkpoint, "dp=2")
+
+
+def test_64_bit_jax_is_refused(checkpoint, monkeypatch):
+    with jax.enable_x64(True), pytest.raises(UserError, match="JAX_ENABLE_X64 is on"):
+        load(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "parts"),
     [
         ({"mesh": "tp=3"}, MeshError, ["8 attention heads", "32 physical experts", "redundant experts that fits is 1"]),
         ({"mesh": "dp=5"}, MeshError, ["32 physical experts (32 + 0 redundant)", "fits is 3"]),
-        ({"mesh": "dp=64"}, MeshError, ["wants 64 devices, found 32"]),
+        ({"mesh": "dp=64,ep=32"}, MeshError, ["wants 64 devices, found 32"]),
         ({"mla_prefill": "CD"}, UserError, ["MLA form CD for prefill", "A_CC_ME"]),
         ({"max_model_len": 129}, UserError, ["--max-model-len is 129", "128 positions"]),
         ({"dispatch": "teleport"}, UserError, ["--dispatch is 'teleport'", "gather"]),
         ({"speed": 2}, UserError, ["unknown engine option speed"]),
-        ({"cache_tokens": 1, "page_size": 1 << 40}, UserError, ["the cache has room for 0 pages", "--page-size"]),
+        ({"cache_tokens": 1 << 40, "page_size": 1 << 40}, UserError, ["the cache has room for 0 pages", "--page-size"]),
+        ({"cache_tokens": 7}, UserError, ["--cache-tokens is 7", "pages of 4 tokens", "give 8"]),
+        ({"cache_tokens": 4 * 10**11}, UserError, ["--cache-tokens is 400,000,000,000", "has room for", "lower it to"]),
+        (
+            {"cache_tokens": 64, "max_model_len": 100},
+            UserError,
+            ["--max-model-len is 100", "holds 64 tokens", "--cache-tokens"],
+        ),
     ],
 )
 def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, error, parts, monkeypatch):
@@ -248,6 +279,7 @@ def test_a_cache_too_small_for_all_makes_requests_wait_and_changes_nothing(check
     prompts = [prompt(length) for length in (14, 9, 12, 7)]
     expected = tokens_of(llm.generate(prompts, greedy(14)))
     small = load(checkpoint, cache_tokens=40)
+    assert small.facts.max_model_len == 41, "what the cache holds, and the last token, which is never written to it"
     small.executor.buckets = llm.executor.buckets
     try:
         outputs = small.generate(prompts, greedy(14))
@@ -349,13 +381,26 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, decode, mixed):
         seen = []
         warm.warm_up(lambda done, total, label: seen.append((done, total, label)))
         programs = warm.executor.programs.compiled
-        assert seen[0][0] == 0
-        assert [done for done, _, _ in seen[1:]] == list(range(1, len(programs) + 1))
+        told = [done for done, _, _ in seen]
+        assert told == sorted(told), "first all is traced, then it is compiled"
+        assert sorted(set(told)) == list(range(len(programs) + 1))
         assert {total for _, total, _ in seen} == {len(programs)}
         prompts = [prompt(length) for length in (5, 30, 8, 1, 17)]
         warm.generate(prompts, [greedy(3), SamplingParams(max_tokens=5, logprobs=2), greedy(9), greedy(2), greedy(4)])
         warm.warm_up()
         assert warm.executor.programs.compiled == programs
+        warm.executor.programs.drop()
+        traced = []
+
+        def stop_at_the_third(done, total, label):
+            traced.append(label)
+            if len(traced) == 3:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            warm.warm_up(stop_at_the_third)
+        assert len(traced) == 3, "what progress raises ends the warm-up, between two programs"
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
     finally:
         warm.shutdown()
 

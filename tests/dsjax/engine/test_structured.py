@@ -63,6 +63,26 @@ def test_texts_of_the_form_are_allowed_and_others_are_not(outputs, right, wrong)
     assert [text for text in wrong if accepts(outputs, text)] == []
 
 
+PRETTY = '{\n  "name": "a",\n  "age": 0\n}'
+
+
+@pytest.mark.parametrize(
+    ("disabled", "right", "wrong"),
+    [
+        (
+            False,
+            ['{"name":"a","age":0}', '{"name": "a", "age": 0}', PRETTY],
+            ['{"name":  "a","age":0}', '{\n\n"name":"a","age":0}'],
+        ),
+        (True, ['{"name":"a","age":0}'], ['{"name": "a","age":0}', PRETTY]),
+    ],
+)
+def test_json_is_written_in_the_usual_ways_and_never_in_floods_of_blanks(disabled, right, wrong):
+    outputs = StructuredOutputs(json=SCHEMA, disable_any_whitespace=disabled)
+    assert [text for text in right if not accepts(outputs, text)] == []
+    assert [text for text in wrong if accepts(outputs, text)] == []
+
+
 def test_any_walk_through_the_masks_gives_json_that_the_schema_accepts():
     outputs = StructuredOutputs(
         json={

@@ -168,7 +168,8 @@ def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
         "routed experts",
         "2,000,000",
         "3,500,000",
-        "131,072 tokens",
+        "131,072 tokens in pages of 16, 32,768 on each of 4 DP ranks",
+        "up to 2,048 tokens a request; the cache of a rank holds 16.0 of that length at once",
         "http://127.0.0.1:8123/v1",
     ):
         assert expected in text
@@ -187,5 +188,18 @@ def test_the_warm_up_bar_counts():
     engine = make_engine()
     with warm_up_bar(console) as progress:
         engine.warm_up(progress)
-    assert engine.core.runner.warm
+    assert engine.core.executor.warm
     assert "3/3" in console.file.getvalue()
+
+
+def test_without_a_terminal_a_line_is_written_at_each_tenth():
+    console = Console(file=io.StringIO(), width=120)
+    with warm_up_bar(console) as progress:
+        progress(0, 31, "decode 8 rows")
+        for done in range(32):
+            progress(done, 31, f"shape {done}")
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 11
+    assert lines[0] == "compiling shapes: 0 of 31 (0%), 0 s"
+    assert lines[1].startswith("compiling shapes: 4 of 31 (13%)")
+    assert lines[-1].startswith("compiling shapes: 31 of 31 (100%)")

@@ -239,7 +239,7 @@ def test_too_much_waiting_is_429_with_a_time_before_it_is_tokenised(start_server
 
 def test_it_listens_while_it_warms_up(start_server):
     may_end = threading.Event()
-    server = start_server(warm_up=lambda: may_end.wait(10))
+    server = start_server(warm_up=lambda check: may_end.wait(10))
     assert server.get("/health").status_code == 200
     assert server.get("/version").status_code == 200
     assert server.get("/server_info").json()["phase"] == "warming up"
@@ -268,7 +268,7 @@ def test_it_listens_while_it_drains_and_admits_nothing(start_server):
 
 
 def test_what_warm_up_raises_ends_the_server(start_server):
-    def fail():
+    def fail(check):
         raise UserError("no such device")
 
     server = start_server(warm_up=fail)

@@ -291,7 +291,7 @@ CHATS = [
     (
         "a picture",
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]),
-        422,
+        400,
     ),
     ("a part without text", chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), 422),
     ("1,025 parts", chat(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]), 422),

@@ -106,7 +106,7 @@ def test_half_a_surrogate_pair_is_refused(server, path, body, status):
             400,
             "messages",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
         ({"messages": MESSAGES, "top_logprobs": 3}, 400, "top_logprobs"),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 50}, 400, "logprobs"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_completion_tokens"),

@@ -409,3 +409,119 @@ def test_sampling_fields_reach_the_engine(start, monkeypatch):
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "top_k"):
         assert math.isclose(getattr(params, name), fields[name])
     assert (params.allowed_token_ids, params.bad_words, params.stop_token_ids) == ((7, 8, 9), ("no",), (9,))
+
+
+# OpenAI's fields without a use here, SGLang's, and what cannot be.
+
+WITHOUT_EFFECT = {
+    "store": True,
+    "metadata": {"run": "7"},
+    "service_tier": "priority",
+    "safety_identifier": "a",
+    "prompt_cache_retention": "24h",
+    "prediction": {"type": "content", "content": "x"},
+    "verbosity": "low",
+}
+MEANINGLESS = {"modalities": ["text"], "parallel_tool_calls": True, "prompt_cache_key": "k", "user": "u"}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_without_effect_are_taken_with_a_warning_that_names_them(start, path, stream):
+    server = start("answer" if path == CHAT else "")
+    asked = {"prompt": "ab"} if path == COMPLETIONS else {"messages": MESSAGES}
+    asked |= {"max_tokens": 3, "stream": stream}
+    answer = server.post(path, {**asked, **WITHOUT_EFFECT})
+    assert answer.status_code == 200, answer.text
+    assert (
+        answer.headers["warning"]
+        == f'299 dsjax "without effect on this server: {", ".join(sorted(WITHOUT_EFFECT, key=list(WITHOUT_EFFECT).index))}"'
+    )
+    usual = {"store": False, "service_tier": "auto", "verbosity": "medium"}
+    others = {name: value for name, value in MEANINGLESS.items() if path == CHAT or name != "parallel_tool_calls"}
+    assert "warning" not in server.post(path, {**asked, **usual, **others}).headers
+
+
+def test_a_field_without_effect_is_logged_once(start, caplog, monkeypatch):
+    monkeypatch.setattr("dsjax.serve.openai_fields._told", set())
+    server = start("answer")
+    for _ in range(3):
+        server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "safety_identifier": "a"})
+    assert [record.message for record in caplog.records if "safety_identifier" in record.message] == [
+        "requests have safety_identifier, without effect on this server; further ones are not logged"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "a", "format": "wav"}),
+        ("web_search_options", {}),
+        ("functions", [{"name": "f"}]),
+        ("function_call", "auto"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(start, field, value):
+    error = start("answer").post(CHAT, {"messages": MESSAGES, field: value}).json()["error"]
+    assert (error["param"], error["type"]) == (field, "invalid_request_error")
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png"}}]}
+                ]
+            },
+            "messages.0.content.0: found a part of type image_url, but this model reads text only",
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string"),
+        (
+            {"messages": MESSAGES, "stop": 5},
+            "stop: Input should be a valid string or: Input should be a valid list",
+        ),
+        ({"messages": MESSAGES, "surprise": 5}, "surprise: unknown field; leave it out"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role: Field required"),
+    ],
+)
+def test_an_error_names_the_field_and_not_the_branches_of_a_union(start, body, message):
+    assert start("answer").post(CHAT, body).json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_the_reasoning_with_its_closing_tag(start, stream):
+    server = start("so it is</think>yes")
+    asked = {"messages": MESSAGES, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
+
+    def usage(**fields) -> dict:
+        answer = server.post(CHAT, {**asked, **fields})
+        return events(answer.text)[-1]["usage"] if stream else answer.json()["usage"]
+
+    tokenizer = server.engine.tokenizer
+    reasoning = len(tokenizer.encode("so it is</think>", add_special_tokens=False))
+    assert usage()["completion_tokens_details"] == {"reasoning_tokens": reasoning}
+    assert usage(include_reasoning=False)["completion_tokens_details"] == {"reasoning_tokens": reasoning}
+    assert usage(max_tokens=4)["completion_tokens_details"] == {"reasoning_tokens": 4}
+    server.runner.script = "yes"
+    assert usage(reasoning_effort="none")["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_sglang_s_separate_reasoning_leaves_the_reasoning_in_the_content(start):
+    server = start("so it is</think>yes")
+    message = server.post(CHAT, {"messages": MESSAGES, "separate_reasoning": False}).json()["choices"][0]["message"]
+    assert message["content"].startswith("so it is")
+    assert message["content"].endswith("yes")
+    assert "reasoning_content" not in message
+
+
+def test_reasoning_effort_none_turns_thinking_off_where_the_template_can(start):
+    server = start("yes")
+    off = server.post(CHAT, {"messages": MESSAGES, "reasoning_effort": "none"})
+    assert off.json()["choices"][0]["message"]["content"] == "yes"
+    assert "warning" not in off.headers
+    on = server.post(CHAT, {"messages": MESSAGES, "reasoning_effort": "high"}).json()["choices"][0]["message"]
+    assert on["reasoning_content"] == "yes"

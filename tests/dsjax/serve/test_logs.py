@@ -11,6 +11,7 @@ from live_server import IdsBeginningWith, wait_until
 
 from dsjax.errors import UserError
 from dsjax.serve.logs import JsonLines, configure_logging
+from dsjax.serve.serving import Phase
 
 
 @pytest.fixture
@@ -56,6 +57,9 @@ def test_a_request_has_one_line_with_its_id_status_tokens_and_times(server, line
 def test_refusals_have_a_line_and_polls_have_none(server, lines):
     server.get("/health")
     server.get("/get_load")
+    server.serving.phase = Phase.WARMING_UP
+    assert server.get("/ready").status_code == 503, "which a probe asks for until the warm-up has ended"
+    server.serving.phase = Phase.READY
     server.post("/v1/completions", {"prompt": "ab", "temperature": -1})
     line = one(lines)
     assert (line["path"], line["status"]) == ("/v1/completions", 400)

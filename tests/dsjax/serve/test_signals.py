@@ -13,13 +13,38 @@ import pytest
 SCRIPT = """
 import sys
 from live_server import FakeExecutor, LLMEngine, AsyncEngine, SchedulerConfig, Serving, Server, bind, tiny_tokenizer
-runner = FakeExecutor(step_seconds=float(sys.argv[1]))
-config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=32)
-serving = Serving(AsyncEngine(LLMEngine(runner, tiny_tokenizer(), config)), ("tiny",), "tiny", 128)
+executor = FakeExecutor(step_seconds=float(sys.argv[1]))
+config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
+serving = Serving(AsyncEngine(LLMEngine(executor, tiny_tokenizer(), config)), ("tiny",), "tiny", 128)
 listener = bind("127.0.0.1", 0)
 port = listener.getsockname()[1]
 ready = lambda: print(port, flush=True)
 sys.exit(Server(serving, shutdown_timeout=float(sys.argv[2]), log_level="error", on_ready=ready).serve_on(listener))
+"""
+
+
+# Compiles 500 shapes of `argv[1]` seconds each, through the command's own `serve_model`.
+WARMING_SCRIPT = """
+import io, sys, time, types
+from live_server import FakeExecutor, LLMEngine, SchedulerConfig, bind, tiny_tokenizer
+from rich.console import Console
+from test_command_line import FACTS
+from dsjax.serve.command import serve_model
+from dsjax.serve.logs import configure_logging
+
+class SlowToCompile(FakeExecutor):
+    def warm_up(self, progress):
+        for done in range(500):
+            progress(done, 500, f"shape {done}")
+            print("shape", done, flush=True)
+            time.sleep(float(sys.argv[1]))
+
+executor = SlowToCompile()
+config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
+configure_logging("warning")
+model = types.SimpleNamespace(engine=LLMEngine(executor, tiny_tokenizer(), config), facts=FACTS)
+listener = bind("127.0.0.1", 0)
+sys.exit(serve_model(model, Console(file=io.StringIO()), listener, ("tiny",), float(sys.argv[2]), "warning"))
 """
 
 
@@ -28,16 +53,17 @@ def start():
     here = Path(__file__).parent
     started = []
 
-    def run(step_seconds: float, shutdown_timeout: float) -> tuple[subprocess.Popen, str]:
-        path = os.pathsep.join([str(here), str(here.parents[2])])
+    def run(step_seconds: float, shutdown_timeout: float, script: str = SCRIPT) -> tuple[subprocess.Popen, str]:
+        path = os.pathsep.join([str(here), str(here.parent / "engine"), str(here.parents[2])])
         process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(step_seconds), str(shutdown_timeout)],
+            [sys.executable, "-c", script, str(step_seconds), str(shutdown_timeout)],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
         started.append(process)
-        return process, f"http://127.0.0.1:{int(process.stdout.readline())}"
+        return process, f"http://127.0.0.1:{process.stdout.readline().strip()}"
 
     yield run
     for process in started:
@@ -61,3 +87,29 @@ def test_a_second_signal_ends_at_once_even_while_a_step_hangs(start):
         assert process.poll() is None, "the first lets requests finish"
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_warm_up_ends_after_the_shape_that_is_being_compiled(start, number):
+    process, _ = start(0.2, 10, WARMING_SCRIPT)
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=5)
+    assert (process.returncode, errors) == (0, "")
+    assert len(out.splitlines()) <= 5, "a shape that begins before the signal arrives is finished, and no more"
+
+
+def test_a_second_signal_does_not_wait_for_the_shape_that_is_being_compiled(start):
+    process, _ = start(1000, 100, WARMING_SCRIPT)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None, "the first waits for the shape"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=5)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_shape_that_takes_longer_than_the_shutdown_timeout_is_not_waited_for(start):
+    process, _ = start(1000, 0.2, WARMING_SCRIPT)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=5)
+    assert (process.returncode, errors) == (0, "")

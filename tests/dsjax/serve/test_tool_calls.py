@@ -156,9 +156,9 @@ GET, PUT = ("get", '{"a": 5}'), ("put", '{"anything": []}')
 TOKENIZERS = {"tokens": tool_tokenizer(), "special tokens": tool_tokenizer(special=True), "text": tiny_tokenizer()}
 
 
-def takes(tokenizer, form: ToolFormat, text: str, several: bool = True) -> bool:
+def takes(tokenizer, form: ToolFormat, text: str, several: bool = True, compact: bool = False) -> bool:
     """Whether the grammar takes every token of the text, and may then end."""
-    grammar = tool_grammar(form, TOOLS, tokenizer, several=several)
+    grammar = tool_grammar(form, TOOLS, tokenizer, several=several, compact=compact)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
     constraint = compiler.compile(StructuredOutputs(grammar=grammar))
     for token in tokenizer.encode(text, add_special_tokens=False):
@@ -183,3 +183,30 @@ def test_the_grammar_takes_nothing_else(tokenizer, form):
     for text in wrong:
         assert not takes(tokenizer, form, text), text
     assert not takes(tokenizer, form, form.calls([GET, PUT]), several=False)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_arguments_have_one_blank_or_none_between_their_parts(form):
+    tokenizer = TOKENIZERS["tokens"]
+    spaced, compact, flood = (form.calls([("get", text)]) for text in ('{"a": 5}', '{"a":5}', '{"a":   5}'))
+    assert takes(tokenizer, form, spaced)
+    assert not takes(tokenizer, form, flood)
+    assert takes(tokenizer, form, compact, compact=True)
+    assert not takes(tokenizer, form, spaced, compact=True)
+
+
+def test_forced_arguments_hold_what_the_schema_names_unless_it_says_otherwise():
+    closed = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
+    opened = {**closed, "additionalProperties": True}
+    tokenizer, form = TOKENIZERS["tokens"], FORMATS["deepseek_v31"]
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    for schema, text, expected in (
+        (closed, '{"a": {"b": 1}}', True),
+        (closed, '{"a": {}, "c": 1}', False),
+        (closed, '{"a": {"c": 1}}', False),
+        (opened, '{"a": {}, "c": 1}', True),
+    ):
+        grammar = tool_grammar(form, [{"function": {"name": "f", "parameters": schema}}], tokenizer, several=False)
+        constraint = compiler.compile(StructuredOutputs(grammar=grammar))
+        tokens = tokenizer.encode(form.calls([("f", text)]), add_special_tokens=False)
+        assert all(constraint.take(token) is None for token in tokens) is expected, (schema, text)

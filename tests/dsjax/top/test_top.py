@@ -177,9 +177,12 @@ def test_the_screen_shows_ranks_latencies_and_experts(server, height):
 def test_more_ranks_than_lines_are_said_to_be_there(server):
     server.ranks = [load(rank) for rank in range(72)]
     found = view(reading(server, 0.0), reading(server, 1.0))
-    console = Console(file=io.StringIO(), width=110, height=40)
+    console = Console(file=io.StringIO(), width=110, height=40, force_terminal=True)
     console.print(Screen(server.url, found))
     assert "… 50 more ranks" in console.file.getvalue()
+    pipe = Console(file=io.StringIO(), width=100, height=30)
+    pipe.print(Screen(server.url, found))
+    assert "more ranks" not in pipe.file.getvalue(), "a pipe has no height"
 
 
 def run(*arguments: str):

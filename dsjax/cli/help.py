@@ -1,0 +1,48 @@
+"""Help pages as plain text: an option's name is never cut, however narrow the terminal, and panels are headings.
+
+typer's own pages are tables of three columns, which at 80 columns leave 24 for the help and cut long names.
+"""
+
+import re
+from typing import Any
+
+import typer.core
+
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+    "context_settings": {"max_content_width": 120},
+}
+"""Of every `typer.Typer` of the command line."""
+
+_FIRST = ("Arguments", "Options")
+
+
+class PanelledCommand(typer.core.TyperCommand):
+    """A command whose options are listed under the titles of their panels, those without one first, as "Options"."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            default_title = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            title = getattr(parameter, "rich_help_panel", None) or default_title
+            names = re.sub(r"<list\[(\w+)\]>", r"<\1>", record[0])  # the help says that several may be given
+            sections.setdefault(title, []).append((names, record[1]))
+        for title in sorted(sections, key=lambda title: _FIRST.index(title) if title in _FIRST else len(_FIRST)):
+            with formatter.section(title):
+                formatter.write_dl(sections[title])
+
+
+class Commands(typer.core.TyperGroup):
+    """A group that lists each command with the whole first sentence of its help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the section."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, (one.help or "").partition("\n\n")[0]) for name, one in commands])

@@ -1,0 +1,264 @@
+"""`/v1/responses`: outputs as an answer of items, or as the events that build it."""
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dsjax.engine.async_engine import OutputStream
+from dsjax.engine.outputs import RequestOutput
+from dsjax.serve.bodies import EventStream, to_json
+from dsjax.serve.chat import ChatAnswer
+from dsjax.serve.errors import ApiError
+from dsjax.serve.guards import new_id
+from dsjax.serve.responses_request import ChosenFunction, ResponsesRequest
+from dsjax.serve.serving import Serving
+
+Event = dict[str, Any]
+
+_CONTENT = {"reasoning": "reasoning_text", "message": "output_text"}
+_PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
+class OutputItems:
+    """The items of one answer, made from a chat message's deltas; each delta gives the events that tell of it."""
+
+    def __init__(self):
+        self.items: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._call = -1
+
+    def push(self, delta: Mapping[str, Any], logprobs: list[dict[str, Any]]) -> list[Event]:
+        """Enter a delta of a chat message."""
+        events = []
+        if text := delta.get("reasoning_content"):
+            events += self._text("reasoning", text, [])
+        if (text := delta.get("content")) or logprobs:
+            events += self._text("message", text or "", logprobs)
+        for call in delta.get("tool_calls") or ():
+            events += self._called(call)
+        return events
+
+    def finish(self, status: str) -> list[Event]:
+        """Close what is open. An answer without any text is a message without text."""
+        events = [] if self.items else self._text("message", "", [])
+        return events + self._close(status)
+
+    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        events = []
+        if self._open is None or self._open["type"] != kind:
+            events += self._close("completed")
+            events += self._begin({"type": kind, **({"role": "assistant"} if kind == "message" else {"summary": []})})
+            part = {"type": _CONTENT[kind], "text": ""}
+            self._open["content"] = [part | ({"annotations": [], "logprobs": []} if kind == "message" else {})]
+            events.append(self._of_part("response.content_part.added", part=_copy(self._open["content"][0])))
+        part = self._open["content"][0]
+        part["text"] += text
+        if kind == "message":
+            part["logprobs"] += logprobs
+        if text or logprobs:
+            more = {"logprobs": logprobs} if kind == "message" else {}
+            events.append(self._of_part(f"response.{_CONTENT[kind]}.delta", delta=text, **more))
+        return events
+
+    def _called(self, call: Mapping[str, Any]) -> list[Event]:
+        events = []
+        function = call["function"]
+        if call["index"] != self._call:
+            self._call = call["index"]
+            events += self._close("completed")
+            head = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
+            events += self._begin(head)
+        if text := function.get("arguments"):
+            self._open["arguments"] += text
+            events.append(self._of_item("response.function_call_arguments.delta", delta=text))
+        return events
+
+    def _begin(self, item: dict[str, Any]) -> list[Event]:
+        self._open = {"id": f"{_PREFIX[item['type']]}_{new_id()}", "status": "in_progress", **item}
+        shown = _copy(self._open) | ({} if item["type"] == "function_call" else {"content": []})
+        self.items.append(self._open)
+        return [{"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}]
+
+    def _close(self, status: str) -> list[Event]:
+        if self._open is None:
+            return []
+        item = self._open
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            events = [self._of_item("response.function_call_arguments.done", **done)]
+        else:
+            part = item["content"][0]
+            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            events = [
+                self._of_part(f"response.{part['type']}.done", text=part["text"], **more),
+                self._of_part("response.content_part.done", part=_copy(part)),
+            ]
+        self._open = None
+        return [
+            *events,
+            {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": _copy(item)},
+        ]
+
+    def _of_item(self, kind: str, **more: Any) -> Event:
+        return {"type": kind, "item_id": self._open["id"], "output_index": len(self.items) - 1, **more}
+
+    def _of_part(self, kind: str, **more: Any) -> Event:
+        return self._of_item(kind, content_index=0, **more)
+
+
+class ResponsesAnswer:
+    """One request on its way: a chat answer, told in the words of this API."""
+
+    def __init__(self, serving: Serving, body: ResponsesRequest, request_id: str):
+        self.id = f"resp-{request_id}"
+        self._body = body
+        self._chat = ChatAnswer(serving, body.to_chat(), request_id)
+        self._model = serving.check_model(body.model)
+        self._created = int(time.time())
+        self._items = OutputItems()
+        self._sequence = 0
+        self._finish_reason: str | None = None
+
+    @property
+    def session(self) -> str | None:
+        """As the chat answer's."""
+        return self._chat.session
+
+    def without_effect(self) -> list[str]:
+        """Fields of the request that change nothing here."""
+        ours = ("store", "metadata")
+        return [
+            *self._body.without_effect(),
+            *(n for n in self._chat.without_effect() if n not in (*ours, *self._body.without_effect())),
+        ]
+
+    async def start(self, session: str | None) -> OutputStream:
+        """As the chat answer's.
+
+        Raises:
+            ApiError, UserError: nothing was queued.
+        """
+        return await self._chat.start(session)
+
+    async def whole(self, stream: OutputStream) -> dict[str, Any]:
+        """The answer when all is done."""
+        answer = await self._chat.whole(stream)
+        (choice,) = answer["choices"]
+        message = choice["message"]
+        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())]
+        self._items.push({**message, "tool_calls": calls}, _logprobs(choice))
+        self._finish_reason = choice["finish_reason"]
+        self._items.finish(self._status)
+        return self._response(self._status, answer["usage"])
+
+    def first_chunks(self) -> list[Event]:
+        """That the answer exists, and that it is being made."""
+        self._chat.first_chunks()
+        shown = self._response("in_progress", None)
+        return self._numbered(
+            {"type": kind, "response": shown} for kind in ("response.created", "response.in_progress")
+        )
+
+    def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[Event]:
+        """The events of one output.
+
+        Raises:
+            ApiError: the completion failed.
+        """
+        events: list[Event] = []
+        for chunk in self._chat.chunks_of(prompt_index, output):
+            (choice,) = chunk["choices"]
+            events += self._items.push(choice["delta"], _logprobs(choice))
+            self._finish_reason = choice["finish_reason"] or self._finish_reason
+        return self._numbered(events)
+
+    def last_chunks(self) -> list[Event]:
+        """What closes the items, then the whole answer."""
+        events = self._items.finish(self._status)
+        done = self._response(self._status, self._chat.usage())
+        return self._numbered([*events, {"type": f"response.{self._status}", "response": done}])
+
+    def failure(self, error: ApiError) -> Event:
+        """An event for an error after the stream has begun."""
+        event = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
+        return self._numbered([event])[0]
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish_reason == "length" else "completed"
+
+    def _numbered(self, events: Iterable[Event]) -> list[Event]:
+        numbered = []
+        for event in events:
+            numbered.append({**event, "sequence_number": self._sequence})
+            self._sequence += 1
+        return numbered
+
+    def _response(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
+        body = self._body
+        form = body.text.format if body.text and body.text.format else None
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, ChosenFunction) else body.tool_choice
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [] if status == "in_progress" else [_copy(item) for item in self._items.items],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+            "tool_choice": choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": usage and _usage(usage),
+            "user": body.user,
+        }
+
+
+class ResponsesEvents(EventStream):
+    """Named events, without `[DONE]` at their end, as this API has them."""
+
+    _END = b""
+
+    def _event(self, chunk: Mapping[str, Any]) -> bytes:
+        return b"event: " + chunk["type"].encode() + b"\ndata: " + to_json(chunk) + b"\n\n"
+
+    def _failure(self, error: ApiError) -> Mapping[str, Any]:
+        return self._answer.failure(error)
+
+
+def _logprobs(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return list((choice.get("logprobs") or {}).get("content") or ())
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Deep enough that what an event holds does not grow afterwards."""
+    return {name: [dict(part) for part in value] if isinstance(value, list) else value for name, value in item.items()}

@@ -1,0 +1,306 @@
+"""The body of `/v1/responses`: input items, and the chat request that means the same. Nothing is kept between requests."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from dsjax.serve import bounds
+from dsjax.serve.bodies import StrictModel
+from dsjax.serve.chat_fields import ChatRequest, FunctionName
+from dsjax.serve.errors import ApiError
+from dsjax.serve.openai_fields import Effort, OpenAIFields
+from dsjax.serve.sampling_fields import Count, Name
+
+_TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
+
+
+class Item(StrictModel):
+    """What stands in the input. Fields that are null count as not given: answers are sent back with them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, item: Any) -> Any:
+        return {name: value for name, value in item.items() if value is not None} if isinstance(item, dict) else item
+
+
+class Part(Item):
+    """A piece of content; an answer's comes back with annotations and log-probabilities, which say nothing to the model."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in (*_TEXTS, "refusal"):
+            raise PydanticCustomError(
+                "text_only", "found a part of type {kind}, but this model reads text only", {"kind": kind}
+            )
+        return part
+
+
+def _text_or_parts(content: Any) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Part], Field(max_length=bounds.MAX_PARTS), Tag("parts")],
+    Discriminator(_text_or_parts),
+]
+
+
+def text_of(content: Any) -> str:
+    """Content as one string."""
+    return content if isinstance(content, str) else "\n".join(part.text or part.refusal for part in content)
+
+
+class MessageItem(Item):
+    """A message of any role, or one of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: Name = ""
+    status: Name = ""
+    phase: Name = ""
+
+
+class CallItem(Item):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: FunctionName
+    arguments: str
+    id: Name = ""
+    status: Name = ""
+
+
+class CallOutputItem(Item):
+    """What a called function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Content
+    id: Name = ""
+    status: Name = ""
+
+
+class ReasoningItem(Item):
+    """The reasoning of an earlier answer, given to the template with the message that it led to."""
+
+    type: Literal["reasoning"]
+    id: Name = ""
+    summary: list[Part] = Field(default_factory=list)
+    content: list[Part] = Field(default_factory=list)
+    status: Name = ""
+
+
+def _kind(item: Any) -> str | None:
+    return (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="expected a message, function_call, function_call_output or reasoning; this server keeps "
+        "no items to refer to and reads text only",
+    ),
+]
+
+
+Input = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[InputItem], Field(max_length=bounds.MAX_MESSAGES), Tag("parts")],
+    Discriminator(_text_or_parts),
+]
+
+
+class FunctionTool(StrictModel):
+    """A function that the model may call; in this API its fields are not in an object of their own."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenFunction(StrictModel):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(StrictModel):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(StrictModel):
+    """`text`."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(StrictModel):
+    """`reasoning`; there are no summaries, the reasoning itself is in the answer."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesStreamOptions(StrictModel):
+    """`stream_options`."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(OpenAIFields):
+    """Body of `/v1/responses`. Stateless: what a client wants remembered it sends again."""
+
+    model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
+    input: Input
+    instructions: str | None = Field(None, description="a system message before the input")
+    max_output_tokens: Count | None = Field(None, description="default: what the context leaves")
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_logprobs: Count | None = Field(None, description="with include message.output_text.logprobs")
+    stream: bool | None = False
+    stream_options: ResponsesStreamOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=bounds.MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    parallel_tool_calls: bool | None = True
+    max_tool_calls: Count | None = Field(None, description="of built-in tools, of which there are none")
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[Name], Field(max_length=bounds.MAX_NAME_CHARACTERS)] | None = None
+    truncation: Literal["disabled", "auto"] | None = Field(None, description="only disabled")
+    background: bool | None = Field(False, description="only false")
+    previous_response_id: Any = Field(None, description="refused: no answer is kept")
+    conversation: Any = Field(None, description="refused: no answer is kept")
+    prompt: Any = Field(None, description="refused: no prompt is kept")
+    request_id: Name | None = Field(None, description="becomes part of the answer's id; the header X-Request-ID wins")
+
+    def check(self) -> None:
+        """Raise for what a server without a memory cannot do."""
+        for name in ("previous_response_id", "conversation", "prompt"):
+            if getattr(self, name) is not None:
+                reason = f"{name}: this server keeps nothing between requests; send the whole conversation as input"
+                raise ApiError(400, reason, param=name)
+        if self.background:
+            raise ApiError(
+                400, "background: this server answers in the foreground only; leave it out", param="background"
+            )
+        if self.truncation == "auto":
+            reason = "truncation: this server shortens no conversation by itself; send one that fits, or leave it out"
+            raise ApiError(400, reason, param="truncation")
+
+    def without_effect(self) -> list[str]:
+        """As `OpenAIFields.without_effect`; that nothing is stored is said in the answer's `store`."""
+        found = [name for name in super().without_effect() if name not in ("store", "metadata")]
+        summary = self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary)
+        return found + (["reasoning.summary"] if summary else [])
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer's text comes with log-probabilities."""
+        return "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs is not None
+
+    def to_chat(self) -> ChatRequest:
+        """The chat request that means the same.
+
+        Raises:
+            ApiError: what no server without a memory can do, or a format without its schema.
+        """
+        self.check()
+        chat: dict[str, Any] = {
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "response_format": self._format(),
+            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tool_choice": self.tool_choice,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs,
+            **{
+                name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
+            },
+            **{name: getattr(self, name) for name in OpenAIFields.model_fields},
+        }
+        if isinstance(self.tool_choice, ChosenFunction):
+            chat["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        if self.tool_choice is not None and not self.tools:
+            chat["tool_choice"] = None if self.tool_choice in ("auto", "none") else chat["tool_choice"]
+        return ChatRequest.model_validate(chat)
+
+    def _format(self) -> dict[str, Any] | None:
+        form = self.text.format if self.text else None
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return {"type": "json_object"}
+        if form.schema_ is None:
+            raise ApiError(400, "text.format of type json_schema wants a schema", param="text")
+        return {"type": "json_schema", "json_schema": {"name": form.name or "", "schema": form.schema_}}
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Items as messages: what an assistant thought, said and called in one turn is one message."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        for item in items:
+            match item:
+                case CallOutputItem():
+                    messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+                case MessageItem(role="assistant"):
+                    turn = _turn(messages, has="content")
+                    turn["content"] = text_of(item.content)
+                case MessageItem():
+                    messages.append({"role": item.role, "content": text_of(item.content)})
+                case ReasoningItem():
+                    turn = _turn(messages, has="reasoning_content")
+                    turn["reasoning_content"] = text_of(item.content or item.summary)
+                case CallItem():
+                    function = {"name": item.name, "arguments": item.arguments}
+                    calls = _turn(messages).setdefault("tool_calls", [])
+                    calls.append({"id": item.call_id, "type": "function", "function": function})
+        for message in messages:
+            if message["role"] == "assistant" and "tool_calls" not in message:
+                message.setdefault("content", "")
+        if not messages:
+            raise ApiError(400, "input is an empty list, expected at least one item", param="input")
+        return messages
+
+
+def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
+    """The assistant's message that goes on: the last one, unless it has this field, or calls, already."""
+    if (
+        not messages
+        or messages[-1]["role"] != "assistant"
+        or (has and (has in messages[-1] or "tool_calls" in messages[-1]))
+    ):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}

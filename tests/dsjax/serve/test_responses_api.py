@@ -1,0 +1,177 @@
+"""`/v1/responses`: items and events as OpenAI's client reads them, and nothing that would need a memory."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from scripted_executor import ScriptedExecutor, tool_tokenizer
+
+from dsjax.serve.tool_calls import FORMATS
+
+PATH = "/v1/responses"
+TOOL = {
+    "type": "function",
+    "name": "get_time",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = FORMATS["deepseek_v31"].calls([("get_time", '{"city": "Ulm"}')])
+
+
+@pytest.fixture
+def start(start_server):
+    def start(script: str, **others):
+        tokenizer = tool_tokenizer()
+        runner = ScriptedExecutor(tokenizer, script, max_chunk=16, **others)
+        return start_server(tokenizer=tokenizer, runner=runner, eos=(tokenizer.eos_id,))
+
+    return start
+
+
+def events_of(server, **body) -> list[dict]:
+    text = server.post(PATH, {**body, "stream": True}).text
+    found = []
+    for block in text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def without_ids(response: dict) -> dict:
+    shown = {name: value for name, value in response.items() if name not in ("id", "created_at", "completed_at")}
+    shown["usage"].pop("input_tokens_details")  # the second request finds the first one's prompt in the cache
+    shown["output"] = [
+        {**item, "id": item["type"]} | ({"call_id": ""} if "call_id" in item else {}) for item in response["output"]
+    ]
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("script", "kinds"),
+    [
+        ("why so</think>because", ["reasoning", "message"]),
+        ("why so</think>I look." + CALL, ["reasoning", "message", "function_call"]),
+        ("</think>", ["message"]),
+    ],
+)
+def test_streamed_events_build_what_the_whole_answer_holds(start, script, kinds):
+    server = start(script)
+    body = {"input": "hi", "instructions": "be brief", "tools": [TOOL], "metadata": {"run": "1"}}
+    whole = server.post(PATH, body).json()
+    assert [item["type"] for item in whole["output"]] == kinds
+    assert (whole["object"], whole["status"], whole["error"]) == ("response", "completed", None)
+    events = events_of(server, **body)
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == "response.completed"
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    items: dict[int, dict] = {}
+    for event in events:
+        at = event.get("output_index")
+        match event["type"]:
+            case "response.output_item.added":
+                assert at == len(items)
+                items[at] = event["item"]
+            case "response.content_part.added":
+                items[at]["content"].append(event["part"])
+            case "response.output_text.delta" | "response.reasoning_text.delta":
+                items[at]["content"][event["content_index"]]["text"] += event["delta"]
+            case "response.function_call_arguments.delta":
+                items[at]["arguments"] += event["delta"]
+            case "response.output_item.done":
+                assert {**items[at], "status": "completed"} == event["item"]
+    assert len(items) == len(kinds)
+
+
+def test_what_is_cut_off_is_incomplete_and_says_why(start):
+    server = start("</think>" + "a" * 50)
+    whole = server.post(PATH, {"input": "hi", "max_output_tokens": 5}).json()
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert whole["usage"]["output_tokens"] == 5
+    assert whole["output"][-1]["status"] == "incomplete"
+    assert events_of(server, input="hi", max_output_tokens=5)[-1]["type"] == "response.incomplete"
+
+
+@pytest.mark.parametrize("store", [None, True, False])
+def test_nothing_is_stored_and_the_answer_says_so(start, store):
+    answer = start("</think>ok").post(PATH, {"input": "hi", "store": store})
+    assert answer.json()["store"] is False
+    assert "warning" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("previous_response_id", "resp_1"),
+        ("conversation", "conv_1"),
+        ("prompt", {"id": "p"}),
+        ("background", True),
+        ("truncation", "auto"),
+        ("input", []),
+        ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]),
+        ("modalities", ["audio"]),
+    ],
+)
+def test_what_needs_a_memory_or_eyes_is_a_400_that_names_the_field(start, field, value):
+    answer = start("</think>ok").post(PATH, {"input": "hi", field: value})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+
+
+def test_an_unknown_item_is_named_without_a_dump_of_unions(start):
+    answer = start("</think>ok").post(PATH, {"input": [{"type": "item_reference", "id": "msg_1"}]})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"].startswith(
+        "input.0: expected a message, function_call, function_call_output"
+    )
+
+
+def test_an_answer_sent_back_with_a_tools_output_is_the_same_conversation_as_in_chat(start, monkeypatch):
+    from dsjax.serve.responses_request import ResponsesRequest
+
+    first = start("why</think>I look." + CALL).post(PATH, {"input": "hi", "tools": [TOOL]}).json()
+    call = first["output"][-1]
+    history = [
+        {"role": "user", "content": "hi"},
+        *first["output"],
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"},
+        {"role": "user", "content": [{"type": "input_text", "text": "thanks"}]},
+    ]
+    messages = ResponsesRequest.model_validate({"input": history, "instructions": "be brief"}).to_chat().messages
+    assert [message.role for message in messages] == ["system", "user", "assistant", "tool", "user"]
+    assistant = messages[2]
+    assert (assistant.text, assistant.reasoning_content) == ("I look.", "why")
+    assert [(c.id, c.function.name, c.function.arguments) for c in assistant.tool_calls] == [
+        (call["call_id"], "get_time", '{"city": "Ulm"}')
+    ]
+    assert (messages[3].tool_call_id, messages[3].text) == (call["call_id"], "noon")
+
+
+def test_openai_s_client_reads_answers_streams_and_forms(start):
+    server = start('why</think>{"answer": 7}')
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    form = {
+        "type": "json_schema",
+        "name": "a",
+        "schema": {"type": "object", "properties": {"answer": {"type": "integer"}}},
+    }
+    whole = client.responses.create(model="tiny", input="hi", text={"format": form}, reasoning={"effort": "low"})
+    assert json.loads(whole.output_text) == {"answer": 7}
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    with client.responses.stream(model="tiny", input="hi") as stream:
+        kinds = {event.type for event in stream}
+        assert stream.get_final_response().output_text == whole.output_text
+    assert {"response.created", "response.output_text.delta", "response.completed"} <= kinds
+    with pytest.raises(openai.BadRequestError, match="keeps nothing between requests"):
+        client.responses.create(model="tiny", input="hi", previous_response_id="resp_1")
+
+
+def test_an_error_after_the_stream_has_begun_is_an_error_event(start):
+    server = start("</think>" + "a" * 400, step_seconds=0.02)
+    with httpx.stream("POST", server.url + PATH, json={"input": "hi", "stream": True}, timeout=20) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.engine.abort_all()
+        rest = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert (rest[-1]["type"], rest[-1]["code"]) == ("error", "shutting_down")
