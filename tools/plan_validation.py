@@ -45,8 +45,9 @@ high as low; how many measurements lie inside is what the table tells of it.
 ## Ten more, predicted first
 
 Looked for after the model was written. The predictions were committed (1257918) before the measured values were entered (bdea21d); an
-error in the model that they show is said here, and not repaired by them. At those commits they scored 26.7 %, with 4 of 10 inside. The table
-is made by the model of today; one change since moved E and F by a few per cent: with an FP8 cache prompts may be computed in bf16,
+error in the model that they show is said here, and not repaired by them. At those commits they scored 26.7 %, with 4 of 10 inside.
+The table is made by the model of today; one change since moved E and F by a few per cent: with an FP8 cache prompts may be computed
+in bf16,
 because an FP8 cache must never make a plan worse.
 
 {unseen}

@@ -17,10 +17,11 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.engine import device_state
 from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
-from dsjax.engine.device_state import DeviceState, LaunchShape
+from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.process import without_compile_cache
 from dsjax.engine.programs import Programs
+from dsjax.engine.slots import LaunchShape
 from dsjax.errors import UserError
 from dsjax.model.step import Step
 from sharding import MeshSpec

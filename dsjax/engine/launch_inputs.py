@@ -1,4 +1,4 @@
-"""The host's side of a launch, in NumPy: a command's rows laid into the integers that ``device_state.read`` and ``admit`` take."""
+"""The host's side of a launch, in NumPy: a command's rows laid into the integers that ``slots.read`` and ``admit`` take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from dsjax.engine.buckets import Launch
 from dsjax.engine.commands import TOKEN_MADE, Admission, PrefillRow, RankStep, Step
-from dsjax.engine.device_state import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
+from dsjax.engine.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
 
 PageEntry = tuple[int, int, int]
 """Slot, index in its page table, page."""

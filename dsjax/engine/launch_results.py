@@ -11,11 +11,11 @@ from jaxtyping import Array
 
 from dsjax.engine.buckets import Launch, num_decodes
 from dsjax.engine.commands import PrefillRow, Step, from_int32s
-from dsjax.engine.device_state import LaunchShape
 from dsjax.engine.executor import RankResults, RowResult, TokenScore
 from dsjax.engine.launch_inputs import makes_token
 from dsjax.engine.sampler import NONE_ALLOWED, NOT_FINITE, Scores
 from dsjax.engine.slot_rules import RowRules, SlotRules
+from dsjax.engine.slots import LaunchShape
 
 NOTHING_ALLOWED = (
     "no token is allowed next: allowed tokens, bad words, minimum length and structured output exclude each other"

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine import device_state
+from dsjax.engine import device_state, slots
 from dsjax.engine.buckets import Buckets, Launch
 from dsjax.engine.commands import Clear, Command, Copy, Flush, Score, Step
 from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress
@@ -207,7 +207,7 @@ class MeshExecutor:
         self,
         pending: Pending,
         launch: Launch,
-        shape: device_state.LaunchShape,
+        shape: slots.LaunchShape,
         packed: Array,
         rules: RowRules,
         proposes: int,

@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
-from dsjax.engine import device_state, sampling_programs
+from dsjax.engine import device_state, sampling_programs, slots
 from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.device_state import ADMIT_WIDTH, DeviceState, LaunchShape, StepRows
+from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits, Progress
 from dsjax.engine.logit_edits import bias_width, mask_words
 from dsjax.engine.sampler import Wanted, greedy
+from dsjax.engine.slots import ADMIT_WIDTH, LaunchShape, StepRows
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import Step
 
@@ -63,7 +64,7 @@ class Programs:
         return LaunchShape(*groups, self._limits.page_size)
 
     def admit(self) -> Compiled:
-        """``(state, packed) -> state``: slots given, page tables changed; see ``device_state.admit``."""
+        """``(state, packed) -> state``: slots given, page tables changed; see ``slots.admit``."""
         return self._get(("admit",), self._lower_admit)
 
     def step(self, shape: LaunchShape, scored: bool = False) -> Compiled:
@@ -80,7 +81,7 @@ class Programs:
         step = self._step
 
         def run(params, state, packed):
-            state, rows, groups = device_state.read(step, state, packed, shape)
+            state, rows, groups = slots.read(step, state, packed, shape)
             hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
             state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
             scores = ()
@@ -90,7 +91,7 @@ class Programs:
                 scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
             else:
                 logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
-            state, outcome = device_state.commit(step, state, rows, greedy(logits))
+            state, outcome = slots.commit(step, state, rows, greedy(logits))
             pinned = self._pin((rows.pack(), outcome, logits, hidden), self._of_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
 
@@ -201,7 +202,7 @@ class Programs:
         R, C = shape.decode_rows
         N = R * C + shape.prefill_rows[0]
         tokens, made = outcome[:, :N], outcome[:, N : N + R]
-        tables = device_state.tables_of(step, state, rows)
+        tables = slots.tables_of(step, state, rows)
         groups, follows = [], []
         if shape.decode:
             groups.append(RowGroup(rows.tokens, rows.start, made, tables[:, :R], shape.decode))
@@ -239,7 +240,7 @@ class Programs:
                 drafts.append(greedy(step.logits(params, hidden)))
         proposed = jnp.stack(drafts, axis=-1)
         state = dataclasses.replace(state, cache=cache, filled=filled)
-        return device_state.enter_drafts(step, state, rows, proposed), proposed
+        return slots.enter_drafts(step, state, rows, proposed), proposed
 
     def _unfill(self, state: DeviceState, groups: list[RowGroup]):
         """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
@@ -250,7 +251,7 @@ class Programs:
 
     def _lower_admit(self) -> Lowered:
         packed = self._described((ADMIT_WIDTH,), np.int32)
-        return self._lower_small(device_state.admit, packed)
+        return self._lower_small(slots.admit, packed)
 
     def _lower_small(self, function: Callable, argument: jax.ShapeDtypeStruct) -> Lowered:
         run = lambda state, argument: self._pin(function(self._step, state, argument), self._state)  # noqa: E731

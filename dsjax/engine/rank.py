@@ -190,10 +190,10 @@ class Rank:
                     continue
                 if request.num_due and request.rules is not None and request.rules.needs_tokens:
                     continue
-            if planned >= len(request.pages) * page_size:
-                # With drafts under way `planned` may reach its bound, behind which nothing is ever written.
-                if not self._grow(request, min(planned + 1, request.max_cached_tokens)):
-                    continue
+            # With drafts under way `planned` may reach its bound, behind which nothing is ever written.
+            full = planned >= len(request.pages) * page_size
+            if full and not self._grow(request, min(planned + 1, request.max_cached_tokens)):
+                continue
             length = 1
             if num_drafts:
                 self._grow_for_drafts(request, planned + most + num_drafts)

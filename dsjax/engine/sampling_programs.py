@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dsjax.engine import logit_edits
-from dsjax.engine.device_state import MOST_COUNTED, DeviceState, SlotSampling, StepRows, commit
+from dsjax.engine.device_state import MOST_COUNTED, DeviceState, SlotSampling
 from dsjax.engine.sampler import SamplingRows, Scores, Wanted, sample, score
+from dsjax.engine.slots import StepRows, commit
 from dsjax.model.step import Step
 
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from dsjax.engine.buckets import Launch
 from dsjax.engine.commands import ALWAYS, Admission, RankStep, Sampling, Step
-from dsjax.engine.device_state import LaunchShape
 from dsjax.engine.executor import RankResults
 from dsjax.engine.launch_inputs import decode_slots, makes_token
 from dsjax.engine.logit_edits import mask_words, pieces
 from dsjax.engine.sampler import Wanted
+from dsjax.engine.slots import LaunchShape
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from dsjax.engine.completion import error_kind
+from dsjax.engine.output_processor import error_kind
 from dsjax.engine.request import ErrorKind, FinishReason, Request
 from dsjax.engine.scheduler import Update
 from dsjax.serve.metrics_families import Counter, Histogram, Labels, Registry, one_two_five

@@ -13,8 +13,9 @@ from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting
 from dsjax.bench.modules.timing import Prepared, device_loop
 from dsjax.engine import device_state
-from dsjax.engine.device_state import DeviceState, LaunchShape
+from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.slots import LaunchShape
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import GroupShape, flatten
 
@@ -42,11 +43,11 @@ def _inputs(setting: Setting, rows: int, pages: int) -> Prepared:
     def one_step(inputs, _, carry):
         # Each round begins where the one before has ended, so that nothing is computed ahead of the loop.
         state, rotated, slots, last = carry
-        state, read, groups = device_state.read(step, state, inputs["packed"], shape)
+        state, read, groups = slots.read(step, state, inputs["packed"], shape)
         rotation = Rotation.at(flatten([groups[0].positions]), config.rope, config.qk_rope_head_dim)
         found = flatten([groups[0].slots(step.page_size)])
         last = last + jnp.take_along_axis(inputs["x"], jnp.maximum(read.slot, 0)[..., None], axis=1)
-        state, _ = device_state.commit(step, state, read, found % config.vocab_size)
+        state, _ = slots.commit(step, state, read, found % config.vocab_size)
         return state, rotation(rotated), slots + found, last
 
     carry = (

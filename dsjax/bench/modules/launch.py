@@ -14,10 +14,10 @@ from dsjax.bench.modules.setting import Setting
 from dsjax.bench.modules.timing import Prepared, host_loop
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.commands import PageChange, RankStep, Step, int32s
-from dsjax.engine.device_state import StepRows
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.mesh_executor import MeshExecutor
 from dsjax.engine.programs import Programs
+from dsjax.engine.slots import StepRows
 
 
 def launch_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:

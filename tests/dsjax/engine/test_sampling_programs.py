@@ -16,8 +16,9 @@ from scipy import stats
 
 from dsjax.engine import sampling_programs
 from dsjax.engine.commands import ALWAYS
-from dsjax.engine.device_state import DeviceState, SlotSampling, StepRows
+from dsjax.engine.device_state import DeviceState, SlotSampling
 from dsjax.engine.sampler import Wanted
+from dsjax.engine.slots import StepRows
 from sharding import MeshSpec, Rules
 
 V, SLOTS, BATCHES, LENGTH, DRAFTS = 6, 256, 96, 3, 2

@@ -18,6 +18,7 @@ from dsjax.engine.sampling_params import OutputKind
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.serve.answers import UsageCounter
 
 TABLE = ((1, 1, 4), (2, 3, 0), (4, 8, 2))
 """Drafts by running requests."""
@@ -393,7 +394,7 @@ def test_deltas_bring_several_tokens_and_add_up(llm, watch, greedy):
     engine = llm.engine
     params = dataclasses.replace(GREEDY, output_kind=OutputKind.DELTA, logprobs=1)
     engine.add_request("d", prompts(6)[4], params)
-    tokens, text, sizes = [], "", []
+    tokens, text, sizes, usage = [], "", [], UsageCounter()
     while engine.has_unfinished():
         for output in engine.step():
             (one,) = output.outputs
@@ -401,9 +402,10 @@ def test_deltas_bring_several_tokens_and_add_up(llm, watch, greedy):
             tokens += one.token_ids
             text += one.text
             sizes.append(len(one.token_ids))
+            usage.count(0, output)
     assert (text, tokens) == greedy[4][0][:2]
     assert max(sizes) > 1
-    assert sum(sizes) == TOKENS
+    assert usage.usage()["completion_tokens"] == TOKENS
 
 
 def test_a_row_at_its_last_tokens_asks_for_no_page_that_it_cannot_fill(llm, watch):

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from dsjax.engine.buckets import Launch, Piece, Rectangle
 from dsjax.engine.commands import TOKEN_MADE, from_int32s
-from dsjax.engine.device_state import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.logit_rules import LogitRules
 from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
 from dsjax.engine.step_writer import StepWriter
 from dsjax.model.rows import GroupShape
 
