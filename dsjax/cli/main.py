@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": ("dsjax.cli.plan", "plan"),
     "bench": ("dsjax.bench.command", "bench"),
     "top": ("dsjax.top.command", "top"),
+    "doctor": ("dsjax.cli.doctor", "doctor"),
 }
 """Command to (module, function, or a `typer.Typer` with commands of its own), in the order of `--help`."""
 

@@ -132,6 +132,7 @@ def serve_model(
 ) -> int:
     """Serve a loaded model until the end, listening while it warms up; give the process's exit code."""
     from dsjax.engine.async_engine import AsyncEngine
+    from dsjax.serve.device_memory import device_memory
     from dsjax.serve.metrics import Metrics
     from dsjax.serve.server import Server
     from dsjax.serve.serving import Serving
@@ -149,7 +150,11 @@ def serve_model(
     facts = model.facts
     show_facts(console, facts)
     metrics = Metrics(
-        names[0], facts.dp_ranks, facts.max_model_len, experts_per_device=facts.physical_experts_per_device
+        names[0],
+        facts.dp_ranks,
+        facts.max_model_len,
+        experts_per_device=facts.physical_experts_per_device,
+        device_memory=device_memory,
     )
     serving = Serving(
         AsyncEngine(model.engine),

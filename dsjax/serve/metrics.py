@@ -25,6 +25,7 @@ class Metrics:
     Args:
         model_name: the label `model_name`, as clients know it.
         num_ranks: DP ranks; the label `engine` counts them, as vLLM's does its engines.
+        device_memory: gives (device, bytes in use, bytes there are) at each scrape.
         max_model_len: bound of the histograms of numbers of tokens.
         experts_per_device: physical experts of one device; 0 for a model without experts.
         clock: seconds, of the same clock as `Request.arrival_time`.
@@ -38,6 +39,7 @@ class Metrics:
         *,
         experts_per_device: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        device_memory: Callable[[], Iterable[tuple[str, int, int]]] = lambda: (),
     ):
         self.registry = Registry()
         self._model = model_name
@@ -83,6 +85,17 @@ class Metrics:
         self._responses = Counter(
             registry, "http_requests", "Answers, by route and class of status.", ("handler", "method", "status")
         )
+        for name, what, index in (
+            ("used", "Bytes of a device's memory in use.", 1),
+            ("limit", "Bytes that a device has.", 2),
+        ):
+            Gauge(
+                registry,
+                f"dsjax_device_memory_{name}_bytes",
+                what,
+                ("model_name", "device"),
+                lambda index=index: [((model_name, found[0]), float(found[index])) for found in device_memory()],
+            )
         self._experts = ExpertMetrics(registry, model_name, experts_per_device)
         self._preemptions.add((model_name,), 0)
 
