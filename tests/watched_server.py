@@ -67,7 +67,7 @@ def request(
 
 def token(of: EngineRequest, reason: FinishReason | None = None, *, finite: bool = True) -> Update:
     """What a step does to a completion: one token, and perhaps its end."""
-    return Update(of, RowResult((3,), finite=finite), reason)
+    return Update(of, RowResult((3,) if finite else (), finite=finite), reason)
 
 
 def experts(tokens: list[list[int]], **others) -> ExpertCounts:

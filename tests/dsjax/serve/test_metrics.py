@@ -266,6 +266,10 @@ def test_names_and_bounds_are_vllms(metrics, clock):
                 "vllm:generation_tokens",
                 "vllm:request_success",
                 "vllm:corrupted_requests",
+                "vllm:spec_decode_num_drafts",
+                "vllm:spec_decode_num_draft_tokens",
+                "vllm:spec_decode_num_accepted_tokens",
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
             ),
             "counter",
         ),
@@ -308,7 +312,9 @@ def test_names_and_bounds_are_vllms(metrics, clock):
 
 def filled() -> Metrics:
     """Every family has samples, some with odd labels and numbers."""
-    metrics = Metrics('a "model"\\n\nof lines', 2, 100, experts_per_device=2, device_memory=lambda: [("0", 90, 100)])
+    metrics = Metrics(
+        'a "model"\\n\nof lines', 2, 100, experts_per_device=2, most_drafts=2, device_memory=lambda: [("0", 90, 100)]
+    )
     one = request("a", rank=1)
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])
