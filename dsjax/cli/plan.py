@@ -79,6 +79,10 @@ def plan(
     mesh: Annotated[
         str | None, typer.Option(help="Plan with instances of this mesh only: dp=32, or dp=4,tp=8.")
     ] = None,
+    prefill_mesh: Annotated[str | None, typer.Option(help="Separated: mesh of a prefill instance.")] = None,
+    decode_mesh: Annotated[str | None, typer.Option(help="Separated: mesh of a decode instance.")] = None,
+    prefill_instances: Annotated[int | None, typer.Option(help="Separated: how many of them.")] = None,
+    decode_instances: Annotated[int | None, typer.Option(help="Separated: how many of them.")] = None,
     max_devices: Annotated[int | None, typer.Option(help="Use no more devices than this.")] = None,
     explain: Annotated[
         str | None, typer.Option(help="Derivation of the best: tpot, ttft, throughput or memory.")
@@ -130,7 +134,7 @@ def plan(
     from dsjax.plan.skew import read_skew
     from dsjax.plan.static import STATIC_MODES, no_room, show_static, static_of
     from dsjax.plan.sweep import sweep as run_sweep
-    from dsjax.plan.workload import Lengths, Objective, Options, Workload
+    from dsjax.plan.workload import Lengths, Objective, Options, Pins, Workload
     from sharding.mesh import MeshSpec
 
     if mode not in (*_MODES, *STATIC_MODES):
@@ -192,6 +196,12 @@ def plan(
             operator_tables(operators),
             host_scheduling,
             serving,
+            Pins(
+                MeshSpec.parse(prefill_mesh) if prefill_mesh else None,
+                MeshSpec.parse(decode_mesh) if decode_mesh else None,
+                prefill_instances,
+                decode_instances,
+            ),
         ),
     )
     console = report_console()

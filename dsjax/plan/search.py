@@ -19,6 +19,7 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import Layout, layouts
 from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.workload import Objective, Options, Workload
+from sharding.mesh import MeshSpec
 
 _POOLS, _DECODERS = 6, 400
 """Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
@@ -268,8 +269,10 @@ def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], C
 def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     if question.devices < 2:
         return []
-    chosen = _pools(question, fitting)
-    points = [(i, b) for i in fitting for b in _decode_batches(question, i)]
+    pins = question.options.pins
+    chosen = _pools(question, _pinned(fitting, pins.prefill_mesh, "--prefill-mesh"))
+    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh")
+    points = [(i, b) for i in decoding for b in _decode_batches(question, i)]
     rate = {(id(i), b): b * i.replicas / i.tpot(b).value / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
     # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
@@ -288,6 +291,26 @@ def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
                 bound = question.objective.ttft
                 if users is None and bound is not None and found[-1].ttft.value > bound:
                     found += _relieved(pool, left, instance, right, here, bound)
+    return found
+
+
+def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
+    """Those of the mesh that was given.
+
+    Raises:
+        UserError: no layout that fits has it.
+    """
+    if mesh is None:
+        return fitting
+    found = [instance for instance in fitting if instance.layout.mesh == mesh]
+    if not found:
+        near = sorted(
+            {i.layout.mesh for i in fitting},
+            key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size),
+        )
+        raise UserError(
+            f"{flag} {mesh} is no layout that fits here; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
+        )
     return found
 
 
@@ -386,10 +409,16 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
         lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
     # Where the TTFT forbids prefill to be as busy, one or two more instances of it relieve the rest.
     lefts |= {left + more for left in tuple(lefts) for more in (1, 2)}
+    pins = question.options.pins
+    if pins.prefill_count is not None:
+        lefts = {pins.prefill_count}
+    elif pins.decode_count is not None:
+        lefts |= {max(1, (devices - pins.decode_count * other) // own)}
     found = []
     for left in sorted(lefts):
-        right = (devices - left * own) // other
-        if right >= 1:
+        room = (devices - left * own) // other
+        right = room if pins.decode_count is None else min(pins.decode_count, room + 1)
+        if 1 <= right <= room and right == (pins.decode_count or right):
             found.append((left, right))
     return found
 
