@@ -150,6 +150,17 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             ],
         ),
         (
+            "Memory of the devices",
+            "Share in use; on a CPU of the host's, by this process.",
+            "percentunit",
+            [
+                (
+                    f"dsjax_device_memory_used_bytes{{{OF_MODEL}}} / dsjax_device_memory_limit_bytes{{{OF_MODEL}}}",
+                    "{{device}}",
+                )
+            ],
+        ),
+        (
             "Prefix hits",
             "Share of prompt tokens found in the prefix cache.",
             "percentunit",

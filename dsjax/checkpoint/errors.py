@@ -26,5 +26,13 @@ class CheckpointError(UserError):
         super().__init__("\n".join(lines))
 
 
+class DestinationError(CheckpointError):
+    """A place where nothing can be written; the source may be in order."""
+
+    def __init__(self, destination: object, problem: str):
+        super().__init__(destination, [problem])
+        self.args = (f"cannot write to {destination}: it {problem}",)
+
+
 class CheckpointWarning(UserWarning):
     """Something in a checkpoint that loading goes on without, and that the user should know of."""

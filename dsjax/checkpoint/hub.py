@@ -51,6 +51,18 @@ def resolve(model: str | Path, *, revision: str | None = None, cache_dir: str | 
     return _download(text, revision, cache_dir)
 
 
+def resolve_config(model: str, *, revision: str | None = None) -> str:
+    """What `load_config` reads for a model's name: the name or path itself; of a Hugging Face repository, which is neither, the
+    folder of its downloaded `config.json`, without the weights.
+
+    Raises:
+        ModelNotFoundError: a repository that cannot be had.
+    """
+    if model in bundled_models() or Path(model).expanduser().exists() or not _REPOSITORY.fullmatch(model):
+        return model
+    return str(_download(model, revision, None, ("config.json",)))
+
+
 def _bundled(name: str) -> Path:
     """The folder of a bundled model, if weights came with it."""
     folder = Path(str(importlib.resources.files("configs") / "models" / name))
@@ -62,7 +74,9 @@ def _bundled(name: str) -> Path:
     return folder
 
 
-def _download(repository: str, revision: str | None, cache_dir: str | Path | None) -> Path:
+def _download(
+    repository: str, revision: str | None, cache_dir: str | Path | None, files: tuple[str, ...] = ALLOWED_FILES
+) -> Path:
     # Imported here: it takes half a second, and only downloads need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -74,9 +88,7 @@ def _download(repository: str, revision: str | None, cache_dir: str | Path | Non
 
     wanted = f"{repository} (revision {revision or 'main'})"
     try:
-        return Path(
-            snapshot_download(repository, revision=revision, cache_dir=cache_dir, allow_patterns=list(ALLOWED_FILES))
-        )
+        return Path(snapshot_download(repository, revision=revision, cache_dir=cache_dir, allow_patterns=list(files)))
     except HFValidationError as error:
         raise ModelNotFoundError(f"no model {repository!r}: not a directory here, and {error}") from error
     except RevisionNotFoundError as error:

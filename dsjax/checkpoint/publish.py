@@ -8,8 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.errors import DestinationError
 from dsjax.checkpoint.safetensors import sync_folder
+
+
+def check_destination(destination: Path, *, overwrite: bool = False) -> None:
+    """Whether ``publish`` can write there, which is worth knowing before a source is downloaded or read.
+
+    Raises:
+        DestinationError: it exists, and is not to be replaced, or is no directory.
+    """
+    if destination.exists() and not destination.is_dir():
+        raise DestinationError(destination, "exists and is no directory; choose another destination")
+    if destination.exists() and any(destination.iterdir()) and not overwrite:
+        raise DestinationError(destination, "exists already; choose another destination, or pass --overwrite")
 
 
 @contextmanager
@@ -21,13 +33,10 @@ def publish(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
     complete.
 
     Raises:
-        CheckpointError: ``destination`` exists, and is not to be replaced, or is no directory.
+        DestinationError: ``destination`` exists, and is not to be replaced, or is no directory.
     """
     destination = Path(os.path.abspath(destination))
-    if destination.exists() and not destination.is_dir():
-        raise CheckpointError(destination, ["exists and is no directory; choose another destination"])
-    if destination.exists() and any(destination.iterdir()) and not overwrite:
-        raise CheckpointError(destination, ["exists already; choose another destination, or pass --overwrite"])
+    check_destination(destination, overwrite=overwrite)
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -35,8 +35,10 @@ def convert(
     max_shard_bytes = parse_bytes(max_shard_size)
     from dsjax.checkpoint.convert import convert_checkpoint
     from dsjax.checkpoint.hub import resolve
+    from dsjax.checkpoint.publish import check_destination
     from dsjax.checkpoint.source import open_checkpoint
 
+    check_destination(destination, overwrite=overwrite)
     directory = resolve(source, revision=revision)
     form = to or ("hf" if open_checkpoint(directory).kind == "orbax" else "orbax")
     written = convert_checkpoint(

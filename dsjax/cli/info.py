@@ -12,53 +12,131 @@ from dsjax.cli.output import report_console, write_json
 
 
 def info(
-    model: Annotated[str, typer.Option(help="Bundled name, or a directory with config.json.")] = "demo",
+    model: Annotated[
+        str, typer.Option(help="Bundled name, a directory with config.json, or a Hugging Face repository id.")
+    ] = "demo",
+    mesh: Annotated[str, typer.Option(help="Devices as for serve; bytes are of one of them.")] = "dp=1",
+    redundant_experts: Annotated[int, typer.Option(help="Physical experts beside the logical ones.", min=0)] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
     ] = None,
 ) -> None:
-    """Show a model's path, configuration and parameters by component."""
-    facts = describe(model)
+    """Show what a model is: its parts and their sum, bytes on a device of a mesh, cache of a token, configuration."""
+    facts = describe(model, mesh, redundant_experts, revision)
     if json_file is None:
         _show(report_console(), facts)
         return
     write_json(json_file, facts)
 
 
-def describe(model: str) -> dict[str, Any]:
-    """`{"model", "path", "config", "parameters"}`: Hugging Face's field names, and the keys of `parameter_counts`.
+def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str | None = None) -> dict[str, Any]:
+    """`{"model", "path", "config", "parameters", "layers", "parts", "device"}`.
+
+    `config` has Hugging Face's field names, `parameters` the keys of `parameter_counts`. `layers`: `{"dense", "moe", "mtp"}`. `parts`:
+    components that do not overlap, `{name: {"each", "count", "parameters"}}`; their sum is `parameters["main_model"]`. `device`: of one
+    device of `mesh`, `{"mesh", "devices", "weight_bytes": {precision: {component: bytes}}, "cache_bytes_per_token"}` with the
+    cache in bf16, for each DP rank's tokens.
 
     Raises:
         ConfigError: no such model, or a configuration that cannot be.
+        MeshError: a mesh that does not divide it.
     """
+    from dsjax.checkpoint.hub import resolve_config
     from dsjax.config import load_config
+    from dsjax.engine.assembly import check_layout
     from dsjax.model.parameter_counts import parameter_counts
+    from dsjax.plan.layout import Layout
+    from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
+    from dsjax.plan.precision import PRECISIONS
+    from sharding import MeshSpec
 
-    config = load_config(model)
+    where = resolve_config(model, revision=revision)
+    config = load_config(where)
+    counts = parameter_counts(config)
+    spec = MeshSpec.parse(mesh)
+    check_layout(config, spec, redundant, "bf16")
+    layout = Layout(spec, redundant)
     return {
         "model": model,
-        "path": str(_path(model)),
+        "path": str(_path(where)),
         "config": config.to_dict(),
-        "parameters": parameter_counts(config),
+        "parameters": counts,
+        "layers": {
+            "dense": config.num_dense_layers,
+            "moe": config.num_moe_layers,
+            "mtp": config.num_nextn_predict_layers,
+        },
+        "parts": _parts(config, counts),
+        "device": {
+            "mesh": str(spec),
+            "devices": spec.num_devices,
+            "weight_bytes": {name: weight_bytes(config, layout, PRECISIONS[name]) for name in ("bf16", "fp8")},
+            "cache_bytes_per_token": cache_bytes_per_token(config, PRECISIONS["bf16"]),
+        },
     }
 
 
-def _path(model: str) -> Path:
+def _parts(config: Any, counts: dict[str, int]) -> dict[str, dict[str, int]]:
+    layers, dense, moe = config.num_hidden_layers, config.num_dense_layers, config.num_moe_layers
+    rows = [
+        ("embedding", counts["embedding"], 1),
+        ("attention (MLA), a layer", counts["mla"], layers),
+        ("dense MLP, a layer", counts["dense_mlp"], dense),
+        ("routed expert", counts["expert"], moe * (config.n_routed_experts if config.is_moe else 0)),
+        ("shared experts, a layer", counts["shared_experts"], moe),
+        ("router and its bias, a layer", counts["router"] + counts["router_bias"], moe),
+        ("norms, a layer", counts["layer_norms"], layers),
+        ("final norm", counts["final_norm"], 1),
+        ("head", counts["head"], 1),
+    ]
+    return {name: {"each": each, "count": n, "parameters": each * n} for name, each, n in rows if each * n}
+
+
+def _path(model: str | Path) -> Path:
     """The directory that `load_config` read."""
     from dsjax.config import bundled_models
 
-    if model in bundled_models():
-        return Path(str(importlib.resources.files("configs") / "models" / model))
+    if str(model) in bundled_models():
+        return Path(str(importlib.resources.files("configs") / "models" / str(model)))
     path = Path(model).expanduser().resolve()
     return path if path.is_dir() else path.parent
 
 
 def _show(console: Console, facts: dict[str, Any]) -> None:
+    layers, counts, device = facts["layers"], facts["parameters"], facts["device"]
+    mtp = f", and {layers['mtp']} MTP of {counts['mtp_module']:,} parameters" if layers["mtp"] else ""
     console.print(f"[bold]{facts['model']}[/bold]  {facts['path']}", highlight=False)
-    for title, key in (("parameters", "parameters"), ("configuration", "config")):
-        table = Table(title=title, title_justify="left", show_header=False)
-        table.add_column("name")
-        table.add_column("value", justify="right" if key == "parameters" else "left")
-        for name, value in facts[key].items():
-            table.add_row(name, f"{value:,}" if key == "parameters" else str(value))
-        console.print(table)
+    console.print(f"{layers['dense']} dense layers, {layers['moe']} MoE layers{mtp}", highlight=False)
+    table = _table("parameters: parts that do not overlap, and their sum", "part", "each", "×", "parameters")
+    for name, part in facts["parts"].items():
+        table.add_row(name, f"{part['each']:,}", f"{part['count']:,}", f"{part['parameters']:,}")
+    table.add_section()
+    table.add_row("all, without MTP", "", "", f"{counts['main_model']:,}")
+    table.add_row("of them active for a token", "", "", f"{counts['active']:,}")
+    console.print(table)
+    weights = device["weight_bytes"]
+    title = f"bytes of weights on one device of {device['mesh']} ({device['devices']} in all)"
+    table = _table(title, "component", *weights)
+    for name in dict.fromkeys(name for found in weights.values() for name in found):
+        table.add_row(name, *(f"{found.get(name, 0):,}" for found in weights.values()))
+    table.add_section()
+    table.add_row("all", *(f"{sum(found.values()):,}" for found in weights.values()))
+    console.print(table)
+    console.print(
+        f"latent cache: {device['cache_bytes_per_token']:,} bytes a token of a DP rank in bf16, on each of its devices",
+        highlight=False,
+    )
+    table = Table(title="configuration", title_justify="left", show_header=False)
+    table.add_column("name")
+    table.add_column("value")
+    for name, value in facts["config"].items():
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table

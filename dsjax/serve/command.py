@@ -134,6 +134,7 @@ def serve_model(
 ) -> int:
     """Serve a loaded model until the end, listening while it warms up; give the process's exit code."""
     from dsjax.engine.async_engine import AsyncEngine
+    from dsjax.serve.device_memory import device_memory
     from dsjax.serve.metrics import Metrics
     from dsjax.serve.server import Server
     from dsjax.serve.serving import Serving
@@ -156,6 +157,7 @@ def serve_model(
         facts.max_model_len,
         experts_per_device=facts.physical_experts_per_device,
         most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
+        device_memory=device_memory,
     )
     serving = Serving(
         AsyncEngine(model.engine),

@@ -27,6 +27,7 @@ class Metrics:
     Args:
         model_name: the label `model_name`, as clients know it.
         num_ranks: DP ranks; the label `engine` counts them, as vLLM's does its engines.
+        device_memory: gives (device, bytes in use, bytes there are) at each scrape.
         max_model_len: bound of the histograms of numbers of tokens.
         experts_per_device: physical experts of one device; 0 for a model without experts.
         most_drafts: tokens that are drafted for a row at most; 0: speculative decoding is off, and its metrics have no sample.
@@ -42,6 +43,7 @@ class Metrics:
         experts_per_device: int = 0,
         most_drafts: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        device_memory: Callable[[], Iterable[tuple[str, int, int]]] = lambda: (),
     ):
         self.registry = Registry()
         self._model = model_name
@@ -87,6 +89,17 @@ class Metrics:
         self._responses = Counter(
             registry, "http_requests", "Answers, by route and class of status.", ("handler", "method", "status")
         )
+        for name, what, index in (
+            ("used", "Bytes of a device's memory in use.", 1),
+            ("limit", "Bytes that a device has.", 2),
+        ):
+            Gauge(
+                registry,
+                f"dsjax_device_memory_{name}_bytes",
+                what,
+                ("model_name", "device"),
+                lambda index=index: [((model_name, found[0]), float(found[index])) for found in device_memory()],
+            )
         self._experts = ExpertMetrics(registry, model_name, experts_per_device)
         self._drafts = DraftMetrics(registry, model_name, most_drafts)
         self._preemptions.add((model_name,), 0)

@@ -19,6 +19,7 @@ from dsjax.bench.serve.prompts import count_tokens
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.bench.serve.report import Point
 from dsjax.bench.serve.result_files import PointResult
+from dsjax.bench.serve.search import Search
 from dsjax.bench.serve.server_facts import ServerError, ServerFacts, ask_server, server_url
 from dsjax.bench.serve.statistics import summarise
 from dsjax.bench.serve.workload import draw_requests, make_dataset
@@ -61,6 +62,8 @@ class Benchmark:
         """
         url = server_url(self.server.base_url)
         self._check_times()
+        if self.load.search and not self.report.objectives:
+            raise OptionError("--search wants objectives; give --goodput, for example --goodput ttft:500 tps:20")
         async with open_session(self.server.api_key) as session:
             facts = await ask_server(session, url, self.server.model, self.server.ready_check_timeout_sec)
             source = PromptSource.find(self.server.tokenizer, self.server.vocab_size, facts)
@@ -68,15 +71,45 @@ class Benchmark:
             dataset = await self._first_that_is_taken(client, source, facts)
             on_ready(facts)
             await self._warm_up(client, dataset, facts, stop)
+            read = functools.partial(read_counters, session, url)
+            if self.load.search:
+                await self._search(client, dataset, facts, stop, on_point, read)
+                return facts
             for number, (rate, concurrency) in enumerate(self.load.points(), 1):
                 if stop.is_set():
                     break
-                read = functools.partial(read_counters, session, url)
                 on_point(await self._point(client, dataset, facts, stop, number, rate, concurrency, read))
         return facts
 
+    async def _search(
+        self,
+        client: Client,
+        dataset: Dataset,
+        facts: ServerFacts,
+        stop: asyncio.Event,
+        on_point: Callable[[PointResult], None],
+        read_drafts: Callable[[], Awaitable[Counters | None]],
+    ) -> None:
+        """Measure the points that lead to the largest load that meets the objectives, and say which that is."""
+        objectives, wanted = self.report.objectives, self.load.search_share
+        search, number = Search(self.load.search), 0
+        while (load := search.next()) is not None:
+            number += 1
+            point = await self._point(client, dataset, facts, stop, number, *self.load.point_of(load), read_drafts)
+            on_point(point)
+            if stop.is_set():
+                self.say("interrupted: the search has not ended")
+                return
+            share = point.statistics.good_share
+            told = "nothing was answered" if share is None else f"{share:.1%} of the requests meet the objectives"
+            self.say(f"{search.quantity} {load:g}: {told}")
+            search.enter(load, share, wanted)
+        self.say(search.sentence(wanted, objectives))
+
     def _check_times(self) -> None:
-        if self.workload.dataset_name == "trace" and (self.load.request_rate or self.load.sweep_rate):
+        if self.workload.dataset_name == "trace" and (
+            self.load.request_rate or self.load.sweep_rate or self.load.search == "rate"
+        ):
             raise OptionError("a trace has arrival times of its own; instead of a request rate give --trace-speed")
 
     def _target(self, url: str, facts: ServerFacts) -> Target:
@@ -127,13 +160,27 @@ class Benchmark:
         if left_out:
             self.say(f"{left_out} requests are longer than the server's {facts.max_model_len:,} tokens and left out")
         arrivals = self._arrivals(requests, rate)
+        title = f"point {number}" if self.load.search else f"point {number} of {len(self.load.points())}"
+        duration = self.load.duration
         before = await read_drafts()
-        with self.progress(f"point {number} of {len(self.load.points())}", len(requests)) as bar:
-            result = await run_load(client, requests, arrivals, concurrency, stop=stop, on_done=bar.advance)
+        with self.progress(title, len(requests)) as bar:
+            result = await run_load(
+                client, requests, arrivals, concurrency, duration=duration, stop=stop, on_done=bar.advance
+            )
         drafts = DraftFigures.between(before, await read_drafts())
+        if duration is not None and len(result.records) == len(requests) and arrivals[-1] < duration > result.duration:
+            self.say(
+                f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts"
+            )
         statistics = summarise(result, self.report.percentiles, self.report.objectives)
         bound = dataset.cached_share_bound(len(requests)) if isinstance(dataset, PrefixRepetition) else None
-        point = Point(len(requests), rate, self.load.burstiness, concurrency, bound)
+        point = Point(
+            len(result.records) if duration is not None else len(requests),
+            rate,
+            self.load.burstiness,
+            concurrency,
+            bound,
+        )
         return PointResult(point, result, statistics, drafts)
 
     def _arrivals(self, requests: list[BenchRequest], rate: float) -> list[float]:

@@ -116,7 +116,14 @@ def _write(
     devices = server.devices or facts.num_devices
     head = _head(facts, server, workload)
     bodies = [result_json(head, one, devices, report.save_detailed) for one in points]
-    swept = "max_concurrency" if load.sweep_concurrency else "request_rate" if load.sweep_rate else None
+    by_concurrency, by_rate = load.search == "concurrency", load.search == "rate"
+    swept = (
+        "max_concurrency"
+        if load.sweep_concurrency or by_concurrency
+        else "request_rate"
+        if load.sweep_rate or by_rate
+        else None
+    )
     if swept:
         report_console(stderr=report.json_file == "-").print(sweep_table(bodies, swept))
     if report.json_file and bodies:

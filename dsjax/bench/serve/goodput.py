@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.errors import UserError
 
-METRICS = ("ttft", "tpot", "e2el")
+METRICS = ("ttft", "tpot", "e2el", "tps")
 
 
 class GoodputError(UserError):
@@ -14,6 +14,8 @@ class GoodputError(UserError):
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
     """Objectives in milliseconds, from words such as `ttft:200`; several may stand in one word, with commas or spaces.
+
+    `tps:20`, at least 20 tokens a second for each user, is `tpot:50`.
 
     Raises:
         GoodputError: an unknown metric, or no positive number.
@@ -27,9 +29,12 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
             limit = 0.0
         if name not in METRICS or not limit > 0:
             raise GoodputError(
-                f"--goodput has {word!r}, expected METRIC:MILLISECONDS with a metric of {', '.join(METRICS)}"
+                f"--goodput has {word!r}, expected METRIC:MILLISECONDS with a metric of {', '.join(METRICS[:-1])}, or "
+                "tps:TOKENS_PER_SECOND"
             )
-        objectives[name] = limit
+        if name == "tps":
+            name, limit = "tpot", 1e3 / limit
+        objectives[name] = min(limit, objectives.get(name, limit))
     return objectives
 
 

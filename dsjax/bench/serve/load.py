@@ -39,6 +39,7 @@ async def run_load(
     arrivals: Sequence[float],
     max_concurrency: int | None,
     *,
+    duration: float | None = None,
     stop: asyncio.Event | None = None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
     clock: Callable[[], float] = time.perf_counter,
@@ -52,6 +53,7 @@ async def run_load(
         requests: what to send.
         arrivals: seconds after the start at which each is due, ascending.
         max_concurrency: None for no bound.
+        duration: seconds after which nothing more is sent; what is under way then is waited for.
         stop: ends the run early when set.
         on_done: called with each record.
         clock: the one that `sender` reads.
@@ -62,6 +64,8 @@ async def run_load(
 
     async def one(index: int) -> None:
         async with slots:
+            if duration is not None and clock() - zero >= duration:
+                return
             record = await sender.send(requests[index], arrival=arrivals[index], zero=zero)
         done[index] = record
         on_done(record)
@@ -69,6 +73,8 @@ async def run_load(
     async def everything() -> None:
         async with asyncio.TaskGroup() as group:
             for index, arrival in enumerate(arrivals):
+                if duration is not None and max(arrival, clock() - zero) >= duration:
+                    break
                 wait = zero + arrival - clock()
                 if wait > 0:
                     await asyncio.sleep(wait)

@@ -114,6 +114,17 @@ class LoadOptions(Checked):
     max_concurrency: int | None = option(None, "most requests under way", least=1)
     sweep_concurrency: str | None = option(None, "one point for each, e.g. 1,8,64")
     sweep_rate: str | None = option(None, "one point for each, e.g. 0.5,1,2,inf")
+    duration: float | None = option(
+        None,
+        "seconds in which requests are sent; those under way then are waited for. Beside --num-prompts: whichever ends first",
+        above=0,
+    )
+    search: str | None = option(
+        None,
+        "find the largest that meets --goodput; --num-prompts and --duration are of each point",
+        choices=("concurrency", "rate"),
+    )
+    search_share: float = option(0.95, "share of a point's requests that must meet every objective", above=0)
     num_warmups: int = option(0, "requests sent before, and not counted", least=0)
 
     def __post_init__(self):
@@ -124,7 +135,21 @@ class LoadOptions(Checked):
             raise OptionError("--max-concurrency and --sweep-concurrency are both given; leave the first out")
         if self.sweep_rate and self.request_rate:
             raise OptionError("--request-rate and --sweep-rate are both given; leave the first out")
+        if self.search and (self.sweep_concurrency or self.sweep_rate):
+            raise OptionError("--search and a sweep are both given; the search chooses its points itself")
+        given = {"concurrency": self.max_concurrency, "rate": self.request_rate}.get(self.search or "")
+        if given:
+            flag = "--max-concurrency" if self.search == "concurrency" else "--request-rate"
+            raise OptionError(f"{flag} and --search {self.search} are both given; leave the first out")
+        if self.search_share > 1:
+            raise OptionError(f"--search-share is {self.search_share:g}, expected at most 1")
         self.points()
+
+    def point_of(self, load: float) -> tuple[float, int | None]:
+        """Request rate and concurrency of a point that a search tries."""
+        if self.search == "concurrency":
+            return self.request_rate or math.inf, int(load)
+        return load, self.max_concurrency
 
     def points(self) -> list[tuple[float, int | None]]:
         """Request rate (infinite: all at once) and concurrency of each point.
@@ -144,7 +169,9 @@ class LoadOptions(Checked):
 class ReportOptions(Checked):
     """What is told."""
 
-    goodput: list[str] | None = option(None, "objectives in milliseconds: ttft:200 tpot:50 e2el:3000")
+    goodput: list[str] | None = option(
+        None, "objectives in milliseconds: ttft:200 tpot:50 e2el:3000; tps:20 is tpot:50"
+    )
     percentile_metrics: str = option("ttft,tpot,itl,e2el", "latencies to print")
     metric_percentiles: str = option("90,95,99", "percentiles of them")
     json_file: str | None = option(None, "write JSON to this file; - for standard output", flag="--json")

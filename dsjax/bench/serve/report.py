@@ -69,6 +69,7 @@ def report(
     if s.request_goodput is not None:
         lines.append(_line("Request goodput (req/s):", s.request_goodput))
     lines += [
+        _line("Input token throughput (tok/s):", s.input_throughput),
         _line("Output token throughput (tok/s):", s.output_throughput),
         _line("Peak output token throughput (tok/s):", s.max_output_tokens_per_s),
         _line("Peak concurrent requests:", float(s.max_concurrent_requests)),

@@ -48,6 +48,8 @@ def result_json(head: dict[str, Any], one: PointResult, devices: int | None, det
         "request_throughput": s.request_throughput,
         "request_goodput": s.request_goodput,
         "output_throughput": s.output_throughput,
+        "input_throughput": s.input_throughput,
+        "good_share": s.good_share,
         "total_token_throughput": s.total_token_throughput,
         "max_output_tokens_per_s": s.max_output_tokens_per_s,
         "max_concurrent_requests": s.max_concurrent_requests,

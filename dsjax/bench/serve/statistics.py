@@ -43,6 +43,8 @@ class Statistics:
         total_input_tokens, total_output_tokens: of successful requests.
         total_cached_tokens: input tokens that came out of the server's prefix cache; None where no answer told.
         request_goodput: requests a second that met every objective; None without objectives.
+        good_share: requests that met every objective, of all that were sent, failed ones too; None without objectives or answers.
+        input_throughput, output_throughput, total_token_throughput: tokens a second.
         max_output_tokens_per_s: output tokens of the best second.
         max_concurrent_requests: most successful requests under way at one moment.
         tokens_per_chunk: output tokens of a chunk that carried any, on average; None without a success.
@@ -59,6 +61,8 @@ class Statistics:
     total_cached_tokens: int | None
     request_throughput: float
     request_goodput: float | None
+    good_share: float | None
+    input_throughput: float
     output_throughput: float
     total_token_throughput: float
     max_output_tokens_per_s: float
@@ -110,6 +114,8 @@ def summarise(result: LoadResult, percentiles: Sequence[float], objectives: dict
         total_cached_tokens=sum(cached) if cached else None,
         request_throughput=len(good) / duration,
         request_goodput=sum(is_good(r, objectives) for r in good) / duration if objectives else None,
+        good_share=sum(is_good(r, objectives) for r in good) / len(result.records) if objectives and good else None,
+        input_throughput=inputs / duration,
         output_throughput=outputs / duration,
         total_token_throughput=(inputs + outputs) / duration,
         max_output_tokens_per_s=_best_second(good),

@@ -221,3 +221,12 @@ def test_ctrl_c_prints_what_is_done(start_fake, tmp_path):
 def test_it_imports_no_jax():
     code = "import dsjax.bench.command, dsjax.bench.serve.benchmark, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_search_says_the_largest_load_that_meets_the_objectives(start_fake):
+    done = bench(start_fake().url, "--search", "concurrency", "--goodput", "ttft:0.001", "tps:1", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert "no concurrency was found at which 95% of the requests have ttft ≤ 0.001 ms tpot ≤ 1000 ms" in done.stderr
+    found = json.loads(done.stdout)
+    assert (found["swept"], [point["good_share"] for point in found["points"]]) == ("max_concurrency", [0.0])
+    assert bench(start_fake().url, "--search", "rate").stderr.startswith("error: --search wants objectives")

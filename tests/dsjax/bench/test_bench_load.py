@@ -6,6 +6,7 @@ import pytest
 
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
+from dsjax.bench.serve.search import Search
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -47,7 +48,7 @@ class Sender:
         return RequestRecord(arrival, start, index, [end], end, 1, error="no" if index in self.fails else None)
 
 
-def run(seconds, arrivals, concurrency=None, stop_after=None, fails=()):
+def run(seconds, arrivals, concurrency=None, stop_after=None, fails=(), duration=None):
     loop = VirtualLoop()
     sender = Sender(loop, seconds, fails)
     requests = [BenchRequest("", i, 1) for i in range(len(seconds))]
@@ -56,7 +57,7 @@ def run(seconds, arrivals, concurrency=None, stop_after=None, fails=()):
         stop = asyncio.Event()
         if stop_after is not None:
             loop.call_later(stop_after, stop.set)
-        return await run_load(sender, requests, arrivals, concurrency, stop=stop, clock=loop.time)
+        return await run_load(sender, requests, arrivals, concurrency, duration=duration, stop=stop, clock=loop.time)
 
     try:
         return loop.run_until_complete(work()), sender
@@ -91,3 +92,36 @@ def test_stopping_keeps_what_is_done_and_ends_what_runs():
 def test_a_failed_request_stops_no_other():
     result, _ = run([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], concurrency=1, fails=(0,))
     assert [r.succeeded for r in result.records] == [False, True, True]
+
+
+@pytest.mark.parametrize(("arrivals", "concurrency"), [([0.0] * 10, 2), ([float(i) for i in range(10)], None)])
+def test_after_its_duration_a_point_sends_no_more_and_waits_for_what_is_under_way(arrivals, concurrency):
+    found = run([2.0] * 10, arrivals, concurrency, duration=3.5)
+    result = found[0] if isinstance(found, tuple) else found
+    assert len(result.records) == 4
+    assert all(record.start < 3.5 for record in result.records)
+    assert result.duration >= max(record.end for record in result.records)
+    assert not result.interrupted
+
+
+@pytest.mark.parametrize("quantity", ["concurrency", "rate"])
+@pytest.mark.parametrize("limit", [0.4, 1, 23.7, 700])
+def test_a_search_ends_close_below_the_load_that_fails(quantity, limit):
+    search, tried = Search(quantity), []
+    while (load := search.next()) is not None:
+        tried.append(load)
+        search.enter(load, 1.0 if load <= limit else 0.5, 0.95)
+    assert len(tried) <= 20
+    if quantity == "concurrency" and limit < 1:
+        assert search.best is None
+        assert "no concurrency was found" in search.sentence(0.95, {"ttft": 5})
+        return
+    assert search.best <= limit
+    assert limit < search.failed <= search.best * 1.05 + (quantity == "concurrency")
+    assert f"{search.best:.4g}" in search.sentence(0.95, {"ttft": 5})
+
+
+def test_a_server_that_answers_nothing_meets_nothing():
+    search = Search("concurrency")
+    search.enter(search.next(), None, 0.95)
+    assert (search.next(), search.best) == (None, None)

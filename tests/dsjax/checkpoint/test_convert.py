@@ -242,7 +242,7 @@ def test_an_existing_destination_is_kept_unless_told_otherwise_and_until_the_new
 ):
     destination = tmp_path / "model"
     convert_checkpoint(checkpoints("bf16")[0], destination, to="hf")
-    with pytest.raises(CheckpointError, match=r"exists already; .* --overwrite"):
+    with pytest.raises(CheckpointError, match=r"cannot write to .*: it exists already; .* --overwrite"):
         convert_checkpoint(checkpoints("f32")[0], destination, to="hf")
     with monkeypatch.context() as patch:
         patch.setattr(convert_module, "write_folder", lambda *_: 1 / 0)
@@ -321,3 +321,15 @@ def test_specs_of_an_orbax_directory_are_those_of_its_source(checkpoints, orbax)
         n: t for n, t in tensors.items() if "layers.3.embed_tokens" not in n and "layers.3.shared_head.head" not in n
     }
     assert specs == {name: TensorSpec(value.dtype, value.shape) for name, value in own.items()}
+
+
+def test_a_destination_that_exists_is_said_before_the_source_is_looked_for(tmp_path):
+    from dsjax.cli.convert import convert
+
+    (tmp_path / "kept").write_text("")
+    with pytest.raises(CheckpointError) as found:
+        convert("no/such-source", tmp_path)
+    assert (
+        str(found.value)
+        == f"cannot write to {tmp_path}: it exists already; choose another destination, or pass --overwrite"
+    )

@@ -134,7 +134,14 @@ def test_the_plan_shows_deployment_and_bottleneck_at_any_width(width):
     assert "memory bandwidth" in table
 
 
-HELP_PAGES = [[], *([name] for name in COMMANDS), ["bench", "serve"], ["bench", "modules"]]
+HELP_PAGES = [
+    [],
+    *([name] for name in COMMANDS),
+    ["bench", "serve"],
+    ["bench", "modules"],
+    ["kernels", "list"],
+    ["kernels", "build"],
+]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -142,7 +149,7 @@ HELP_PAGES = [[], *([name] for name in COMMANDS), ["bench", "serve"], ["bench", 
 def test_help_pages_show_every_name_in_full(page, width):
     text = CliRunner().invoke(app, [*page, "--help"], env={"COLUMNS": str(width)}).output
     assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text.replace("500MB, …", "").replace("tpu-v5e, …", "")
+    assert "…" not in text.replace("500MB, …", "").replace("tpu-v5e, …", "").replace("znver4, …", "")
     assert "..." not in text.replace("]...", "")
     assert "<bool>" not in text
     assert "--help" in text
@@ -154,3 +161,18 @@ def test_help_pages_show_every_name_in_full(page, width):
 def test_the_version_is_printed():
     text = CliRunner().invoke(app, ["--version"]).output
     assert re.fullmatch(r"dsjax \S+\njax \d\S+\njaxlib \d\S+\nflax \d\S+\n", text.replace("not installed", "0"))
+
+
+def test_the_doctor_finds_this_machine_fit_and_says_what_is_not():
+    command = [sys.executable, "-m", "dsjax", "doctor"]
+    found = subprocess.run([*command, "--json", "-"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    subjects = {one["subject"]: one for one in json.loads(found.stdout)}
+    assert {"versions", "devices", "host memory", "compiled programs", "downloaded models"} <= subjects.keys()
+    assert all(one["advice"] for one in subjects.values() if one["state"] != "ok")
+    sick = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cuda", "JAX_ENABLE_X64": "1"}
+    )
+    assert sick.returncode == 1
+    assert re.search(r"trouble +JAX_ENABLE_X64: is on\n +→ unset it", sick.stdout)
+    assert re.search(r"trouble +devices: JAX_PLATFORMS is 'cuda'", sick.stdout)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.cli.generate import write_continuations
+from dsjax.cli.info import describe
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.loading import EngineFacts
@@ -23,6 +24,7 @@ from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
+from sharding import MeshError
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -67,11 +69,45 @@ def test_a_user_s_mistake_is_one_line_without_a_traceback(arguments, message):
 def test_info_writes_documented_json(tmp_path):
     done = run("dsjax", "info", "--model", "deepseek-v3", "--json", "-")
     facts = json.loads(done.stdout)
-    assert set(facts) == {"model", "path", "config", "parameters"}
+    assert set(facts) == {"model", "path", "config", "parameters", "layers", "parts", "device"}
+    assert facts["layers"] == {"dense": 3, "moe": 58, "mtp": 1}
+    assert sum(part["parameters"] for part in facts["parts"].values()) == 671_026_419_200, "parts do not overlap"
+    assert all(part["each"] * part["count"] == part["parameters"] for part in facts["parts"].values())
+    assert facts["device"]["cache_bytes_per_token"] == 70_272
     assert facts["parameters"]["main_model"] == 671_026_419_200
     assert facts["config"]["hidden_size"] == 7168
     CliRunner().invoke(app, ["info", "--model", "deepseek-v3", "--json", str(tmp_path / "out.json")])
     assert json.loads((tmp_path / "out.json").read_text()) == facts
+
+
+def test_info_tells_the_bytes_of_a_device_of_a_mesh():
+    facts = describe("deepseek-v3", "dp=32")
+    assert facts["device"]["devices"] == 32
+    assert sum(facts["device"]["weight_bytes"]["bf16"].values()) == 75_104_624_640
+    text = CliRunner().invoke(app, ["info", "--model", "deepseek-v3", "--mesh", "dp=32"], env={"COLUMNS": "80"}).output
+    for shown in ("3 dense layers, 58 MoE layers", "75,104,624,640", "70,272 bytes a token", "671,026,419,200"):
+        assert shown in text
+    with pytest.raises(MeshError, match="128 attention heads are not divisible by tp=3"):
+        describe("deepseek-v3", "tp=3")
+
+
+def test_info_takes_hub_ids_and_downloads_only_the_configuration(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text(json.dumps(describe("demo")["config"]))
+    asked = []
+
+    def download(repository, **options):
+        asked.append((repository, options["allow_patterns"], options["revision"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    facts = describe("somebody/model", revision="main")
+    assert asked == [("somebody/model", ["config.json"], "main")]
+    assert (facts["path"], facts["parameters"]["main_model"]) == (
+        str(tmp_path),
+        describe("demo")["parameters"]["main_model"],
+    )
 
 
 def make_engine() -> LLMEngine:

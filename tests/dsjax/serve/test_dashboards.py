@@ -28,7 +28,7 @@ def exposed():
     """Sample name to its label names, of a server that has answered, refused and recorded."""
     from live_server import LiveServer
 
-    metrics = Metrics("tiny", 4, 128, experts_per_device=2)
+    metrics = Metrics("tiny", 4, 128, experts_per_device=2, device_memory=lambda: [("0", 90, 100)])
     server = LiveServer(num_ranks=4, max_rows_decode=8, max_chunk=16, pages_per_rank=257, metrics=metrics)
     body = {"prompt": "ab", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "stream": True}
     assert server.post("/v1/completions", body).text.endswith("[DONE]\n\n")
@@ -151,7 +151,7 @@ def test_alerts_fire_for_their_cause_alone(tmp_path):
 
 @promtool
 def test_promtool_finds_no_fault_in_the_exposition():
-    metrics = Metrics("tiny", 2, 128, experts_per_device=2)
+    metrics = Metrics("tiny", 2, 128, experts_per_device=2, device_memory=lambda: [("0", 90, 100)])
     metrics.on_step(step([load(0), load(1)], experts=experts([[1, 2, 3, 4]])))
     result = subprocess.run(["promtool", "check", "metrics"], input=metrics.render(), capture_output=True)
     said = (result.stdout + result.stderr).decode().splitlines()

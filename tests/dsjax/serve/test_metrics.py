@@ -308,7 +308,7 @@ def test_names_and_bounds_are_vllms(metrics, clock):
 
 def filled() -> Metrics:
     """Every family has samples, some with odd labels and numbers."""
-    metrics = Metrics('a "model"\\n\nof lines', 2, 100, experts_per_device=2)
+    metrics = Metrics('a "model"\\n\nof lines', 2, 100, experts_per_device=2, device_memory=lambda: [("0", 90, 100)])
     one = request("a", rank=1)
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])

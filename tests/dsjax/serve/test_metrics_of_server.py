@@ -1,9 +1,13 @@
 """What a real server's engine makes of the metrics: answers in one piece, stop strings, failures, clients that leave."""
 
+from pathlib import Path
+
 import httpx
 import pytest
+import yaml
 from live_server import wait_until
 
+from dsjax.serve.device_memory import device_memory
 from dsjax.serve.metrics import Metrics
 
 BODY = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -73,3 +77,19 @@ def test_a_client_that_leaves_and_a_failure_are_counted_as_what_they_are(start_s
 class Everything:
     def __contains__(self, item) -> bool:
         return True
+
+
+def test_emulated_devices_are_told_of_as_the_host_that_they_share():
+    ((device, used, limit),) = device_memory()
+    assert device == "host"
+    assert 10_000_000 < used < limit
+
+
+def test_the_provisioned_files_name_the_source_and_the_dashboard():
+    folder = Path(__file__).parents[3] / "configs" / "observability"
+    (source,) = yaml.safe_load((folder / "grafana/datasources/prometheus.yml").read_text())["datasources"]
+    assert (source["type"], source["url"]) == ("prometheus", "http://127.0.0.1:9090")
+    (provider,) = yaml.safe_load((folder / "grafana/dashboards/dsjax.yml").read_text())["providers"]
+    assert (folder.parents[1] / provider["options"]["path"] / "grafana-dashboard.json").is_file()
+    jobs = [job["job_name"] for job in yaml.safe_load((folder / "prometheus.yml").read_text())["scrape_configs"]]
+    assert jobs == ["dsjax", "dcgm"]

@@ -9,7 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+from dsjax.cli.help import PLAIN, Commands, PanelledCommand
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, **PLAIN)
 
 
 @app.callback()
@@ -17,7 +19,7 @@ def kernels() -> None:
     """The implementations of attention and experts, and native kernels for a machine without a compiler."""
 
 
-@app.command("list")
+@app.command("list", cls=PanelledCommand)
 def show() -> None:
     """Print which implementations exist, and where each runs."""
     from dsjax.kernels.table import TABLE
@@ -28,7 +30,7 @@ def show() -> None:
     Console().print(table)
 
 
-@app.command("build")
+@app.command("build", cls=PanelledCommand)
 def build(
     output: Annotated[Path, typer.Option(help="Folder to write to; give it to serve as --kernel-cache.")],
     march: Annotated[
