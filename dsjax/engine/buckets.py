@@ -1,4 +1,4 @@
-"""Which shapes a runner compiles, and how a step's rows are laid into them. Plain Python, no JAX.
+"""Which shapes an executor compiles, and how a step's rows are laid into them. Plain Python, no JAX.
 
 A *launch* is one run of the compiled step: a decode rectangle, a prefill rectangle, or both at once. All DP ranks run
 the same launch, each with its own rows; what a rank does not fill is padding.

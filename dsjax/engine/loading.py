@@ -1,4 +1,4 @@
-"""From ``EngineArgs`` to a loaded model on its mesh: every check first, then the weights, then the runner."""
+"""From ``EngineArgs`` to a loaded model on its mesh: every check first, then the weights, then the executor."""
 
 from __future__ import annotations
 

@@ -34,10 +34,19 @@ function addTurn(role, text) {
 
 function addReasoning(parts) {
   const details = element("details", "");
+  details.open = true; // read while it comes; the answer's first text closes it
+  parts.details = details;
   parts.reasoning = element("div", "reasoning");
   parts.summary = element("summary", "", "Reasoning …");
   details.append(parts.summary, parts.reasoning);
   parts.article.insertBefore(details, parts.text);
+}
+
+// What stands between fences becomes blocks of code. Text nodes only: nothing that a model says is read as HTML.
+function showCode(box) {
+  const pieces = box.textContent.split(/^```.*\n?/m);
+  if (pieces.length < 2) return;
+  box.replaceChildren(...pieces.map((piece, index) => element(index % 2 ? "pre" : "span", index % 2 ? "code" : "", piece)));
 }
 
 function knobs() {
@@ -69,6 +78,7 @@ async function send() {
   addTurn(mode === "chat" ? "user" : "prompt", prompt);
   $("prompt").value = "";
   const parts = addTurn("assistant", "");
+  if (mode !== "chat") parts.text.classList.add("code");
   const log = $("turns");
   const controller = new AbortController();
   busy(controller);
@@ -77,11 +87,15 @@ async function send() {
       const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
       if (reasoning && !parts.reasoning) addReasoning(parts);
       if (reasoning) parts.reasoning.append(reasoning); // a text node, as all that a model says here
-      if (text && parts.summary) parts.summary.textContent = "Reasoning";
+      if (text && parts.summary?.textContent === "Reasoning …") {
+        parts.summary.textContent = "Reasoning";
+        parts.details.open = false;
+      }
       if (text) parts.text.append(text);
       if (atEnd) log.scrollTop = log.scrollHeight;
     });
     parts.footer.textContent = summary(done);
+    if (mode === "chat") showCode(parts.text);
   } catch (error) {
     parts.article.classList.add("failed");
     const gone = error instanceof TypeError ? "the server does not answer" : error.message;
@@ -117,9 +131,21 @@ $("clear").addEventListener("click", () => {
   $("prompt").focus();
 });
 $("record").addEventListener("click", record);
+for (const example of document.querySelectorAll("#examples button")) {
+  example.addEventListener("click", () => {
+    document.querySelector(`input[name=mode][value=${example.dataset.mode}]`).checked = true;
+    $("prompt").value = example.textContent;
+    $("prompt").focus();
+  });
+}
+function offerRecord() {
+  $("recording").hidden = $("key").value.trim() === "";
+}
 $("key").value = sessionStorage.getItem("dsjax-key") ?? "";
 $("key").addEventListener("change", () => {
   sessionStorage.setItem("dsjax-key", $("key").value);
+  offerRecord();
   watch.read();
 });
+offerRecord();
 watch.run();

@@ -47,6 +47,7 @@ class FakeExecutor:
 
     Attributes:
         non_finite: seeds of requests whose values are not finite from now on.
+        impossible: seeds of requests for which no token is allowed, and why.
         max_under_way: the most steps that were on their way at a time.
     """
 
@@ -85,6 +86,7 @@ class FakeExecutor:
         self.computing = False
         self.fail_at_step: int | None = None
         self.non_finite: set[int] = set()
+        self.impossible: dict[int, str] = {}
         self.warm = False
         self.closed = False
         self._queue: deque[Pending] = deque()
@@ -246,6 +248,8 @@ class FakeExecutor:
         return self._scored(slot, row, self._result(slot, [slot.last]))
 
     def _result(self, slot: Slot, made: list[int]) -> RowResult:
+        if slot.admission.sampling.seed in self.impossible:
+            return RowResult((), error=self.impossible[slot.admission.sampling.seed])
         wanted, V = slot.admission.sampling.logprobs, self.limits.vocab_size
         drafts = slot.drafts if slot.admission.guided else ()
         if wanted < 0:

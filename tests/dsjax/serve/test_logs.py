@@ -71,7 +71,7 @@ def test_refusals_have_a_line_and_polls_have_none(server, lines):
 
 def test_a_stream_that_ends_with_an_error_says_which(start_server, lines):
     server = start_server()
-    server.runner.non_finite.add(13)
+    server.executor.non_finite.add(13)
     server.post("/v1/completions", {"prompt": "ab", "stream": True, "seed": 13})
     line = one(lines)
     assert (line["status"], line["error"]) == (200, "non_finite_values")

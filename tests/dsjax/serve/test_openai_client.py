@@ -126,7 +126,7 @@ def test_chat_logprobs_have_exact_bytes_and_as_many_alternatives_as_asked(client
 
 def test_chat_without_a_limit_runs_to_the_end_of_the_context(client, server):
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0)
-    assert answer.usage.total_tokens == server.runner.limits.max_model_len
+    assert answer.usage.total_tokens == server.executor.limits.max_model_len
 
 
 def test_seed_makes_sampled_text_repeatable_and_choices_differ(client):

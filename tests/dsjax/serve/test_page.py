@@ -175,6 +175,20 @@ def test_the_charts_show_what_the_registry_holds(browser, server):
         sync_api.expect(tile("between tokens, P50")).to_contain_text("ms")
 
 
+def test_an_example_fills_the_prompt_and_code_is_set_in_a_fixed_width(browser, server):
+    server.answers = [("", "so:\n```python\ndef f():\n    pass\n```\ndone")]
+    with opened(browser, server) as page:
+        page.click("#examples button:first-of-type")
+        assert page.input_value("#prompt") == "def fibonacci(n):"
+        assert page.is_checked("input[value=completion]")
+        page.check("input[value=chat]")
+        send(page, "hi")
+        sync_api.expect(page.locator(".turn.assistant footer")).to_contain_text("tokens")
+        block = page.locator(".turn.assistant pre.code")
+        assert block.text_content() == "def f():\n    pass\n"
+        assert "monospace" in block.evaluate("each => getComputedStyle(each).fontFamily")
+
+
 def test_the_pages_parser_agrees_with_prometheus_clients(browser, server):
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -239,9 +253,12 @@ def test_a_server_that_is_not_ready_is_said_and_then_forgotten(browser, server):
 
 def test_everything_can_be_reached_by_keyboard(browser, server):
     with opened(browser, server) as page:
+        assert not page.is_visible("#record"), "recording is offered once there is a key"
+        page.fill("#key", "admin")
+        page.press("#key", "Tab")
         page.evaluate("document.activeElement.blur()")
         seen = []
-        for _ in range(12):
+        for _ in range(18):
             page.keyboard.press("Tab")
             seen.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
         for wanted in ("key", "prompt", "send", "SUMMARY", "record"):
