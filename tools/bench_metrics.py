@@ -10,7 +10,7 @@ import time
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
-from dsjax.engine.plan import RowResult
+from dsjax.engine.executor import RowResult
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
@@ -27,7 +27,7 @@ def decodes(requests: int, ranks: int) -> list[Update]:
     for index in range(requests):
         request = Request(str(index), [1] * 64, 64, SamplingParams(), 200, 0, arrival_time=time.monotonic())
         request.rank, request.first_scheduled_time = index % ranks, time.monotonic()
-        updates.append(Update(request, RowResult(5), None))
+        updates.append(Update(request, RowResult((5,)), None))
     return updates
 
 

@@ -37,6 +37,7 @@ class Slot:
         self.table: dict[int, int] = {}
         self.start, self.last = admission.start, admission.token
         self.drafts: list[int] = []
+        self.masks: np.ndarray | None = None
 
 
 class FakeExecutor:
@@ -201,6 +202,11 @@ class FakeExecutor:
         assert len(used) == len(set(used))
         assert all(0 <= slot < self.limits.max_rows_decode for slot in used)
         guides = {guide.slot: guide for guide in own.guides}
+        for slot in used:
+            guide = guides.get(slot)
+            slots[slot].masks = guide and np.frombuffer(guide.masks, "<u4").reshape(
+                -1, -(-self.limits.vocab_size // 32)
+            )
         # All tokens are written before any is read, as on a device.
         widths = {slot: self._write_decode(rank, slots[slot], limit, step, guides.get(slot)) for slot, limit in decodes}
         for row in own.prefills:
@@ -228,7 +234,7 @@ class FakeExecutor:
             return RowResult((), finite=False, num_drafts=width - 1)
         drafts, made = slot.drafts[: width - 1], []
         while True:
-            made.append(self._sample(rank, slot, slot.start + len(made) + 1))
+            made.append(self._sample(rank, slot, slot.start + len(made) + 1, len(made)))
             if len(made) > len(drafts) or made[-1] != drafts[len(made) - 1]:
                 break
         slot.start += len(made)
@@ -270,14 +276,17 @@ class FakeExecutor:
             slot.drafts.append(token if (len(context) + token) % 3 else (token + 1) % self.limits.vocab_size)
             context.append(slot.drafts[-1])
 
-    def _sample(self, rank: int, slot: Slot, count: int) -> int:
-        """The token behind the first `count` ones."""
+    def _sample(self, rank: int, slot: Slot, count: int, position: int = 0) -> int:
+        """The token behind the first `count` ones, or the next higher one that the guide of this position of the row allows."""
         context = self._context(rank, slot, count)
         assert all(type(token) is int for token in context), "what is read was written"
         token = self.model(context, self._seed(slot), self.limits.vocab_size)
         held_back = {t: until for t, _, until in zip(*[iter(from_int32s(slot.admission.biases))] * 3, strict=True)}
         while count - slot.admission.sampling.num_prompt_tokens < held_back.get(token, 0):
             token = (token + 1) % self.limits.vocab_size
+        if slot.masks is not None and slot.masks[position].any():
+            while not slot.masks[position][token // 32] >> np.uint32(token % 32) & 1:
+                token = (token + 1) % self.limits.vocab_size
         return token
 
     def _seed(self, slot: Slot) -> int:

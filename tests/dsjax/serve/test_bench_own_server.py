@@ -1,4 +1,4 @@
-"""`dsjax bench serve` against `dsjax serve`, over the fake runner: what one sends and reads, the other takes and tells."""
+"""`dsjax bench serve` against `dsjax serve`, over the fake executor: what one sends and reads, the other takes and tells."""
 
 import asyncio
 import functools

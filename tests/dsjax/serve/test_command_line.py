@@ -111,8 +111,10 @@ def test_info_takes_hub_ids_and_downloads_only_the_configuration(monkeypatch, tm
 
 
 def make_engine() -> LLMEngine:
-    runner = FakeExecutor(num_ranks=2)
-    return LLMEngine(runner, tiny_tokenizer(), SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=16))
+    executor = FakeExecutor(num_ranks=2)
+    return LLMEngine(
+        executor, tiny_tokenizer(), SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    )
 
 
 def test_generate_writes_prompts_and_continuations_in_order():

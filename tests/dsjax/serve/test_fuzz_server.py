@@ -17,9 +17,9 @@ from dsjax.serve.options import ServeOptions
 @pytest.fixture
 def server(start_server):
     tokenizer = tool_tokenizer()
-    runner = ScriptedExecutor(tokenizer, num_ranks=4, max_chunk=16)
+    executor = ScriptedExecutor(tokenizer, num_ranks=4, max_chunk=16)
     return start_server(
-        tokenizer=tokenizer, runner=runner, eos=(tokenizer.eos_id,), options=ServeOptions(admin_api_key="root")
+        tokenizer=tokenizer, executor=executor, eos=(tokenizer.eos_id,), options=ServeOptions(admin_api_key="root")
     )
 
 

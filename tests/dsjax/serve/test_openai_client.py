@@ -21,8 +21,8 @@ def client(server):
 
 def engine_text(prompt, **params) -> str:
     """What the engine alone gives, on one rank with small chunks."""
-    runner = FakeExecutor(max_chunk=3, page_size=2, pages_per_rank=200)
-    engine = LLMEngine(runner, TOKENIZER, SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=8))
+    executor = FakeExecutor(max_chunk=3, page_size=2, pages_per_rank=200)
+    engine = LLMEngine(executor, TOKENIZER, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=8))
     engine.add_request("r", prompt, SamplingParams(**params))
     while engine.has_unfinished():
         for output in engine.step():

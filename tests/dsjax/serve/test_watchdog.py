@@ -63,9 +63,9 @@ SCRIPT = """
 import sys
 from live_server import *
 from dsjax.serve.options import ServeOptions
-runner = FakeExecutor(step_seconds=1000)
-config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=32)
-engine = AsyncEngine(LLMEngine(runner, tiny_tokenizer(), config))
+executor = FakeExecutor(step_seconds=1000)
+config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
+engine = AsyncEngine(LLMEngine(executor, tiny_tokenizer(), config))
 serving = Serving(engine, ("tiny",), "tiny", 128, ServeOptions(step_timeout=1))
 listener = bind("127.0.0.1", 0)
 ready = lambda: print(listener.getsockname()[1], flush=True)
