@@ -87,11 +87,6 @@ class Placement:
         """Physical slots over all ranks."""
         return len(self.physical_to_logical)
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether physical and logical ids are the same."""
-        return self.physical_to_logical == tuple(range(self.n_logical))
-
     @cached_property
     def logical_to_physical(self) -> tuple[tuple[int, ...], ...]:
         """Each logical expert's physical slots, ascending."""
@@ -101,15 +96,17 @@ class Placement:
         return tuple(map(tuple, slots))
 
     @property
-    def tables(self) -> CopyTables | None:
-        """The padded tables that ``assign_copies`` reads; None for the identity, which needs none."""
-        if self.is_identity:
-            return None
+    def tables(self) -> CopyTables:
+        """The padded tables that ``assign_copies`` reads."""
         copies = np.array([len(slots) for slots in self.logical_to_physical], np.int32)
         physical = np.full((self.n_logical, copies.max()), -1, np.int32)
         for logical, slots in enumerate(self.logical_to_physical):
             physical[logical, : len(slots)] = slots
         return CopyTables(physical, copies)
+
+    def tables_of(self, layers: int) -> CopyTables:
+        """``tables`` repeated along a leading axis, for ``layers`` layers that are all placed alike."""
+        return CopyTables(*(np.repeat(array[None], layers, axis=0) for array in self.tables))
 
     def logical_load(self, physical_load: np.ndarray) -> np.ndarray:
         """Sum counts over copies: ``[..., n_physical]`` to ``[..., n_logical]``."""
@@ -125,18 +122,16 @@ def least_redundancy(n_logical: int, ep: int) -> int:
 
 
 def assign_copies(
-    tables: CopyTables | None, logical_TK: Int[Array, "T K"], active_T: Bool[Array, "T"], ranks: int = 1
+    tables: CopyTables, logical_TK: Int[Array, "T K"], active_T: Bool[Array, "T"], ranks: int = 1
 ) -> Int[Array, "T K"]:
     """Physical expert ids ``[T, K]`` of each token's logical ones, -1 for tokens that are not active; jit-able.
 
     A rank sends its tokens for an expert to the copies in turn (counted over its active tokens in order), and rank r
     starts at copy r: on each rank, and over ranks that have one token each, no two copies' counts differ by more than 1.
 
-    ranks: the T tokens are this many equal runs, one per DP rank. tables: None (no redundancy) costs nothing.
+    ranks: the T tokens are this many equal runs, one per DP rank. Tables of width 1, without a redundant copy, cost one look-up.
     """
     active_TK = jnp.broadcast_to(active_T[:, None], logical_TK.shape)
-    if tables is None:
-        return jnp.where(active_TK, logical_TK, -1)
     if tables.physical_EC.shape[1] == 1:
         return jnp.where(active_TK, jnp.asarray(tables.physical_EC)[logical_TK, 0], -1)
     experts = tables.copies_E.shape[0]

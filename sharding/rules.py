@@ -30,7 +30,7 @@ class Rules:
 
     @classmethod
     def for_mesh(cls, spec: MeshSpec) -> Rules:
-        """The layout of DESIGN: heads and widths over ``tp``, experts as ``spec`` says, the rest whole."""
+        """The usual layout: heads and widths are split over ``tp``, experts as ``spec`` says, and everything else is whole."""
         return cls(
             {
                 "layers": (),

@@ -72,14 +72,15 @@ LENGTHS = (1, 3, 7, 12, 16, 17, 30, 41)
 NEW_TOKENS = 64
 
 
-def write_checkpoint(directory: Path, seed: int = 7) -> Path:
-    """A float32 checkpoint of ``TINY`` in Hugging Face's form, its correction bias partly negative."""
-    config = ModelConfig.from_dict(TINY)
+def write_checkpoint(directory: Path, seed: int = 7, *, mtp: bool = False) -> Path:
+    """A float32 checkpoint of ``TINY`` in Hugging Face's form, its correction bias partly negative; ``mtp``: with an MTP module."""
+    fields = TINY | {"num_nextn_predict_layers": int(mtp)}
+    config = ModelConfig.from_dict(fields)
     tensors = hf_tensors(config, RandomWeights(seed, bias_center=-0.2))
     assert tensors.keys() == expected_shapes(config).keys()
     specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
     write_file(directory / "model.safetensors", specs, tensors.__getitem__)
-    (directory / "config.json").write_text(json.dumps(TINY))
+    (directory / "config.json").write_text(json.dumps(fields))
     return directory
 
 
@@ -115,7 +116,8 @@ def answer(
         **options,
     )
     # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.
-    llm.runner.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed)
+    speculation = llm.executor.buckets.speculation
+    llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed, speculation=speculation)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     try:
         outputs = llm.generate(prompts(), params)

@@ -10,16 +10,17 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
+from dsjax.engine.executor import ExpertCounts, RowResult
 from dsjax.engine.output_stream import EngineDeadError
-from dsjax.engine.plan import RowResult
+from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason
 from dsjax.engine.request import Request as EngineRequest
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
-from dsjax.engine.stats import ExpertCounts, RankLoad, StepStats
+from dsjax.engine.stats import StepStats
 from dsjax.serve.metrics import Metrics
-from dsjax.serve.metrics_routes import create_metrics_routes
 from dsjax.serve.page.routes import create_page_routes
+from dsjax.serve.routes.status import create_metrics_routes
 
 HOST_SECONDS = {"plan": 0.001, "launch": 0.002, "device": 0.006, "enter": 0.001}
 INFO = {
@@ -66,7 +67,7 @@ def request(
 
 def token(of: EngineRequest, reason: FinishReason | None = None, *, finite: bool = True) -> Update:
     """What a step does to a completion: one token, and perhaps its end."""
-    return Update(of, RowResult(3, finite=finite), reason)
+    return Update(of, RowResult((3,), finite=finite), reason)
 
 
 def experts(tokens: list[list[int]], **others) -> ExpertCounts:

@@ -3,7 +3,7 @@
     python tools/bench_frontend.py --streams 256 --tokens 64
     python tools/bench_frontend.py --endpoint chat --profile cpu.txt
 
-The real server, engine and scheduler, over a runner that sleeps for a step and then gives every row the same token; the client is a
+The real server, engine and scheduler, over an executor that sleeps for a step and then gives every row the same token; the client is a
 process of its own. Processor time is read, so that what else runs on the machine counts little: of the event loop's thread (text,
 JSON, HTTP), of all the server's threads, and of the client. Beside them stands `LLMEngine` alone on the same work, as
 `LLM.generate` runs it. Given is the least over the rounds.
@@ -28,11 +28,11 @@ from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.config import load_config
 from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.commands import TOKEN_MADE, Command, Step
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.plan import RowResult, RunnerLimits, StepPlan
+from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler import SchedulerConfig
-from dsjax.engine.stats import RunnerCounts
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
@@ -43,28 +43,39 @@ MODELS = Path(__file__).parents[1] / "configs" / "models"
 PROMPT = "The quick brown fox jumps over the lazy dog, and nobody knows why. "
 
 
-class SleepingRunner:
+class SleepingExecutor:
     """Sleeps for a step, then gives every row `token_id`."""
+
+    max_in_flight = 1
 
     def __init__(self, args: argparse.Namespace, vocab_size: int, token_id: int, step_seconds: float):
         rows = -(-args.streams // args.ranks)
-        self.limits = RunnerLimits(rows, rows, 64, 16, 2 + rows * 32, args.ranks, 512, vocab_size)
-        self._result = RowResult(token_id)
+        self.limits = ExecutorLimits(rows, rows, 64, 16, 2 + rows * 32, args.ranks, 512, vocab_size)
+        self._made, self._nothing = RowResult((token_id,)), RowResult()
         self._seconds = step_seconds
 
-    def launch(self, plan: StepPlan) -> StepPlan:
+    def launch(self, command: Command) -> Command:
         """Nothing to launch."""
-        return plan
+        return command
 
-    def collect(self, plan: StepPlan) -> dict[str, RowResult]:
+    def wait(self, command: Command) -> None:
+        """Take a step's time."""
+        if isinstance(command, Step):
+            time.sleep(self._seconds)
+
+    def collect(self, command: Command) -> list[RankResults]:
         """A token for every row that makes one."""
-        time.sleep(self._seconds)
-        rows = (row for rank in plan.ranks for rows in rank for row in rows)
-        return {row.request.request_id: self._result for row in rows if row.sampled}
+        return [
+            RankResults(
+                [self._made] * (len(rank.decodes) // 8),
+                [self._made if row.next_token == TOKEN_MADE else self._nothing for row in rank.prefills],
+            )
+            for rank in command.ranks
+        ]
 
-    def counts(self) -> RunnerCounts:
+    def counts(self) -> ExecutorCounts:
         """No padding, no compilation, no experts."""
-        return RunnerCounts()
+        return ExecutorCounts()
 
     def shutdown(self) -> None:
         """Nothing to free."""
@@ -75,9 +86,10 @@ def make_engine(args: argparse.Namespace, step_seconds: float) -> LLMEngine:
     config = load_config(args.model)
     tokenizer = Tokenizer.from_directory(MODELS / args.model)
     token_id = tokenizer.encode(" the", add_special_tokens=False)[0]
-    runner = SleepingRunner(args, config.vocab_size, token_id, step_seconds)
-    scheduler = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=64 + runner.limits.max_rows_decode)
-    return LLMEngine(runner, tokenizer, scheduler, eos_token_ids=())
+    executor = SleepingExecutor(args, config.vocab_size, token_id, step_seconds)
+    limits = executor.limits
+    scheduler = SchedulerConfig.from_limits(limits, max_num_batched_tokens=64 + limits.max_rows_decode)
+    return LLMEngine(executor, tokenizer, scheduler, eos_token_ids=())
 
 
 def offline(args: argparse.Namespace) -> float:

@@ -2,11 +2,17 @@
 
     python tools/bench_generate.py transformers:grouped_mm transformers:eager dsjax:dp=1
     python tools/bench_generate.py --prompts 256 --prompt-tokens 32 dsjax:dp=1 dsjax:dp=32
+    python tools/bench_generate.py dsjax:dp=1 dsjax+synchronous:dp=1 dsjax+speculative:dp=1 dsjax+speculative+synchronous:dp=1
 
-A system is ``dsjax:MESH`` or ``transformers:EXPERTS``. Each runs in a process of its own; they take turns, one round each, so
+A system is ``dsjax:MESH`` or ``transformers:EXPERTS``; ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for
+example ``dsjax:dp=1/kernels=plain``; ``+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module,
+``+synchronous`` turns asynchronous scheduling off; ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand
+in one run. Each runs in a process of its own; they take turns, one round each, so
 that a slow minute of the machine hits all of them. Round 0 warms up and is not counted. The figure is the median over rounds
-of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to the first system. All use the same prompts, greedy;
-dsjax without its prefix cache, which would spare it every prompt after the first round.
+of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to the first system. The second
+ratio is of processor time, the least of the rounds: on a machine shared with others it says more, with one thread (``taskset
+-c 0 … --threads 1``). All use the same prompts, greedy; dsjax without its prefix cache, which would spare it every prompt after
+the first round.
 """
 
 from __future__ import annotations
@@ -21,17 +27,23 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+KINDS, VARIANTS = ("dsjax", "transformers"), {"speculative", "synchronous"}
 
 
 def main() -> None:
     """Run the systems in turns, or be the worker of one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("systems", nargs="*", help="dsjax:MESH or transformers:EXPERTS (eager, batched_mm, grouped_mm)")
+    parser.add_argument(
+        "systems",
+        nargs="*",
+        help="dsjax[+speculative][+synchronous]:MESH or transformers:EXPERTS (eager, batched_mm, grouped_mm)",
+    )
     parser.add_argument("--model", default=str(ROOT / "configs" / "models" / "demo"))
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--drafts", type=int, default=1, help="of dsjax+speculative, tokens a row")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch and transformers")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option of dsjax")
@@ -41,6 +53,13 @@ def main() -> None:
     if args.worker:
         work(args)
         return
+    for system in args.systems:
+        first, _, _ = system.partition(":")
+        kind, *variants = first.split("+")
+        if kind not in KINDS or set(variants) - (VARIANTS if kind == "dsjax" else set()):
+            parser.error(
+                f"no such system: {system}; expected dsjax[+speculative][+synchronous]:MESH or transformers:EXPERTS"
+            )
     if not args.systems:
         parser.error("name at least one system, for example: transformers:grouped_mm dsjax:dp=1")
     compare(args)
@@ -50,6 +69,7 @@ def compare(args: argparse.Namespace) -> None:
     """Start a worker for each system, let them take turns, and print the table."""
     workers = {system: _start(args, system) for system in args.systems}
     seconds: dict[str, list[float]] = {system: [] for system in args.systems}
+    processor: dict[str, list[float]] = {system: [] for system in args.systems}
     produced: dict[str, list] = {}
     try:
         for round_number in range(args.rounds + 1):
@@ -63,6 +83,7 @@ def compare(args: argparse.Namespace) -> None:
                 produced[system] = answer["tokens"]
                 if round_number:
                     seconds[system].append(answer["seconds"])
+                    processor[system].append(answer.get("processor", float("nan")))  # an older checkout says none
             print(
                 f"round {round_number} of {args.rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr
             )
@@ -72,13 +93,16 @@ def compare(args: argparse.Namespace) -> None:
     total = args.prompts * args.new_tokens
     first = statistics.median(seconds[args.systems[0]])
     rows = []
-    print(f"{'system':32} {'tokens/s':>10} {'best':>10} {'ratio':>7}  same tokens as the first")
+    print(f"{'system':32} {'tokens/s':>10} {'best':>10} {'ratio':>7} {'processor s':>12} {'ratio':>7}  same tokens")
     for system, times in seconds.items():
         median = statistics.median(times)
         same = statistics.fmean(a == b for a, b in zip(produced[system], produced[args.systems[0]], strict=True))
-        rows.append({"system": system, "seconds": times, "tokens_per_second": total / median, "ratio": first / median})
+        least, of_first = min(processor[system]), min(processor[args.systems[0]])
+        found = {"seconds": times, "processor_seconds": processor[system], "tokens_per_second": total / median}
+        rows.append({"system": system, **found, "ratio": first / median, "processor_ratio": of_first / least})
         print(
-            f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f}  {same:.0%} of prompts"
+            f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f} {least:12.2f} "
+            f"{of_first / least:7.2f}  {same:.0%}"
         )
     if args.json:
         Path(args.json).write_text(json.dumps({"arguments": vars(args), "systems": rows}, indent=1))
@@ -88,10 +112,14 @@ def _start(args: argparse.Namespace, system: str) -> subprocess.Popen:
     python = args.torch_python if system.startswith("transformers:") else sys.executable
     sizes = [
         f"--{name.replace('_', '-')}={getattr(args, name)}"
-        for name in ("model", "prompts", "prompt_tokens", "new_tokens", "threads")
+        for name in ("model", "prompts", "prompt_tokens", "new_tokens", "drafts", "threads")
     ]
     options = [f"--option={option}" for option in args.option]
-    command = [python, __file__, "--worker", system, *sizes, *options]
+    system, _, checkout = system.partition("@")
+    script = Path(checkout) / "tools" / Path(__file__).name if checkout else __file__
+    # An older checkout need not know what is said of drafts; each reads its own code, wherever dsjax is installed from.
+    sizes = [size for size in sizes if not (checkout and size.startswith("--drafts"))]
+    command = [python, str(script), "--worker", system, *sizes, *options]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -100,12 +128,14 @@ def work(args: argparse.Namespace) -> None:
     # Libraries print; only the answers may go to the pipe.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    kind, _, how = args.worker.partition(":")
-    run = {"dsjax": _dsjax, "transformers": _transformers}[kind](args, how)
+    system, _, how = args.worker.partition(":")
+    kind, *variants = system.split("+")
+    run = _dsjax(args, how, variants) if kind == "dsjax" else _transformers(args, how)
     for _ in sys.stdin:
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         tokens = run()
-        json.dump({"seconds": time.perf_counter() - start, "tokens": tokens}, answers)
+        found = {"seconds": time.perf_counter() - start, "processor": time.process_time() - processor, "tokens": tokens}
+        json.dump(found, answers)
         answers.write("\n")
         answers.flush()
 
@@ -122,13 +152,17 @@ def _prompts(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
     return prompts
 
 
-def _dsjax(args: argparse.Namespace, mesh: str):
+def _dsjax(args: argparse.Namespace, mesh: str, variants: list[str]):
     sys.path.insert(0, str(ROOT))
     from dsjax import LLM, SamplingParams
 
-    options = {"enable_prefix_caching": False}
+    options = {"enable_prefix_caching": False, "async_scheduling": "synchronous" not in variants}
+    if "speculative" in variants:
+        options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.drafts}
+    mesh, *own = mesh.split("/")
     options |= {
-        name: int(value) if value.isdigit() else value for name, _, value in (o.partition("=") for o in args.option)
+        name: int(value) if value.isdigit() else value
+        for name, _, value in (o.partition("=") for o in args.option + own)
     }
     llm = LLM(args.model, mesh=mesh, dtype="float32", **options)
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False)

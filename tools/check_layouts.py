@@ -2,8 +2,12 @@
 
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
+    python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
+    python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
 
-The tests run a covering part of this; the whole takes about a quarter of an hour on 2 cores. Exits 1 if any run differs.
+With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one
+before: neither may change a token. The tests run a covering part of this; the whole takes about a quarter of an hour on
+2 cores for each of the four. Exits 1 if any run differs.
 """
 
 import argparse
@@ -19,6 +23,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llv
 
 from sharding.emulation import emulate_devices
 
+SPECULATION = {"method": "mtp", "num_speculative_tokens": 2}
+NAMES = {"speculative_config": "speculative", "async_scheduling": "synchronous"}
+
 
 def main() -> int:
     """Run the sweep and print what each run found."""
@@ -27,20 +34,33 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {' '.join(LAYOUTS)}; default: all")
-    chosen = parser.parse_args().layouts or LAYOUTS
+    parser.add_argument("--speculative", action="store_true", help="each run with speculative decoding too")
+    parser.add_argument(
+        "--no-async-scheduling", action="store_true", help="each run without asynchronous scheduling too"
+    )
+    parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device always has the plain forms")
+    args = parser.parse_args()
+    chosen = args.layouts or LAYOUTS
     if unknown := sorted(set(chosen) - set(LAYOUTS)):
         parser.error(f"no such layout: {' '.join(unknown)}; expected some of {' '.join(LAYOUTS)}")
     with tempfile.TemporaryDirectory() as folder:
-        directory = write_checkpoint(Path(folder))
-        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME")
-        runs = [(layout, dispatch, *forms) for layout in chosen for dispatch in DISPATCHES for forms in FORMS]
+        directory = write_checkpoint(Path(folder), mtp=True)
+        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
+        variants = [
+            {**drafting, **scheduling}
+            for drafting in ({}, *([{"speculative_config": SPECULATION}] if args.speculative else []))
+            for scheduling in ({}, *([{"async_scheduling": False}] if args.no_async_scheduling else []))
+        ]
+        layouts = [(layout, dispatch, *forms) for layout in chosen for dispatch in DISPATCHES for forms in FORMS]
+        runs = [(run, variant) for run in layouts for variant in variants]
         wrong = 0
-        for number, run in enumerate(runs, 1):
+        for number, (run, variant) in enumerate(runs, 1):
             start = time.monotonic()
-            found = difference(answer(directory, *run), reference)
+            found = difference(answer(directory, *run, kernels=args.kernels, **variant), reference)
+            name = " ".join([*run, *(NAMES[option] for option in variant)])
             wrong += found is not None
             print(
-                f"{number}/{len(runs)} {' '.join(run)}: {found or 'equal'} ({time.monotonic() - start:.1f} s)",
+                f"{number}/{len(runs)} {name}: {found or 'equal'} ({time.monotonic() - start:.1f} s)",
                 flush=True,
             )
     print(f"{len(runs) - wrong} of {len(runs)} equal to one device")

@@ -3,7 +3,7 @@
     python tools/check_step_prediction.py
     python tools/check_step_prediction.py --rounds 20 --json check.json --decode 1:200,8:900,16:400 --prefill 256:0
 
-Times the demo model's modules (as `dsjax bench modules` does) and its engine's own steps (`MeshRunner.execute` on real text,
+Times the demo model's modules (as `dsjax bench modules` does) and its engine's own steps (`MeshExecutor.launch` and `collect` on real text,
 behind a cache that was filled with real text) in one run, in turns, because a machine's speed drifts; then asks the planner
 (`dsjax plan --measured`) for each step. Decode steps are rows:context, prefill launches tokens:cached. Nothing is fitted to the
 steps; most of them lie between the sizes at which modules are timed.
@@ -22,20 +22,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from dsjax.engine.commands import TOKEN_MADE, Admission, PageChange, PrefillRow, RankStep, Sampling, Step, int32s
 from sharding.emulation import emulate_devices
 
 PAGE = 16
+ROOM = 64
+"""Tokens that a decode may move on by while it is timed: less than what makes attention read another block."""
 NOT_IN_A_STEP = ("fp8", "product", "dispatch")  # of one device
 
 
 @dataclass
 class EngineStep:
-    """A step of the engine that can be run again and again: a plan whose requests stay as they are."""
+    """A step of the engine that can be run again and again, and the one that first gives slots to its requests.
+
+    A decode's rows move on by a token in each run, at most by `ROOM` from where they were admitted.
+    """
 
     rows: int
     chunk: int
     cached: int
-    plan: object
+    admission: Step
+    step: Step
     samples: list[float] = field(default_factory=list)
 
     @property
@@ -45,14 +52,19 @@ class EngineStep:
             return f"decode {self.rows} rows, {self.cached} cached"
         return f"prefill {self.chunk} tokens, {self.cached} cached"
 
-    def sample(self, runner, least: float = 0.03) -> None:
+    def sample(self, executor, least: float = 0.03) -> None:
         """Mean seconds over as many executions as take `least`, after one that is not timed."""
-        runner.execute(self.plan)
+        run(executor, self.admission)
         started, count = time.perf_counter(), 0
-        while count == 0 or time.perf_counter() - started < least:
-            runner.execute(self.plan)
+        while count == 0 or (time.perf_counter() - started < least and count < ROOM - 1):
+            run(executor, self.step)
             count += 1
         self.samples.append((time.perf_counter() - started) / count)
+
+
+def run(executor, step: Step) -> None:
+    """Execute a step, and wait for it."""
+    executor.collect(executor.launch(step))
 
 
 def text_tokens(llm, count: int) -> list[int]:
@@ -63,28 +75,28 @@ def text_tokens(llm, count: int) -> list[int]:
 
 
 def engine_step(llm, rows: int, chunk: int, cached: int) -> EngineStep:
-    """Requests with `cached` positions of real text in the cache, and a plan for the next `chunk` tokens of each."""
-    from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
-    from dsjax.engine.request import Request
-    from dsjax.engine.sampling_params import SamplingParams
-
-    pages, length = -(-(cached + chunk) // PAGE), cached + chunk
+    """Requests with `cached` positions of real text in the cache, and a step for the next `chunk` tokens of each."""
+    executor, length = llm.executor, cached + chunk
+    pages = -(-(length + ROOM) // PAGE)
     text = text_tokens(llm, rows * length)
-    scheduled = []
-    for row in range(rows):
-        tokens = text[row * length : (row + 1) * length]
-        request = Request(f"{rows}-{chunk}-{cached}-{row}", tokens, length, SamplingParams(temperature=0), 1, 0)
-        request.slot, request.admissions = row, 1
-        request.pages = list(range(1 + row * pages, 1 + (row + 1) * pages))
-        scheduled.append(ScheduledRow(request, cached, chunk))
-    for start in range(0, cached, llm.runner.limits.max_chunk):
-        parts = [
-            ScheduledRow(one.request, start, min(llm.runner.limits.max_chunk, cached - start)) for one in scheduled
-        ]
-        for part in parts:
-            llm.runner.execute(StepPlan([RankPlan([], [part])]))
-    plan = RankPlan(scheduled, []) if chunk == 1 else RankPlan([], scheduled)
-    return EngineStep(rows, chunk, cached, StepPlan([plan]))
+    tokens = [text[row * length : (row + 1) * length] for row in range(rows)]
+    admissions = [Admission(slot, cached, own[cached], Sampling(length, 0)) for slot, own in enumerate(tokens)]
+    tables = [PageChange(slot, 0, list(range(1 + slot * pages, 1 + (slot + 1) * pages))) for slot in range(rows)]
+
+    def prefill(slot: int, start: int, end: int) -> PrefillRow:
+        following = tokens[slot][end] if end < length else TOKEN_MADE
+        return PrefillRow(slot, start, int32s(tokens[slot][start:end]), following, pages * PAGE)
+
+    given = (admissions, tables)
+    for start in range(0, cached, executor.limits.max_chunk):
+        for slot in range(rows):
+            part = prefill(slot, start, min(start + executor.limits.max_chunk, cached))
+            run(executor, Step([RankStep(*given, b"", [part], [])]))
+            given = ([], [])
+    decodes = int32s(value for slot in range(rows) for value in (slot, pages * PAGE)) if chunk == 1 else b""
+    prefills = [] if chunk == 1 else [prefill(slot, cached, length) for slot in range(rows)]
+    first, again = (RankStep(*own, decodes, prefills, []) for own in ((admissions, tables), ([], [])))
+    return EngineStep(rows, chunk, cached, Step([first]), Step([again]))
 
 
 def prepare_modules(llm, args):
@@ -93,7 +105,7 @@ def prepare_modules(llm, args):
     from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions
     from dsjax.bench.modules.prepare import make_setting
 
-    setting = make_setting(ModelOptions(model=args.model, max_model_len=llm.runner.limits.max_model_len))
+    setting = make_setting(ModelOptions(model=args.model, max_model_len=llm.executor.limits.max_model_len))
     grid = GridOptions(
         only=",".join(name for name in MODULES if name not in NOT_IN_A_STEP),
         tokens=args.tokens,
@@ -166,7 +178,7 @@ def main() -> int:
     wanted += [(*map(int, pair.split(":")), False) for pair in args.prefill.split(",")]
     shapes = [(first, 1, second) if decode else (1, first, second) for first, second, decode in wanted]
     most = max(rows for rows, _, _ in shapes)
-    tokens = max(rows * (-(-(chunk + cached) // PAGE) + 1) * PAGE for rows, chunk, cached in shapes)
+    tokens = max(rows * (-(-(chunk + cached + ROOM) // PAGE) + 1) * PAGE for rows, chunk, cached in shapes)
     llm = LLM(args.model, max_num_seqs=most, cache_tokens=tokens, max_num_batched_tokens=max(2048, most))
     setting, prepared = prepare_modules(llm, args)
     device = Device.of(setting.step.mesh.devices.flat[0])
@@ -175,7 +187,7 @@ def main() -> int:
     for step in steps:
         # The steps share the cache's pages; a row may attend to another step's text, which takes as long.
         for _ in range(2):
-            llm.runner.execute(step.plan)
+            run(llm.executor, step.admission)
     for turn in range(args.rounds):
         print(f"\rround {turn + 1}/{args.rounds}", end="", file=sys.stderr, flush=True)
         for index, (_, made) in enumerate(prepared):
@@ -184,7 +196,7 @@ def main() -> int:
             if index % max(1, len(prepared) // len(steps)) == 0 and index // max(1, len(prepared) // len(steps)) < len(
                 steps
             ):
-                steps[index // max(1, len(prepared) // len(steps))].sample(llm.runner)
+                steps[index // max(1, len(prepared) // len(steps))].sample(llm.executor)
     print("\r" + " " * 40, end="\r", file=sys.stderr)
     rows = [Row(case, made.times(), made.in_device_loop) for case, made in prepared]
     figures, body = predictions(setting, rows, device, ceilings, steps, args)

@@ -205,8 +205,8 @@ def page() -> str:
     return f"""# DeepSeek-V3 on 32 × H20: the plan in circulation, worked through
 
 A plan for 4 hosts of 8 H20 (96 GB) with 25 Gb/s RoCE is passed around: 200 sessions of 32 K tokens, a goal of 50,000 tokens a
-second. This page does its arithmetic again. Exact figures have no range; estimates are **middle** (low – high), where the interval has every
-assumption of [plan.md](plan.md) at one end of its range. Made by `python tools/h20_study.py`.
+second. This page does its arithmetic again. Exact figures have no range; estimates are **middle** (low – high), where the interval combines
+the ranges of the assumptions of [plan.md](plan.md). Made by `python tools/h20_study.py`.
 
 | | in circulation | here | why it differs |
 |---|---|---|---|

@@ -61,9 +61,12 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
         ),
         (
             "Ends a second",
-            "Completions that ended, by reason; abort: the client went away.",
+            "Completions that ended, by reason, and those that ended with an error by its kind; abort: the client went away.",
             "short",
-            [(rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}")],
+            [
+                (rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}"),
+                (rate("dsjax_requests_failed_total", "error"), "{{error}}"),
+            ],
         ),
         (
             "Turned away a second",
@@ -204,6 +207,43 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [
                 *quantiles("vllm:request_generation_tokens")[:2],
                 (f"histogram_quantile(0.5, {rate('vllm:request_params_max_tokens_bucket', 'le')})", "max_tokens, P50"),
+            ],
+        ),
+    ],
+    "Speculative decoding (where the server drafts)": [
+        (
+            "Acceptance",
+            "Share of the drafted tokens that were accepted.",
+            "percentunit",
+            [
+                (
+                    f"{rate('vllm:spec_decode_num_accepted_tokens_total')} / {rate('vllm:spec_decode_num_draft_tokens_total')}",
+                    "accepted",
+                )
+            ],
+        ),
+        (
+            "Acceptance by position",
+            "Of the rows that had drafts, the share whose draft at this place was accepted; 0 is the first.",
+            "percentunit",
+            [
+                (
+                    f"{rate('vllm:spec_decode_num_accepted_tokens_per_pos_total', 'position')} / "
+                    f"scalar({rate('vllm:spec_decode_num_drafts_total')})",
+                    "position {{position}}",
+                )
+            ],
+        ),
+        (
+            "Tokens of a row",
+            "Tokens that a row with drafts made, the one behind the accepted drafts included; and tokens drafted a second.",
+            "short",
+            [
+                (
+                    f"1 + {rate('vllm:spec_decode_num_accepted_tokens_total')} / {rate('vllm:spec_decode_num_drafts_total')}",
+                    "tokens a row",
+                ),
+                (rate("vllm:spec_decode_num_draft_tokens_total"), "drafted a second"),
             ],
         ),
     ],

@@ -4,13 +4,15 @@
     python tools/profile_step.py --mesh dp=32 --rows 8 --context 160
 
 Runs the engine's own compiled step under JAX's profiler and adds up the operations' times by the named scope they come
-from. On emulated devices more threads than cores run, and an operation's time includes waiting for a core; the shares are
-then what to read, and collectives are shown apart because most of their time is waiting for the last device.
+from. The context grows by one token a step, as in decoding. On emulated devices more threads than cores run, and an
+operation's time includes waiting for a core; the shares are then what to read, and collectives are shown apart because
+most of their time is waiting for the last device.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import glob
 import gzip
 import json
@@ -31,7 +33,7 @@ from sharding.mesh import MeshSpec
 
 SCOPES = ("mla_project", "cache_write", "attend", "mla_output", "router", "experts", "mlp", "head")
 COLLECTIVE = re.compile(r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|all[-_]reduce|collective")
-TRACED = 5
+WARM, TRACED = 3, 5
 
 
 def main() -> None:
@@ -48,10 +50,11 @@ def main() -> None:
 
     from dsjax import LLM
 
-    pages = args.context // 16 + 1
+    pages = (args.context + WARM + args.steps + TRACED) // 16 + 1
     llm = LLM(
         args.model, mesh=args.mesh, dispatch=args.dispatch, max_num_seqs=args.rows, cache_tokens=args.rows * pages * 16
     )
+    llm.executor.buckets = dataclasses.replace(llm.executor.buckets, decode=(args.rows,))
     run, text = decode_step(llm, args.rows, args.context, pages)
     seconds, processor = measure(run, args.steps)
     print(
@@ -63,31 +66,27 @@ def main() -> None:
 
 def decode_step(llm, rows: int, context: int, pages: int):
     """A function that runs one decode step of full rows, and the program's text."""
-    import jax
-
     from dsjax.engine.buckets import Rectangle
-    from dsjax.model.rows import RowGroup
+    from dsjax.engine.commands import Admission, PageChange, RankStep, Sampling, Step, int32s
 
-    runner = llm.runner
-    shapes = runner.programs.shapes(Rectangle(rows, 1), None)
-    program = runner.programs.step(shapes)
-    ranks = runner.limits.num_ranks
-    tables = np.zeros((ranks, rows, shapes[0].pages), np.int32)
-    tables[:, :, :pages] = 1 + np.arange(rows * pages).reshape(rows, pages)
-    tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, (ranks, rows, 1))
-    packed = RowGroup.pack(tokens, np.full((ranks, rows), context), np.ones((ranks, rows), np.int32), tables)
+    executor = llm.executor
+    tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, rows).tolist()
+    sampling, decodes = Sampling(context + 1, 0), int32s(value for slot in range(rows) for value in (slot, pages * 16))
+    admissions = [Admission(slot, context, token, sampling) for slot, token in enumerate(tokens)]
+    tables = [PageChange(slot, 0, list(range(1 + slot * pages, 1 + (slot + 1) * pages))) for slot in range(rows)]
+    admitted, following = RankStep(admissions, tables, decodes, [], []), RankStep([], [], decodes, [], [])
+    commands = [Step([rank] * executor.limits.num_ranks) for rank in (admitted, following)]
 
     def run() -> None:
-        inputs = jax.device_put(packed, runner.programs.rows)
-        found, _, runner.cache, _ = program(runner.params, runner.cache, inputs)
-        np.asarray(jax.block_until_ready(found))
+        executor.collect(executor.launch(commands.pop(0) if len(commands) > 1 else commands[0]))
 
+    program = executor.programs.step(executor.programs.shape(Rectangle(rows, 1), None))
     return run, program.as_text()
 
 
 def measure(run, steps: int) -> tuple[float, float]:
     """Median wall seconds and mean processor seconds of a step."""
-    for _ in range(3):
+    for _ in range(WARM):
         run()
     times, processor = [], time.process_time()
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""The one error that a checkpoint's faults end in."""
+"""The error that lists everything wrong with a checkpoint, and the warning of what loading can go on without."""
 
 from collections.abc import Sequence
 

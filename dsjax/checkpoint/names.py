@@ -133,7 +133,7 @@ class TensorNames:
         return {name: piece.shape(self.parameters[path].shape) for name, (path, piece) in self.places().items()}
 
     def places(self) -> dict[str, tuple[str, Piece]]:
-        """Hugging Face name → (path, piece). Of an expert's redundant copies, the first."""
+        """For each Hugging Face name the path of its parameter and its piece there; of redundant copies, the first."""
         found: dict[str, tuple[str, Piece]] = {}
         for path in self.parameters:
             for piece in self.pieces(path):
@@ -142,11 +142,11 @@ class TensorNames:
 
     @property
     def end_of_mtp(self) -> int:
-        """The first layer index behind the main model's layers and its MTP modules."""
+        """The first layer index after those of the main model and of its MTP modules."""
         return self.config.num_hidden_layers + self.config.num_nextn_predict_layers
 
     def copies(self) -> dict[str, str]:
-        """Tensors that a checkpoint may hold beside the ones above → the one each must equal.
+        """Tensors that a checkpoint may hold beside those of ``expected``, each with the one that it must equal.
 
         DeepSeek's MTP layers carry the main model's embedding and head along; tied models may carry the head.
         """
@@ -158,7 +158,7 @@ class TensorNames:
         return found
 
     def belongs_to_mtp(self, name: str) -> bool:
-        """Whether the tensor is of a layer behind the main model's: of an MTP module, loaded or not."""
+        """Whether the tensor is of a layer after the main model's last, and so of an MTP module, loaded or not."""
         parts = name.split(".")
         return (
             name.startswith("model.layers.")

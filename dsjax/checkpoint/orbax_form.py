@@ -136,6 +136,11 @@ class OrbaxTensors(Mapping[str, "StoredTensor"]):
             for name, (path, piece) in self._places.items()
         }
 
+    @property
+    def parameters(self) -> Mapping[str, ParameterInfo]:
+        """The stored parameters, by their paths."""
+        return self._names.parameters
+
     def __getitem__(self, name: str) -> StoredTensor:
         path, piece = self._places[name]
         return StoredTensor(self, path, piece, self._names.parameters[path])

@@ -91,6 +91,11 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._ranges)
 
+    @property
+    def ranges(self) -> Mapping[str, tuple[int, int]]:
+        """The bytes of the file that each tensor fills, [start, stop)."""
+        return self._ranges
+
     def release(self) -> None:
         """Drop the pages read so far from this process's resident memory; the views stay valid."""
         self._map.madvise(mmap.MADV_DONTNEED)

@@ -89,6 +89,11 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._home)
 
+    @property
+    def files(self) -> Mapping[str, SafetensorsFile]:
+        """The files that could be opened, by their names."""
+        return self._files
+
     def release(self) -> None:
         """Drop the pages read so far from this process's resident memory."""
         for file in self._files.values():

@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": ("dsjax.bench.command", "bench"),
     "top": ("dsjax.top.command", "top"),
     "doctor": ("dsjax.cli.doctor", "doctor"),
+    "kernels": ("dsjax.kernels.command", "app"),
 }
 """Command to (module, function, or a `typer.Typer` with commands of its own), in the order of `--help`."""
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -23,7 +23,9 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
-            annotation=Annotated[hints[field.name], typer.Option(help=_help(field), rich_help_panel="Engine")],
+            annotation=Annotated[
+                _as_typed(hints[field.name]), typer.Option(help=_help(field), rich_help_panel="Engine")
+            ],
         )
         for field in fields
     ]
@@ -37,6 +39,11 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     with_options.__signature__ = inspect.Signature([*options, *own])
     with_options.__annotations__ = {p.name: p.annotation for p in (*options, *own)}
     return with_options
+
+
+def _as_typed(hint: Any) -> Any:
+    """A field's type on the command line, where what Python gives as a dictionary is JSON text."""
+    return str | None if dict[str, Any] in get_args(hint) else hint
 
 
 def _help(field: dataclasses.Field) -> str:

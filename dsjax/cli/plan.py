@@ -1,5 +1,6 @@
 """`dsjax plan`: a cluster, a workload and objectives in, a layout out, with figures that can be checked."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -43,15 +44,30 @@ def plan(
     expert_skew: Annotated[
         str, typer.Option(help="default, uniform, zipf:S, or a JSON file of tokens per expert.")
     ] = "default",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="dsjax: what dsjax serve can do; published: kernels, overlaps and transfers of SGLang and TensorRT-LLM."
+        ),
+    ] = "dsjax",
     dispatch: Annotated[
-        str, typer.Option(help="deepep (as published), or dsjax's own: auto, gather, padded, ragged.")
-    ] = "deepep",
+        str | None,
+        typer.Option(
+            help="deepep (as published), or dsjax's own: auto, gather, padded, ragged. Default: the engine's."
+        ),
+    ] = None,
     compiled: Annotated[
         list[Path] | None,
         typer.Option(
             help="JSON of dsjax dryrun: its figures in place of assumptions where it is of a layout; repeatable."
         ),
     ] = None,
+    operators: Annotated[
+        Path | None, typer.Option(help="Folder of your own tables of operations, in the form of configs/operators.")
+    ] = None,
+    host_scheduling: Annotated[
+        str, typer.Option(help="overlapped with the device's work, or serial: the device waits for it.")
+    ] = "overlapped",
     two_batch_overlap: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
     mode: Annotated[
         str, typer.Option(help="aggregated, separated, both; or static, static_ctx, static_gen: one batch.")
@@ -87,17 +103,19 @@ def plan(
     """Find the layout for a cluster, a workload and objectives; every figure with its kind and interval."""
     from dsjax.config import load_config
     from dsjax.plan.compiled import read_dry_run
+    from dsjax.plan.engine import PUBLISHED, find_engine
     from dsjax.plan.explain import EXPLAINED
     from dsjax.plan.explain import explain as derive
     from dsjax.plan.measured import read_measured
+    from dsjax.plan.operator_tables import operator_tables
     from dsjax.plan.own_cluster import choose_precision, find_cluster
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
-    from dsjax.plan.recipe import recipe
+    from dsjax.plan.recipe import published_beside, recipe
     from dsjax.plan.report import show, show_sweep, show_usages, to_json
     from dsjax.plan.search import Question, instances, search, usages
     from dsjax.plan.simulation.report import show_simulation, simulations
     from dsjax.plan.skew import read_skew
-    from dsjax.plan.static import STATIC_MODES, show_static, static_of
+    from dsjax.plan.static import STATIC_MODES, no_room, show_static, static_of
     from dsjax.plan.sweep import sweep as run_sweep
     from dsjax.plan.workload import Lengths, Objective, Options, Workload
     from sharding.mesh import MeshSpec
@@ -112,6 +130,16 @@ def plan(
         raise UserError(f"--simulate plays a service, --mode {mode} is one batch; give aggregated, separated or both")
     if batch is not None and mode not in STATIC_MODES:
         raise UserError(f"--batch is for --mode {', '.join(STATIC_MODES)}; with --mode {mode} give --concurrency")
+    if mode in STATIC_MODES and (explain or pareto or sweep or recipe_file):
+        given = next(
+            f
+            for f, v in (("--explain", explain), ("--pareto", pareto), ("--sweep", sweep), ("--recipe", recipe_file))
+            if v
+        )
+        raise UserError(
+            f"{given} is of a service, --mode {mode} is one batch of every layout; give aggregated, separated or both"
+        )
+    serving = find_engine(engine)
     config = load_config(model)
     modules = read_measured(measured, config) if measured else None
     found = find_cluster(cluster, modules)
@@ -136,10 +164,13 @@ def plan(
             _MODES.get(mode, _MODES["both"]),
             prefill_tokens,
             max_devices,
-            dispatch,
+            dispatch or serving.dispatch,
             tuple(read_dry_run(path) for path in compiled or ()),
             MeshSpec.parse(mesh) if mesh else None,
             modules,
+            operator_tables(operators),
+            host_scheduling,
+            serving,
         ),
     )
     console = report_console()
@@ -148,7 +179,7 @@ def plan(
         results, taken = static_of(fitting, mode, batch), usages(question, fitting + too_large)
         if json_file is None:
             show_usages(console, taken)
-            show_static(console, results, mode, rows)
+            show_static(console, results, mode, rows, "" if results else no_room(fitting, too_large, batch))
         else:
             ranked, read = [r.to_json() for r in results[:rows]], [u.to_json() for u in taken]
             write_json(
@@ -156,6 +187,10 @@ def plan(
             )
         return
     answer = search(question)
+    beside = None
+    if serving is not PUBLISHED and not compiled and not measured:
+        options = dataclasses.replace(question.options, engine=PUBLISHED, dispatch=dispatch or PUBLISHED.dispatch)
+        beside = published_beside(answer.winner, search(dataclasses.replace(question, options=options)).winner)
     best = answer.winner or (answer.missed[0] if answer.missed else None)
     sweeps = [run_sweep(question, best, quantity) for quantity in sweep or ()] if best else []
     outcomes = simulations(best, question.bounds, burstiness, num_prompts, seed) if simulate and best else []
@@ -170,9 +205,11 @@ def plan(
     if recipe_file and answer.winner:
         write_json(recipe_file, recipe(model, question, answer.winner))
     if json_file is not None:
-        write_json(json_file, to_json(answer, model, rows, sweeps, outcomes))
+        write_json(json_file, {**to_json(answer, model, rows, sweeps, outcomes), "published": beside})
         return
     show(console, answer, model, rows)
+    if beside:
+        console.print(Text("published: " + beside, "yellow"))
     if explain:
         console.print(
             Text(derive(best, explain)) if best else "nothing fits: there is nothing to explain", soft_wrap=True

@@ -8,7 +8,7 @@ from typing import Literal
 
 from dsjax.config import ModelConfig
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.executor import ExecutorLimits
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -24,7 +24,8 @@ class DryRunArgs:
     """What to compile.
 
     engine: the options that would serve. target: `cpu`, a name of `configs/hardware`, or a file like those.
-    step: `decode` (each row one token) or `prefill` (each row `prefill_chunk` tokens). batch: rows of a DP rank; None:
+    step: `decode` (each row one token, or with speculative decoding its last token and the drafts that are verified) or `prefill`
+    (each row `prefill_chunk` tokens). batch: rows of a DP rank; None:
     `max_num_seqs`, or 32 decodes, or as many prefill rows as `max_num_batched_tokens` allows. context: tokens of a row's
     page table; None: `max_model_len`, or 4,096.
     """
@@ -50,7 +51,12 @@ class DryRunArgs:
     @property
     def chunk(self) -> int:
         """Tokens of a row in this step."""
-        return self.engine.prefill_chunk if self.step == "prefill" else 1
+        return self.engine.prefill_chunk if self.step == "prefill" else 1 + self.drafts
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that each row drafts after this step, at this many rows; as many are verified in a decode."""
+        return self.engine.speculation.drafts(self.rows) if self.engine.speculation else 0
 
     @property
     def rows(self) -> int:
@@ -58,7 +64,7 @@ class DryRunArgs:
         if self.batch:
             return self.batch
         if self.step == "prefill":
-            return max(1, self.engine.max_num_batched_tokens // self.chunk)
+            return max(1, self.engine.max_num_batched_tokens // self.engine.prefill_chunk)
         return self.engine.max_num_seqs or DECODE_ROWS
 
     @property
@@ -75,12 +81,12 @@ class DryRunArgs:
             return self.engine
         return dataclasses.replace(self.engine, dtype="float32" if config.torch_dtype == "float32" else "bfloat16")
 
-    def limits(self, config: ModelConfig, spec: MeshSpec) -> RunnerLimits:
-        """The runner's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used."""
+    def limits(self, config: ModelConfig, spec: MeshSpec) -> ExecutorLimits:
+        """The executor's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used."""
         page = self.engine.page_size
         pages_of_a_row = -(-self.row_tokens // page)
         wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else self.rows * pages_of_a_row
-        return RunnerLimits(
+        return ExecutorLimits(
             max_rows_decode=self.rows,
             max_rows_prefill=self.rows,
             max_chunk=self.chunk,

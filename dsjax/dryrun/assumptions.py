@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsjax.model.experts import choose_implementation, default_block, default_capacity, default_tile
@@ -71,5 +73,15 @@ def trip_counts(
         if experts and loop.op_name.endswith("/experts/while"):
             return experts.turns(loop)
         return 0 if "/dispatch/" in loop.op_name else None
+
+    return count
+
+
+def drafting_trip_counts(passes: Mapping[int, TripCount]) -> TripCount:
+    """Trip counts of the program that drafts, of each of its passes by the tokens of a DP rank: the MTP module's scopes name them."""
+
+    def count(loop: Operation) -> float | None:
+        named = re.search(r"/mtp_(\d+)/", loop.op_name)
+        return passes[int(named[1])](loop) if named else None
 
     return count

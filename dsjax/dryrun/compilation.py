@@ -1,9 +1,11 @@
-"""Lowering and compiling a step of abstract values: the engine's own program, with nothing behind it."""
+"""Lowering and compiling a step of abstract values: the engine's own programs, with nothing behind them."""
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +14,15 @@ from jax.stages import Compiled, Lowered
 
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs
-from dsjax.engine import cache as device_cache
+from dsjax.engine import device_state
 from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
-from dsjax.engine.compile_cache import without_compile_cache
-from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.device_state import DeviceState
+from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.process import without_compile_cache
 from dsjax.engine.programs import Programs
+from dsjax.engine.slots import LaunchShape
 from dsjax.errors import UserError
-from dsjax.model.rows import GroupShape
 from dsjax.model.step import Step
 from sharding import MeshSpec
 
@@ -33,22 +36,40 @@ class TooLarge(UserError):
 
 
 @dataclass(frozen=True)
-class CompiledStep:
-    """A step, the descriptions it was compiled from, and the program.
+class CompiledProgram:
+    """A program.
 
-    partitioned: the program's text right after partitioning, before the backend changed any dtype; None on accelerators, whose
+    partitioned: its text right after partitioning, before the backend changed any dtype; None on accelerators, whose
     compiled programs keep dtypes, and where XLA wrote none. lower_seconds, compile_seconds: what the two took.
     """
 
-    step: Step
-    limits: RunnerLimits
-    shapes: tuple[GroupShape, ...]
-    params: dict[str, jax.ShapeDtypeStruct]
-    cache: dict[str, jax.ShapeDtypeStruct]
     compiled: Compiled
     partitioned: str | None
     lower_seconds: float
     compile_seconds: float
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step, the descriptions it was compiled from, and its programs.
+
+    main: the step itself, which with speculative decoding verifies the drafts of the step before. drafts: the MTP module's passes
+    after it; None where nothing is drafted. num_drafts: how many tokens.
+    """
+
+    step: Step
+    limits: ExecutorLimits
+    shape: LaunchShape
+    params: dict[str, jax.ShapeDtypeStruct]
+    state: DeviceState
+    main: CompiledProgram
+    drafts: CompiledProgram | None
+    num_drafts: int
+
+    @property
+    def programs(self) -> tuple[CompiledProgram, ...]:
+        """All programs of the step."""
+        return (self.main, self.drafts) if self.drafts else (self.main,)
 
 
 def abstract_parameters(step: Step) -> dict[str, jax.ShapeDtypeStruct]:
@@ -62,21 +83,33 @@ def abstract_parameters(step: Step) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh) -> CompiledStep:
-    """Compile the decode or prefill program that ``args`` describe, on a mesh of any devices.
+    """Compile the programs of the decode or prefill step that ``args`` describe, on a mesh of any devices.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together, before anything is traced.
         TooLarge: the target's compiler refuses.
     """
     spec = MeshSpec.parse(args.engine.mesh)
-    step = make_step(args.for_model(config), config, spec, mesh)
+    engine = args.for_model(config)
+    if mesh.devices.flat[0].platform == "cpu":
+        # Native kernels are custom calls, whose operations and bytes a compiled program does not tell; the plain forms' are theirs.
+        engine = dataclasses.replace(engine, kernels="plain")
+    step = make_step(engine, config, spec, mesh, mtp=engine.speculation is not None)
     limits = args.limits(config, spec)
-    params, cache = abstract_parameters(step), device_cache.describe(step, limits.pages_per_rank)
-    programs = Programs(step, params, cache, limits)
+    speculation = args.engine.speculation
+    most_drafts = speculation.num_speculative_tokens if speculation else 0
+    params, state = abstract_parameters(step), device_state.describe(step, limits, most_drafts)
+    programs = Programs(step, params, state, limits)
     rectangle = Rectangle(args.rows, args.chunk)
-    shapes = programs.shapes(rectangle, None) if args.step == "decode" else programs.shapes(None, rectangle)
+    shape = programs.shape(rectangle, None) if args.step == "decode" else programs.shape(None, rectangle)
+    main = _compile(lambda: programs.lower_step(shape), args.target, mesh)
+    drafts = _compile(lambda: programs.lower_drafts(shape, args.drafts), args.target, mesh) if args.drafts else None
+    return CompiledStep(step, limits, shape, params, state, main, drafts, args.drafts)
+
+
+def _compile(lower: Callable[[], Lowered], target: str, mesh: jax.sharding.Mesh) -> CompiledProgram:
     started = time.perf_counter()
-    lowered = programs.lower_step(shapes)
+    lowered = lower()
     lowering = time.perf_counter() - started
     started = time.perf_counter()
     if mesh.devices.flat[0].platform == "cpu":
@@ -87,10 +120,8 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
             texts = [path.read_text(encoding="utf-8") for path in Path(folder).glob(f"*{_PARTITIONED}*.txt")]
         partitioned = texts[0] if len(texts) == 1 else None
     else:
-        compiled, partitioned = _compile_for_accelerator(lowered, args.target), None
-    return CompiledStep(
-        step, limits, shapes, params, cache, compiled, partitioned, lowering, time.perf_counter() - started
-    )
+        compiled, partitioned = _compile_for_accelerator(lowered, target), None
+    return CompiledProgram(compiled, partitioned, lowering, time.perf_counter() - started)
 
 
 def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
+import jax
+
 from dsjax.dryrun.compilation import CompiledStep
-from dsjax.engine.components import component, device_bytes
+from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import Step
 
 
@@ -14,30 +17,40 @@ from dsjax.model.step import Step
 class DeviceMemory:
     """Bytes of one device.
 
-    weights: by component. cache: of its DP rank's pages. inputs: the packed integers of the step's rows. arguments, outputs,
-    aliased, temporaries: as the compiler counts them; the cache is an argument and, aliased, an output.
+    weights: by component. cache: of its DP rank's pages. state: what else stays on the device from step to step: page tables,
+    sampling parameters, counts of tokens, the placement of experts, with speculative decoding drafts and a byte for each cache slot.
+    inputs: the packed integers of the step's rows. arguments, outputs, aliased, temporaries: as the compiler counts them for the
+    step's main program; cache and state are arguments and, aliased, outputs. drafting: outputs that are not aliased and temporaries
+    of the program that drafts; 0 without one.
     """
 
     weights: dict[str, int]
     cache: int
+    state: int
     inputs: int
     arguments: int
     outputs: int
     aliased: int
     temporaries: int
+    drafting: int = 0
 
     @classmethod
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
         """Read a compiled step."""
-        stats = compiled.compiled.memory_analysis()
+        stats = compiled.main.compiled.memory_analysis()
+        state = dataclasses.replace(compiled.state, cache={})
+        arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
+        after = compiled.drafts.compiled.memory_analysis() if compiled.drafts else None
         return cls(
             weights=device_bytes(compiled.params),
-            cache=sum(device_bytes(compiled.cache).values()),
-            inputs=4 * sum(shape.packed_width for shape in compiled.shapes),
+            cache=sum(device_bytes(compiled.state.cache).values()),
+            state=sum(device_bytes(arrays).values()),
+            inputs=4 * compiled.shape.packed_width,
             arguments=stats.argument_size_in_bytes,
             outputs=stats.output_size_in_bytes,
             aliased=stats.alias_size_in_bytes,
             temporaries=stats.temp_size_in_bytes,
+            drafting=after.output_size_in_bytes - after.alias_size_in_bytes + after.temp_size_in_bytes if after else 0,
         )
 
     @property
@@ -46,9 +59,14 @@ class DeviceMemory:
         return sum(self.weights.values())
 
     @property
+    def held(self) -> int:
+        """What lies on the device when a step begins, whether its program reads it or not."""
+        return self.weight_bytes + self.cache + self.state + self.inputs
+
+    @property
     def total(self) -> int:
-        """The most that the device holds at once."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
+        """The most that the device holds at once: all weights, cache, state and inputs, and what the more demanding program adds."""
+        return max(self.arguments, self.held) + max(self.outputs - self.aliased + self.temporaries, self.drafting)
 
 
 def parameters_by_component(step: Step) -> dict[str, int]:

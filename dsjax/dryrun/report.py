@@ -13,13 +13,35 @@ from dsjax.hardware import Hardware
 from sharding.program import ProgramCollective, ProgramCosts
 
 
-@dataclass(frozen=True)
-class DryRunReport:
-    """All figures of one dry run; bytes and operations are one device's, in one run of the step.
+@dataclass(frozen=True, kw_only=True)
+class ProgramReport:
+    """What one run of a program does on one device.
+
+    expert_flops: what the routed experts must compute under even routing, by arithmetic. timeline: the schedule played through; None
+    where it was not asked for.
+    """
+
+    collectives: tuple[ProgramCollective, ...]
+    costs: ProgramCosts
+    expert_flops: float
+    timeline: Timeline | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "collectives": [_collective(one) for one in self.collectives],
+            "costs": {**dataclasses.asdict(self.costs), "expert_flops": self.expert_flops},
+            "timeline": self.timeline.to_json() if self.timeline else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunReport(ProgramReport):
+    """All figures of one dry run: those of the step's program, and what goes with it. Bytes and operations are one device's, in
+    one run of the step.
 
     request: what was compiled, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
-    rank's cache. expert_flops: what the routed experts must compute under even routing, by arithmetic.
-    timeline: the schedule played through; None where it was not asked for.
+    rank's cache. drafts: the program of the MTP module's passes after the step; None where nothing is drafted.
     fit: the largest that fits; None where it was not searched.
     assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
     """
@@ -29,10 +51,7 @@ class DryRunReport:
     parameters: dict[str, int]
     memory: DeviceMemory
     cache_tokens: int
-    collectives: tuple[ProgramCollective, ...]
-    costs: ProgramCosts
-    expert_flops: float
-    timeline: Timeline | None
+    drafts: ProgramReport | None
     fit: Fit | None
     assumptions: dict[str, str]
     notes: tuple[str, ...]
@@ -48,18 +67,19 @@ class DryRunReport:
                 "weights": memory.weights,
                 "weights_total": memory.weight_bytes,
                 "cache": memory.cache,
+                "state": memory.state,
                 "inputs": memory.inputs,
                 "arguments": memory.arguments,
                 "outputs": memory.outputs,
                 "aliased": memory.aliased,
                 "temporaries": memory.temporaries,
+                "drafting": memory.drafting,
                 "total": memory.total,
                 "memory": self.hardware.memory_bytes if self.hardware else None,
             },
             "cache_tokens": self.cache_tokens,
-            "collectives": [_collective(one) for one in self.collectives],
-            "costs": {**dataclasses.asdict(self.costs), "expert_flops": self.expert_flops},
-            "timeline": self.timeline.to_json() if self.timeline else None,
+            **super().to_json(),
+            "drafts": self.drafts.to_json() if self.drafts else None,
             "fit": dataclasses.asdict(self.fit) if self.fit else None,
             "assumptions": self.assumptions,
             "notes": list(self.notes),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
-from dsjax.dryrun.assumptions import TEXT, EvenExperts, trip_counts
-from dsjax.dryrun.compilation import CompiledStep, compile_step
+from dsjax.dryrun.assumptions import TEXT, EvenExperts, drafting_trip_counts, trip_counts
+from dsjax.dryrun.compilation import CompiledProgram, CompiledStep, compile_step
 from dsjax.dryrun.fit import fit
 from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
 from dsjax.dryrun.prices import default_cluster, even_ragged_share
-from dsjax.dryrun.report import DryRunReport
+from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
-from dsjax.engine.assembly import check_layout
+from dsjax.engine.assembly import check_layout, dispatch_method
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters
@@ -22,6 +23,7 @@ from dsjax.model.step import Step
 from dsjax.plan.cluster import Cluster, load_cluster
 from sharding import MeshSpec
 from sharding.program import Program, program_collectives, program_costs, true_dtypes
+from sharding.program.walk import TripCount
 
 CPU_HOST_DEVICES = 8
 """Devices of a host that the CPU target's emulated ones are divided into, for bytes inside and between hosts."""
@@ -56,52 +58,80 @@ def dry_run(
     machines = _cluster(hardware, cluster, spec.num_devices)
     mesh = spec.build(target_devices(hardware, spec.num_devices))
     compiled = compile_step(args, config, mesh)
+    (shape,), step = compiled.shape.groups, compiled.step
+    reader = _Reader(args, step, machines, timeline)
+    trips = reader.trip_counts(shape.rows, shape.chunk)
     started = time.perf_counter()
-    program = Program.parse(compiled.compiled.as_text())
-    dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
-    shape = compiled.shapes[0]
-    step = compiled.step
-    experts = even_experts(step, shape.tokens) if config.is_moe else None
-    trips = trip_counts(
-        args.row_tokens, shape.pages, step.page_size, step.attention.block(shape.rows, shape.chunk), experts
-    )
-    host_devices = machines.domain if machines else CPU_HOST_DEVICES
-    collectives = program_collectives(
-        program, dict(mesh.shape), host_devices=host_devices, dtypes=dtypes, trip_count=trips
-    )
-    costs = program_costs(program, trip_count=trips)
+    main = reader.read(compiled.main, trips, shape.tokens, config.num_moe_layers)
+    drafts = None
+    if compiled.drafts:
+        trips = drafting_trip_counts({shape.tokens: trips, shape.rows: reader.trip_counts(shape.rows, 1)})
+        tokens = shape.tokens + (compiled.num_drafts - 1) * shape.rows
+        drafts = reader.read(compiled.drafts, trips, tokens, 1)
     reading = time.perf_counter() - started
-    played = None
-    if timeline and machines:
-        ragged = even_ragged_share(spec.ep_size, config.num_experts_per_tok) if config.is_moe else 1.0
-        played = Timeline.of(program, collectives, machines, trips, ragged)
     return DryRunReport(
         request=_request(args, compiled),
         hardware=hardware,
+        **vars(main),
+        drafts=drafts,
         parameters=parameters_by_component(step),
         memory=DeviceMemory.of(compiled),
         cache_tokens=(compiled.limits.pages_per_rank - 1) * step.page_size,
-        collectives=collectives,
-        costs=costs,
-        expert_flops=expert_flops(config, shape.tokens / spec.tp_size),
-        timeline=played,
         fit=fit(args, config, mesh, hardware.memory_bytes) if search and hardware else None,
         assumptions=dict(TEXT),
         notes=tuple(_notes(hardware, compiled)),
         seconds={
-            "lower": compiled.lower_seconds,
-            "compile": compiled.compile_seconds,
+            "lower": sum(program.lower_seconds for program in compiled.programs),
+            "compile": sum(program.compile_seconds for program in compiled.programs),
             "read": reading,
         },
     )
 
 
-def expert_flops(config: ModelConfig, tokens: float) -> float:
-    """Operations of the routed experts that a device has to do in a step under even routing, for its ``tokens``.
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the programs of a step."""
+
+    args: DryRunArgs
+    step: Step
+    machines: Cluster | None
+    timeline: bool
+
+    def trip_counts(self, rows: int, chunk: int) -> TripCount:
+        """What loops of unknown length are taken for in a pass over ``rows`` rows of ``chunk`` tokens."""
+        step, context = self.step, self.args.row_tokens
+        experts = even_experts(step, rows * chunk) if step.config.is_moe else None
+        pages = -(-context // step.page_size)
+        return trip_counts(context, pages, step.page_size, step.attention.block(rows, chunk), experts)
+
+    def read(self, compiled: CompiledProgram, trips: TripCount, tokens: int, moe_layers: int) -> ProgramReport:
+        """tokens: of a DP rank, through ``moe_layers`` layers with experts."""
+        step = self.step
+        config, spec = step.config, step.spec
+        program = Program.parse(compiled.compiled.as_text())
+        dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
+        host_devices = self.machines.domain if self.machines else CPU_HOST_DEVICES
+        collectives = program_collectives(
+            program, dict(step.mesh.shape), host_devices=host_devices, dtypes=dtypes, trip_count=trips
+        )
+        played = None
+        if self.timeline and self.machines:
+            ragged = even_ragged_share(spec.ep_size, config.num_experts_per_tok) if config.is_moe else 1.0
+            played = Timeline.of(program, collectives, self.machines, trips, ragged)
+        return ProgramReport(
+            collectives=collectives,
+            costs=program_costs(program, trip_count=trips),
+            expert_flops=expert_flops(config, tokens / spec.tp_size, moe_layers),
+            timeline=played,
+        )
+
+
+def expert_flops(config: ModelConfig, tokens: float, moe_layers: int) -> float:
+    """Operations of the routed experts that a device has to do under even routing, for its ``tokens`` in so many layers.
 
     As many pairs of a token and an expert arrive at a device as leave it, or their equal in parts of experts.
     """
-    return 2 * tokens * config.num_experts_per_tok * expert_parameters(config) * config.num_moe_layers
+    return 2 * tokens * config.num_experts_per_tok * expert_parameters(config) * moe_layers
 
 
 def even_experts(step: Step, tokens: int) -> EvenExperts:
@@ -134,7 +164,7 @@ def _cluster(hardware: Hardware | None, name: str | None, devices: int) -> Clust
 
 
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
-    step, shape = compiled.step, compiled.shapes[0]
+    step, (shape,) = compiled.step, compiled.shape.groups
     return {
         "model": args.engine.model,
         "mesh": str(step.spec),
@@ -151,10 +181,11 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "weights": "fp8" if args.engine.weights == "fp8" else str(step.dtype),
         "kv_dtype": str(step.cache_dtype),
         "mla": shape.form,
-        "dispatch": step.dispatch.method,
+        "dispatch": dispatch_method(step, compiled.shape.tokens),
         "dispatch_wire": step.dispatch.wire,
         "physical_experts": step.placement.n_physical if step.config.is_moe else 0,
         "page_size": step.page_size,
+        "num_drafts": compiled.num_drafts,
     }
 
 
@@ -162,15 +193,16 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
     if hardware is None:
         yield "temporaries, bytes moved and synchrony are the CPU backend's, not an accelerator's"
         yield f"hosts are taken to be {CPU_HOST_DEVICES} neighbouring devices"
-        if compiled.partitioned is None and compiled.step.spec.num_devices > 1:
+        if compiled.main.partitioned is None and compiled.step.spec.num_devices > 1:
             yield "XLA wrote no partitioned program: bf16 collectives count as float32, in which the CPU backend sends them"
     elif hardware.platform == "cuda":
         yield "hosts are scale-up domains: devices that NVLink joins"
     else:
         yield "the products of grouped kernels (tpu_custom_call) are not counted"
     memory = DeviceMemory.of(compiled)
-    unread = memory.weight_bytes + memory.cache + memory.inputs - memory.arguments
+    unread = memory.held - memory.arguments
     if unread > 0:
-        yield f"this step does not read {unread:,} bytes of the weights, so that they are no arguments of its program"
+        among = " (among them the MTP module's, which drafting reads)" if compiled.step.has_module else ""
+        yield f"this step does not read {unread:,} bytes of the weights{among}, so that they are no arguments of its program"
     elif unread < 0:
         yield f"the compiler pads the arguments by {-unread:,} bytes"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from dsjax.dryrun.report import DryRunReport
+from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.scopes import model_part
 from dsjax.dryrun.timeline import Timeline
 from dsjax.plan.figure import Figure, Kind
@@ -21,10 +21,15 @@ def show(console: Console, report: DryRunReport) -> None:
     )
     console.print(_parameters(report))
     console.print(_memory(report))
-    console.print(_collectives(report))
-    console.print(_costs(report))
-    if report.timeline:
-        console.print(_timeline(report.timeline))
+    for name, program in (("a step", report), *([("drafting after a step", report.drafts)] if report.drafts else [])):
+        console.print(_collectives(program, name))
+        console.print(_costs(program, name))
+        if program.timeline:
+            console.print(_timeline(program.timeline, name))
+    console.print(
+        f"lowered, compiled, read in {' + '.join(f'{seconds:.1f}' for seconds in report.seconds.values())} s",
+        highlight=False,
+    )
     if report.fit:
         console.print(_fit(report))
     for assumption in report.assumptions.values():
@@ -58,10 +63,13 @@ def _memory(report: DryRunReport) -> Table:
     rows = [
         ("weights", memory.weight_bytes),
         (f"cache ({report.cache_tokens:,} tokens of a DP rank)", memory.cache),
+        ("page tables, sampling and other state", memory.state),
         ("inputs", memory.inputs),
         ("temporaries", memory.temporaries),
         ("outputs beside the cache", memory.outputs - memory.aliased),
     ]
+    if memory.drafting > memory.temporaries + memory.outputs - memory.aliased:
+        rows[4:] = [("temporaries and outputs of drafting, the larger program", memory.drafting)]
     for name, size in rows:
         table.add_row(name, f"{size:,}", f"{size / 1e9:.2f}")
     table.add_section()
@@ -74,14 +82,14 @@ def _memory(report: DryRunReport) -> Table:
     return table
 
 
-def _collectives(report: DryRunReport) -> Table:
+def _collectives(program: ProgramReport, name: str) -> Table:
     table = _table(
-        "collectives of a step; bytes that a device sends in it",
+        f"collectives of {name}; bytes that a device sends in it",
         "kind", "part of the model", "axes", "array", "bytes", "times", "in host", "to others", "beside",
     )  # fmt: skip
     table.columns[1].justify = "left"
     rows: dict[tuple, float] = {}
-    for one in report.collectives:
+    for one in program.collectives:
         axes = "?" if one.axes is None else "×".join(one.axes)
         array = f"{one.operand[0]}" + (f" × {len(one.operand)}" if len(one.operand) > 1 else "")
         beside = str(len(one.beside)) if one.asynchronous else "–"
@@ -117,25 +125,24 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _costs(report: DryRunReport) -> Table:
-    costs = report.costs
-    table = _table("work of a device in a step", "", "")
+def _costs(program: ProgramReport, name: str) -> Table:
+    costs = program.costs
+    table = _table(f"work of a device in {name}", "", "")
     table.add_row("operations of matrix products", f"{costs.flops / 1e12:.4g} T")
     for dtype, flops in costs.flops_by_dtype.items():
         table.add_row(f"  of {dtype}", f"{flops / 1e12:.4g} T")
     table.add_row("  in loops of unknown length (see assumptions)", f"{costs.flops_assumed / 1e12:.4g} T")
-    table.add_row("routed experts' need, even routing (arithmetic)", f"{report.expert_flops / 1e12:.4g} T")
+    table.add_row("routed experts' need, even routing (arithmetic)", f"{program.expert_flops / 1e12:.4g} T")
     table.add_row("bytes read and written", f"{costs.bytes / 1e9:.4g} GB")
     for target, times in costs.uncounted.items():
         table.add_row(f"  not counted: {target}", f"× {times:g}")
-    table.add_row("lowered, compiled, read in", " + ".join(f"{s:.1f}" for s in report.seconds.values()) + " s")
     return table
 
 
-def _timeline(timeline: Timeline) -> Table:
+def _timeline(timeline: Timeline, name: str) -> Table:
     step = timeline.step
     table = _table(
-        f"a step of {timeline.cluster.name}: {step.value * 1e3:.4g} ms ({step.low * 1e3:.4g} – {step.high * 1e3:.4g}; "
+        f"{name} of {timeline.cluster.name}: {step.value * 1e3:.4g} ms ({step.low * 1e3:.4g} – {step.high * 1e3:.4g}; "
         f"{Kind(step.kinds).words()}), {timeline.exposed_network * 1e3:.3g} ms of them waiting for the network",
         "part of the model", "critical ms", "of it", "compute ms", "links ms", "T ops", "GB",
     )  # fmt: skip

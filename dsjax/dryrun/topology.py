@@ -77,6 +77,10 @@ def torus(count: int) -> tuple[int, int]:
 def cuda_target(hardware: Hardware) -> str:
     """XLA's ``GpuTargetConfigProto`` as text: the figures that its cost model and its kernels' tiling ask for."""
     xla = hardware.xla
+    if not xla:
+        raise UserError(
+            f"hardware {hardware.key!r} has no [xla] section, which a dry run compiles by; see configs/hardware/h200.toml"
+        )
     major, minor = str(xla["compute_capability"]).split(".")
     return f"""gpu_device_info {{ {_CUDA_LIMITS}
   core_count: {xla["core_count"]} clock_rate_ghz: {xla["clock_rate_ghz"]} l2_cache_size: {xla["l2_cache_bytes"]}

@@ -4,11 +4,23 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.engine.plan import RunnerLimits
+from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
+
+
+_OF_THE_HOST = (
+    "scheduling_policy",
+    "async_scheduling",
+    "enable_prefix_caching",
+    "seed",
+    "record_steps",
+    "record_steps_bytes",
+)
+"""Options that change which commands an executor gets, and not what it makes of them."""
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None, least: int | None = None) -> Any:
@@ -43,6 +55,7 @@ class EngineArgs:
         least=1,
     )
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
+    async_scheduling: bool = option(True, "plan a step while the one before computes")
     enable_prefix_caching: bool = option(True, "share the cache's pages between requests that begin alike")
     dispatch: str = option("auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged"))
     dispatch_wire: str = option(
@@ -51,12 +64,33 @@ class EngineArgs:
     moe_chunk_tokens: int | None = option(None, "most tokens of a rank dispatched at once; bounds buffers", least=1)
     mla_prefill: str = option("CC", "MLA form of prompts", MLA_FORMS)
     mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)
+    kernels: str = option(
+        "auto",
+        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU",
+        ("auto", "plain", "native"),
+    )
+    kernel_cache: str | None = option(
+        None,
+        "folder of native kernels that dsjax kernels build made; default: built at first start, kept with compiled programs",
+    )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
     seed: int = option(0, "from which requests without a seed draw theirs", least=0)
+    speculative_config: str | dict[str, Any] | None = option(
+        None,
+        'draft tokens with the model\'s MTP module: JSON such as \'{"method": "mtp", "num_speculative_tokens": 2}\'; '
+        "default: no drafts",
+    )
+    record_steps: str | None = option(
+        None,
+        "new file to which every step's command and results are written, for tools/replay_steps.py; it holds token ids",
+    )
+    record_steps_bytes: int = option(256 * 2**20, "most bytes of that file; the recording ends there", least=1)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            _check(field, getattr(self, field.name))
+            if field.name != "speculative_config":
+                _check(field, getattr(self, field.name))
+        _ = self.speculation  # wrong ones are refused here
         if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
@@ -84,13 +118,29 @@ class EngineArgs:
             raise UserError(f"unknown engine option {', '.join(unknown)}; the options are {', '.join(known)}")
         return cls(**options)
 
-    def scheduler_config(self, limits: RunnerLimits) -> SchedulerConfig:
-        """The scheduler's sizes for a runner made from these options."""
+    @property
+    def executor_options(self) -> dict[str, Any]:
+        """The options that an executor depends on, from which `EngineArgs` makes an equal one."""
+        options = dataclasses.asdict(self)
+        return {name: value for name, value in options.items() if name not in _OF_THE_HOST}
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, read; None where nothing is drafted.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+
+    def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
+        """The scheduler's sizes for an executor made from these options."""
         return SchedulerConfig.from_limits(
             limits,
             max_num_batched_tokens=self.max_num_batched_tokens,
             policy=self.scheduling_policy,
             prefix_caching=self.enable_prefix_caching,
+            speculation=self.speculation,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,23 +11,31 @@ from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.process import cache_folder
 from dsjax.errors import UserError
+from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import common_layout
 from dsjax.model.parameters import BLOCK, Weights
 from dsjax.model.step import Step
 from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec, Rules
-from sharding.dispatch import DispatchConfig
+from sharding.dispatch import DispatchConfig, resolved_method
 from sharding.placement import Placement
 
 
 def make_step(
-    args: EngineArgs, config: ModelConfig, spec: MeshSpec, mesh: Mesh, *, bf16_experts: bool | None = None
+    args: EngineArgs,
+    config: ModelConfig,
+    spec: MeshSpec,
+    mesh: Mesh,
+    *,
+    bf16_experts: bool | None = None,
+    mtp: bool = False,
 ) -> Step:
     """The step that ``args`` describe, for this model on this mesh.
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
-    configuration says.
+    configuration says. mtp: with the model's MTP module, and its layer in the cache.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
@@ -34,6 +44,11 @@ def make_step(
         raise UserError(
             "JAX_ENABLE_X64 is on, under which JAX counts in 64 bits; dsjax computes in float32 and less. Unset it, or call "
             'jax.config.update("jax_enable_x64", False)'
+        )
+    if mtp and not config.num_nextn_predict_layers:
+        raise UserError(
+            "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
+            "or the checkpoint lacks its tensors); leave the option out"
         )
     platform = mesh.devices.flat[0].platform
     dtype = compute_dtype(args, config, platform)
@@ -47,7 +62,7 @@ def make_step(
         platform=platform,
         num_physical=placement.n_physical if config.is_moe else 0,
         materialise="AM_CC_ME" in (args.mla_prefill, args.mla_decode),
-        mtp=False,
+        mtp=mtp,
     )
     return Step(
         config=config,
@@ -62,6 +77,18 @@ def make_step(
         prefill_form=args.mla_prefill,
         decode_form=args.mla_decode,
         page_size=args.page_size,
+        kernels=_kernels(args, spec, platform, dtype),
+    )
+
+
+def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype) -> Kernels:
+    return choose_kernels(
+        args.kernels,
+        platform,
+        dtype,
+        devices=min(spec.num_devices, jax.local_device_count()),
+        cache=cache_folder() / "native",
+        prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
     )
 
 
@@ -130,3 +157,20 @@ def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int) -> Pla
         return Placement.identity(config.n_routed_experts)
     physical = config.n_routed_experts + redundant
     return Placement.with_redundancy(config.n_routed_experts, physical, ranks=spec.ep_size)
+
+
+def dispatch_method(step: Step, tokens: int) -> str:
+    """How a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
+
+    ``local`` where one device holds all experts, ``none`` for a model without any.
+    """
+    if not step.config.is_moe:
+        return "none"
+    return resolved_method(
+        step.spec,
+        step.dispatch,
+        tokens=tokens,
+        top_k=step.config.num_experts_per_tok,
+        experts=step.placement.n_physical,
+        platform=step.mesh.devices.flat[0].platform,
+    )

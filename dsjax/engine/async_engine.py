@@ -201,7 +201,8 @@ class AsyncEngine:
                 while self._between_steps:
                     self._between_steps.popleft()()
                 if self._ending:
-                    self._core.runner.shutdown()
+                    self._core.finish()
+                    self._core.executor.shutdown()
                     return
                 if self._core.has_unfinished:
                     self._step()

@@ -1,4 +1,4 @@
-"""Which shapes a runner compiles, and how a step's rows are laid into them. Plain Python, no JAX.
+"""Which shapes an executor compiles, and how a step's rows are laid into them. Plain Python, no JAX.
 
 A *launch* is one run of the compiled step: a decode rectangle, a prefill rectangle, or both at once. All DP ranks run
 the same launch, each with its own rows; what a rank does not fill is padding.
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dsjax.engine.plan import ScheduledRow, StepPlan
+from dsjax.engine.commands import PrefillRow, RankStep, Step
+from dsjax.engine.speculative import SpeculativeConfig
 
 SCORED_CHUNK = 64
 """Most prompt tokens scored in one launch, which holds logits of all of them at once: 33 MB of V3's vocabulary."""
@@ -26,22 +27,30 @@ ACCELERATOR_LAUNCH_TOKENS = 256
 
 
 class Rectangle(NamedTuple):
-    """``rows`` requests of up to ``chunk`` tokens, per DP rank."""
+    """``rows`` requests of up to ``chunk`` tokens, per DP rank. Of decodes the chunk is the last token and its drafts."""
 
     rows: int
     chunk: int
 
 
-class Launch(NamedTuple):
-    """Rectangles of one program (None: left out) and, per DP rank, the rows in them.
+class Piece(NamedTuple):
+    """A part of a prefill row: which of its rank's rows it is of, and which of the row's tokens."""
 
-    scored: whether the prompt's tokens are scored too, for rows that want ``prompt_logprobs``; then there is one a rank.
+    row: int
+    first: int
+    length: int
+
+
+class Launch(NamedTuple):
+    """Rectangles of one program (None: left out), and per DP rank the pieces of prefill rows in them.
+
+    The decode rectangle has all decode rows of the step. scored: whether the prompt's tokens are scored too, for rows that want
+    their log-probabilities; then there is one a rank.
     """
 
     decode: Rectangle | None
     prefill: Rectangle | None
-    decode_rows: list[Sequence[ScheduledRow]]
-    prefill_rows: list[Sequence[ScheduledRow]]
+    pieces: list[Sequence[Piece]]
     scored: bool = False
 
 
@@ -51,16 +60,19 @@ class Buckets:
 
     mixed: whether decodes and prompts of a step share a launch. That reads the weights once instead of twice, which pays
     on accelerators; with it, each prefill rectangle is compiled twice. single: one row of each narrower width, for the short
-    prompt that comes alone: all the others wait while it computes.
+    prompt that comes alone: all the others wait while it computes. speculation: how many tokens are drafted.
     """
 
     decode: tuple[int, ...]
     prefill: tuple[Rectangle, ...]
     mixed: bool
     single: tuple[Rectangle, ...] = ()
+    speculation: SpeculativeConfig | None = None
 
     @classmethod
-    def covering(cls, max_num_seqs: int, prefill_chunk: int, *, mixed: bool) -> Buckets:
+    def covering(
+        cls, max_num_seqs: int, prefill_chunk: int, *, mixed: bool, speculation: SpeculativeConfig | None = None
+    ) -> Buckets:
         """Decode rows 1, 8, then doubling; prefill rectangles of ``prefill_chunk`` tokens, from one row to narrow rows.
 
         Doubling bounds padding to a factor of 2 where steps are expensive; below 8 rows a step costs about the same,
@@ -78,61 +90,87 @@ class Buckets:
                 break
             chunk, rows = -(-chunk // 2), rows * 2
         single = tuple(Rectangle(1, rectangle.chunk) for rectangle in rectangles[1:])
-        return cls((*decode, max_num_seqs), tuple(rectangles), mixed, single)
+        return cls((*decode, max_num_seqs), tuple(rectangles), mixed, single, speculation)
 
     @property
     def scored(self) -> Rectangle:
         """The rectangle of launches that score prompts."""
         return Rectangle(1, min(SCORED_CHUNK, self.prefill[0].chunk))
 
-    def shapes(self) -> list[tuple[Rectangle | None, Rectangle | None]]:
-        """Every (decode, prefill) pair that ``launches`` can ask for, but for those that score prompts."""
-        beside = (None, Rectangle(self.decode[-1], 1)) if self.mixed else (None,)
-        alone = [(Rectangle(rows, 1), None) for rows in self.decode]
-        return alone + [(decode, rectangle) for rectangle in self.prefill + self.single for decode in beside]
+    @property
+    def proposals(self) -> tuple[int, ...]:
+        """The numbers of drafts that may be proposed after prompts."""
+        counts = {self._drafts(running) for running in range(1, self.decode[-1] + 1)}
+        return tuple(sorted(counts - {0}))
 
-    def launches(self, plan: StepPlan) -> list[Launch]:
-        """Lay a plan into rectangles; if ``mixed``, the decodes join the first prefill rectangle, if there is one.
+    def shapes(self) -> list[tuple[Rectangle | None, Rectangle | None, tuple[int, ...]]]:
+        """Every (decode, prefill) pair that ``launches`` can ask for, but for those that score prompts, each with the numbers of
+        drafts that may be proposed after it.
+        """
+        alone, largest, below = [], self.decode[-1], 0
+        for rows in self.decode:
+            # So many rows may be of any larger number that is running: others may be in their prompt.
+            counts = sorted({self._drafts(running) for running in range(below + 1, largest + 1)})
+            alone += [(Rectangle(rows, 1 + count), None, (count,) if count else ()) for count in counts]
+            below = rows
+        every = sorted({self._drafts(running) for running in range(1, largest + 1)})
+        proposed = self.proposals
+        prompts = dict.fromkeys((*self.prefill, *self.single))
+        found = [(None, rectangle, proposed) for rectangle in prompts]
+        if self.mixed:
+            found += [
+                (Rectangle(largest, 1 + count), rectangle, (count,) if count else ())
+                for rectangle in prompts
+                for count in every
+            ]
+        return alone + found
+
+    def launches(self, step: Step) -> list[Launch]:
+        """Lay a step into rectangles; if ``mixed``, the decodes join the first prefill rectangle, if there is one.
 
         Prompts are taken longest first, so that those of a rectangle are of like length. Prompts to be scored come last.
         """
-        decodes = [rank.decodes for rank in plan.ranks]
-        scored = [[row for row in rank.prefills if _is_scored(row)] for rank in plan.ranks]
+        ranks, width = step.ranks, 1 + step.num_drafts
+        scored = [[(i, row) for i, row in enumerate(rank.prefills) if row.scored] for rank in ranks]
         waiting = [
-            sorted((row for row in rank.prefills if not _is_scored(row)), key=lambda row: -row.length)
-            for rank in plan.ranks
+            sorted(
+                (Piece(i, 0, row.length) for i, row in enumerate(rank.prefills) if not row.scored),
+                key=lambda piece: -piece.length,
+            )
+            for rank in ranks
         ]
-        nothing: list[Sequence[ScheduledRow]] = [()] * len(plan.ranks)
-        most_decodes = max(map(len, decodes))
+        nothing: list[Sequence[Piece]] = [()] * len(ranks)
+        most_decodes = max(num_decodes(rank) for rank in ranks)
         launches = []
         while any(waiting):
-            rectangle = self._cheapest(max(rows[0].length for rows in waiting if rows), max(map(len, waiting)))
-            taken = [rows[: rectangle.rows] for rows in waiting]
-            waiting = [rows[rectangle.rows :] for rows in waiting]
+            rectangle = self._cheapest(max(own[0].length for own in waiting if own), max(map(len, waiting)))
+            taken = [own[: rectangle.rows] for own in waiting]
+            waiting = [own[rectangle.rows :] for own in waiting]
             joined = self.mixed and not launches and most_decodes > 0
-            decode = Rectangle(self.decode[-1], 1) if joined else None
-            launches.append(Launch(decode, rectangle, decodes if joined else nothing, taken))
+            launches.append(Launch(Rectangle(self.decode[-1], width) if joined else None, rectangle, taken))
         if most_decodes and not (launches and self.mixed):
             rows = next(rows for rows in self.decode if rows >= most_decodes)
-            launches.insert(0, Launch(Rectangle(rows, 1), None, decodes, nothing))
+            launches.insert(0, Launch(Rectangle(rows, width), None, nothing))
         return launches + self._scored_launches(scored)
 
-    def _scored_launches(self, scored: list[list[ScheduledRow]]) -> list[Launch]:
+    def _scored_launches(self, scored: list[list[tuple[int, PrefillRow]]]) -> list[Launch]:
         """Cut rows to the scored rectangle's chunk; each launch takes one piece of each rank, in order."""
         chunk = self.scored.chunk
         pieces = [
             [
-                ScheduledRow(row.request, start, min(chunk, row.start + row.length - start))
-                for row in rows
-                for start in range(row.start, row.start + row.length, chunk)
+                Piece(index, first, min(chunk, row.length - first))
+                for index, row in rows
+                for first in range(0, row.length, chunk)
             ]
             for rows in scored
         ]
-        nothing: list[Sequence[ScheduledRow]] = [()] * len(pieces)
         return [
-            Launch(None, self.scored, nothing, [own[turn : turn + 1] for own in pieces], scored=True)
+            Launch(None, self.scored, [own[turn : turn + 1] for own in pieces], scored=True)
             for turn in range(max(map(len, pieces)))
         ]
+
+    def _drafts(self, running: int) -> int:
+        return 0 if self.speculation is None else self.speculation.drafts(running)
 
     def _cheapest(self, length: int, rows: int) -> Rectangle:
         """What takes ``rows`` rows of up to ``length`` tokens at the least cost: the tokens of its launches, and the launches.
@@ -144,6 +182,6 @@ class Buckets:
         return min(fitting, key=lambda one: (-(-rows // one.rows) * (each + one.rows * one.chunk), -one.rows))
 
 
-def _is_scored(row: ScheduledRow) -> bool:
-    """Whether log-probabilities of tokens after the row's positions are wanted."""
-    return row.request.wants_prompt_logprobs and row.start < row.request.num_prompt_tokens - 1
+def num_decodes(rank: RankStep) -> int:
+    """Decode rows of a rank."""
+    return len(rank.decodes) // 8

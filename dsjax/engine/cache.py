@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool
 
 from dsjax.errors import UserError
 from dsjax.model.attention import Cache
@@ -26,7 +25,7 @@ def bytes_per_page(step: Step) -> int:
     """Bytes of one page, all layers, on one device."""
     shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
     values = sum(math.prod(shape) for shape in cache_widths(step.attention.layout, step.config).values())
-    return values // shards * step.page_size * step.config.num_hidden_layers * jnp.dtype(step.cache_dtype).itemsize
+    return values // shards * step.page_size * step.cache_layers * jnp.dtype(step.cache_dtype).itemsize
 
 
 def pages_that_fit(step: Step, wanted: int) -> int:
@@ -56,7 +55,7 @@ def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
     heads = step.spec.head_axes if step.attention.layout == "decompressed" else None
     sharding = NamedSharding(step.mesh, P(None, step.spec.batch_axes, None, heads))
     stored = storage_dtype(jnp.dtype(step.cache_dtype), step.mesh.devices.flat[0].platform)
-    lead = (step.config.num_hidden_layers, step.spec.dp_size * pages, step.page_size)
+    lead = (step.cache_layers, step.spec.dp_size * pages, step.page_size)
     widths = cache_widths(step.attention.layout, step.config)
     return {name: jax.ShapeDtypeStruct((*lead, *width), stored, sharding=sharding) for name, width in widths.items()}
 
@@ -69,16 +68,6 @@ def allocate(step: Step, pages: int) -> Cache:
         out_shardings={name: array.sharding for name, array in arrays.items()},
     )
     return jax.block_until_ready(make())
-
-
-def clear_pages(cache: Cache, pages: Bool[Array, "B P"]) -> Cache:
-    """Zeros in the pages that are marked, rank by rank, in all layers."""
-
-    def clear(array: Array) -> Array:
-        marked = pages.reshape(-1, *[1] * (array.ndim - 2))
-        return jnp.where(marked, jnp.zeros((), array.dtype), array)
-
-    return jax.tree.map(clear, cache)
 
 
 def token_slots(step: Step, pages: int) -> int:

@@ -1,14 +1,18 @@
-"""`EngineCore`: the loop body. Plan a step, compute it, enter its results."""
+"""`EngineCore`: the loop body. Plan a step, have it computed, enter its results: one step ahead of the device."""
 
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from dsjax.engine.plan import Runner, StepPlan
-from dsjax.engine.request import Request
+from dsjax.engine.commands import Flush, Step
+from dsjax.engine.executor import Executor, RankResults
+from dsjax.engine.plan import RankPlan, StepPlan
+from dsjax.engine.rank import RankLoad
+from dsjax.engine.request import Request, Status
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig, Update
-from dsjax.engine.stats import RankLoad, StepStats
+from dsjax.engine.stats import DraftCounts, StepStats
+from dsjax.engine.step_writer import StepWriter, clear_command
 
 
 class _Totals(NamedTuple):
@@ -19,85 +23,82 @@ class _Totals(NamedTuple):
     prefix_hits: int
 
 
-class _LastStep(NamedTuple):
-    """A step that has ended: when it began, was planned, launched, computed, entered; and the totals before it."""
+class _UnderWay(NamedTuple):
+    """A step that was launched, and when it was begun to be planned, was planned, was launched."""
 
     plan: StepPlan
-    num_non_finite: int
-    times: tuple[float, float, float, float, float]
-    before: _Totals
+    command: Step
+    pending: Any
+    times: tuple[float, float, float]
 
 
 class EngineCore:
-    """Scheduler and runner together. Everything here happens in one thread; text is made elsewhere.
+    """Scheduler and executor together. Everything here happens in one thread; text is made elsewhere.
 
-    While the device computes a step, the host does what does not depend on its tokens: it hashes and allocates the pages
-    that the next step needs, and does what it is given to do `meanwhile`, such as taking new requests. A request aborted
-    meanwhile keeps its pages until the results are entered, because the runner may still have to clear them.
+    While the device computes a step, the next one is planned, written down and launched: the executor holds it back until the
+    device is free, or lets both be in flight. Results are entered while that next step computes.
+
+    Args:
+        async_scheduling: False plans a step only when the results of the one before are entered.
     """
 
-    def __init__(self, runner: Runner, scheduler_config: SchedulerConfig):
-        self.runner = runner
-        self.scheduler = Scheduler(scheduler_config, runner.limits.num_ranks)
-        self._computing = False
-        self._afterwards: list[Callable[[], object]] = []
-        self._last: _LastStep | None = None
+    def __init__(self, executor: Executor, scheduler_config: SchedulerConfig, *, async_scheduling: bool = True):
+        limits = executor.limits
+        self.executor = executor
+        self.scheduler = Scheduler(scheduler_config, limits.num_ranks)
+        self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
+        self._most_under_way = 2 if async_scheduling else 1
+        self._under_way: deque[_UnderWay] = deque()
+        self._stats: StepStats | None = None
+        self._reported = _Totals(0, 0, 0)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.num_unfinished > 0
+        """Whether any request waits or runs, or a step is under way."""
+        return self.scheduler.num_unfinished > 0 or bool(self._under_way)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        if self._afterwards:  # one of the same id may be about to be aborted
-            self._afterwards.append(partial(self.scheduler.add, request))
-        else:
-            self.scheduler.add(request)
+        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Update | None:
-        """End a request; its pages are free at once. While a step computes, that waits for its end, and gives None."""
-        if self._computing:
-            self._afterwards.append(lambda: self.scheduler.abort(request_id, time.monotonic()))
-            return None
+        """End a request; None where it is unknown or has ended. Its pages are free when no step has a row of it any more."""
         return self.scheduler.abort(request_id, time.monotonic())
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Update]:
-        """Compute one step; give what it did to each request. Returns at once where there is nothing to do.
+        """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
-        meanwhile: called once while the device computes. It may `add` and `abort`.
+        Returns at once where there is nothing to do. meanwhile: called once while the device computes. It may `add` and `abort`.
         """
-        began, before = time.monotonic(), self._totals()
-        plan = self.scheduler.schedule(began)
-        if plan.is_empty:
+        self._stats = None
+        while len(self._under_way) < self._most_under_way and self._launch():
+            pass
+        if not self._under_way:
             return []
-        planned = time.monotonic()
-        self._computing = True
-        try:
-            pending = self.runner.launch(plan)
-            launched = time.monotonic()
-            self.scheduler.prepare(plan)
-            if meanwhile is not None:
-                meanwhile()
-            results = self.runner.collect(pending)
-            computed = time.monotonic()
-            updates = self.scheduler.update(plan, results, computed)
-        finally:
-            self._computing = False
-            afterwards, self._afterwards = self._afterwards, []
-            for action in afterwards:
-                action()
-        non_finite = sum(update.result is not None and not update.result.finite for update in updates)
-        self._last = _LastStep(plan, non_finite, (began, planned, launched, computed, time.monotonic()), before)
+        if meanwhile is not None:
+            meanwhile()
+        return self._enter_oldest()
+
+    def finish(self) -> list[Update]:
+        """Wait for the steps under way, and enter them; nothing further is launched."""
+        updates = []
+        while self._under_way:
+            updates += self._enter_oldest()
         return updates
 
-    def stats(self) -> StepStats | None:
-        """What the last step did; None before the first."""
-        if self._last is None:
-            return None
-        plan, num_non_finite, (began, planned, launched, computed, entered), before = self._last
-        now, counts = self._totals(), self.runner.counts()
-        return StepStats(
+    def _enter_oldest(self) -> list[Update]:
+        plan, command, pending, (began, planned, launched) = self._under_way[0]
+        self.executor.wait(pending)  # what is under way behind it starts now, before anything else is done
+        computed = time.monotonic()
+        results = self.executor.collect(pending)
+        self._under_way.popleft()  # an interrupt before leaves it to be waited for
+        _follow_rules(plan, command, results)
+        updates = self.scheduler.update(plan, results, computed)
+        self._clear_dirty()
+        before, now = self._reported, self._totals()
+        self._reported = now
+        counts, entered = self.executor.counts(), time.monotonic()
+        self._stats = StepStats(
             time=entered,
             duration=entered - began,
             host_seconds={
@@ -106,26 +107,66 @@ class EngineCore:
                 "device": computed - launched,
                 "enter": entered - computed,
             },
-            num_decode_tokens=sum(len(rank.decodes) for rank in plan.ranks),
+            num_decode_tokens=sum(1 + row.num_drafts for rank in results for row in rank.decodes),
             num_prompt_tokens=sum(row.length for rank in plan.ranks for row in rank.prefills),
             num_padding_tokens=counts.num_padding_tokens,
             num_preemptions=now.preemptions - before.preemptions,
             prefix_queries=now.prefix_queries - before.prefix_queries,
             prefix_hits=now.prefix_hits - before.prefix_hits,
-            num_non_finite=num_non_finite,
+            num_non_finite=sum(update.result is not None and not update.result.finite for update in updates),
             compilations_after_warm_up=counts.compilations_after_warm_up,
             ranks=self.loads(),
             experts=counts.experts,
+            drafts=DraftCounts.of(results) if plan.num_drafts else None,
         )
+        return updates
+
+    def stats(self) -> StepStats | None:
+        """What the step did that the last call of `step` entered; None where it entered none.
+
+        Preemptions and the prefix cache's counts are those since the stats before: the next step is planned by then.
+        """
+        return self._stats
 
     def loads(self) -> list[RankLoad]:
         """What each rank has to do, and has room for."""
         return self.scheduler.loads()
 
     def flush_prefix_cache(self) -> bool:
-        """Forget every page that is cached; True, as nothing can prevent it. Running requests keep what they read."""
+        """Forget every page that is cached; True, as nothing can prevent it. Running requests keep what they read.
+
+        Where nothing is under way, the cache's memory is zeroed too.
+        """
         self.scheduler.flush_prefix_cache()
+        if not self.has_unfinished:
+            self.executor.collect(self.executor.launch(Flush()))
+            self._writer.void()
         return True
+
+    def _launch(self) -> bool:
+        """Plan and launch one step; False where there is nothing to compute now."""
+        began = time.monotonic()
+        plan = self.scheduler.schedule(began)
+        self._clear_dirty()  # pages of a request that was preempted or aborted
+        if plan.is_empty:
+            return False
+        planned = time.monotonic()
+        try:
+            copies = self._writer.copies(plan)
+            if copies is not None:
+                self.executor.launch(copies)
+            command = self._writer.write(plan)
+            pending = self.executor.launch(command)
+        except BaseException:  # an interrupt too: whoever goes on afterwards must not find pages that nobody gives back
+            self.scheduler.withdraw(plan)
+            raise
+        self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic())))
+        return True
+
+    def _clear_dirty(self) -> None:
+        dirty = self.scheduler.take_dirty()
+        if dirty is not None:
+            self.executor.launch(clear_command(dirty))
 
     def _totals(self) -> _Totals:
         ranks = self.scheduler.ranks
@@ -134,3 +175,21 @@ class EngineCore:
             sum(rank.prefix_queries for rank in ranks),
             sum(rank.prefix_hits for rank in ranks),
         )
+
+
+def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:
+    """Let the rules of guided rows follow the tokens that were made; where a grammar cannot go on, the result says so."""
+    for rank_plan, rank_command, found in zip(plan.ranks, command.ranks, results, strict=True):
+        if rank_command.guides:
+            _follow_rank(rank_plan, found)
+
+
+def _follow_rank(plan: RankPlan, found: RankResults) -> None:
+    for rows, row_results in ((plan.decodes, found.decodes), (plan.prefills, found.prefills)):
+        for index, (row, result) in enumerate(zip(rows, row_results, strict=True)):
+            request = row.request
+            if request.rules is None or not row.sampled or request.status is not Status.RUNNING or not result.finite:
+                continue
+            count, error = request.rules.follow(result.token_ids)
+            if error is not None:
+                row_results[index] = result._replace(token_ids=result.token_ids[:count], error=error)

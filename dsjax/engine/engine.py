@@ -4,10 +4,10 @@ import time
 from collections.abc import Sequence
 
 from dsjax.engine.core import EngineCore
+from dsjax.engine.executor import Executor, Progress
 from dsjax.engine.input_processor import InputProcessor, Prompt
 from dsjax.engine.output_processor import OutputProcessor
 from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.plan import Progress, Runner
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
@@ -26,20 +26,22 @@ class LLMEngine:
     Args:
         eos_token_ids: tokens that end a completion unless it ignores them.
         seed: requests without a seed draw theirs from it, in the order of their coming.
+        async_scheduling: plan a step while the one before computes.
     """
 
     def __init__(
         self,
-        runner: Runner,
+        executor: Executor,
         tokenizer: Tokenizer | None,
         scheduler_config: SchedulerConfig,
         *,
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
+        async_scheduling: bool = True,
     ):
         self.tokenizer = tokenizer
-        self.core = EngineCore(runner, scheduler_config)
-        self.inputs = InputProcessor(tokenizer, scheduler_config, runner.limits.vocab_size, eos_token_ids, seed)
+        self.core = EngineCore(executor, scheduler_config, async_scheduling=async_scheduling)
+        self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer)
         self._aborted: list[RequestOutput] = []
 
@@ -76,7 +78,7 @@ class LLMEngine:
             self.core.add(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its pages are free at once, and the next `step` gives its last output. No-op if it has ended."""
+        """End a request; the next `step` gives its last output. No-op if it has ended."""
         updates = [self.core.abort(completion_id) for completion_id in self.outputs.completion_ids(request_id)]
         outputs, _ = self.outputs.process(update for update in updates if update)
         self._aborted += outputs
@@ -99,8 +101,8 @@ class LLMEngine:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first request."""
-        self.core.runner.warm_up(progress)
+        self.core.executor.warm_up(progress)
 
     def shutdown(self) -> None:
-        """Give back what the runner holds."""
-        self.core.runner.shutdown()
+        """Give back what the executor holds."""
+        self.core.executor.shutdown()

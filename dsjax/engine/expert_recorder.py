@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.stats import ExpertCounts
+from dsjax.engine.executor import ExpertCounts
 from dsjax.model.step import Step
 from sharding.dispatch import DispatchStatistics
 

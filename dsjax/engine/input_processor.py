@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.engine.prefix_cache import extend_hashes
+from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import Request
 from dsjax.engine.rule_maker import RuleMaker
 from dsjax.engine.sampling_params import SamplingError, SamplingParams
@@ -71,7 +71,7 @@ class InputProcessor:
         text, token_ids = self._tokens(prompt)
         stop_ids = self._stop_ids(params)
         max_tokens = self._max_tokens(len(token_ids), params)
-        rules = self._rules.make(params, token_ids)
+        rules = self._rules.make(params, stop_ids)
         base_seed = self._seeds.getrandbits(32) if params.seed is None else _uint32(params.seed)
         completions = [
             Request(

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.commands import Score, int32s
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import Prompt
 from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.step_writer import clear_command
 from dsjax.errors import UserError
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
@@ -44,18 +46,19 @@ class LLM:
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
 
         loaded = load_model(self.args, show_progress=show_progress)
-        self.runner, self.tokenizer, self.config, self.facts = (
-            loaded.runner,
+        self.executor, self.tokenizer, self.config, self.facts = (
+            loaded.executor,
             loaded.tokenizer,
             loaded.config,
             loaded.facts,
         )
         self.engine = LLMEngine(
-            self.runner,
+            self.executor,
             self.tokenizer,
-            self.args.scheduler_config(self.runner.limits),
+            self.args.scheduler_config(self.executor.limits),
             eos_token_ids=loaded.eos_token_ids,
             seed=self.args.seed,
+            async_scheduling=self.args.async_scheduling,
         )
         self._ids = itertools.count()
 
@@ -94,8 +97,8 @@ class LLM:
         except BaseException:
             for request_id in ids:
                 self.engine.abort(request_id)
-            if self.engine.has_unfinished():
-                self.engine.step()  # takes the aborted requests' last outputs out
+            while self.engine.has_unfinished():
+                self.engine.step()  # takes the aborted requests' last outputs out, and waits for steps under way
             raise
         return [outputs[request_id] for request_id in ids]
 
@@ -136,9 +139,11 @@ class LLM:
         for sequence in sequences:
             pages = pool.allocate(pool.pages_for(len(sequence)))
             try:
-                found.append(self.runner.logits(sequence, pages))
+                score = self.executor.launch(Score(int32s(sequence), int32s(pages)))
+                found.append(self.executor.collect(score))
                 if not np.isfinite(found[-1]).all():
-                    self.runner.clear_pages([(0, pages)])
+                    others = [[]] * (self.executor.limits.num_ranks - 1)
+                    self.executor.launch(clear_command([pages, *others]))
             finally:
                 pool.release(pages)
         return found
@@ -164,7 +169,7 @@ class LLM:
 
     def _checked(self, sequence: Sequence[int]) -> list[int]:
         sequence = [int(token) for token in sequence]
-        most = min(self.runner.limits.max_model_len, self.engine.core.scheduler.config.max_tokens_in_cache)
+        most = min(self.executor.limits.max_model_len, self.engine.core.scheduler.config.max_tokens_in_cache)
         if not 1 <= len(sequence) <= most:
             raise UserError(f"found a sequence of {len(sequence)} tokens, expected 1 to {most}")
         outside = [token for token in sequence if not 0 <= token < self.config.vocab_size]

@@ -1,32 +1,36 @@
-"""From ``EngineArgs`` to a loaded model on its mesh: every check first, then the weights, then the runner."""
+"""From ``EngineArgs`` to a loaded model on its mesh: every check first, then the weights, then the executor."""
 
 from __future__ import annotations
 
+import json
 import math
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array
 
+from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import check_layout, make_step, weights_format
+from dsjax.engine.assembly import check_layout, dispatch_method, make_step, weights_format
 from dsjax.engine.buckets import Buckets
-from dsjax.engine.compile_cache import enable_compile_cache
-from dsjax.engine.components import device_bytes
-from dsjax.engine.eos import read_eos_token_ids
-from dsjax.engine.facts import EngineFacts
-from dsjax.engine.host_memory import available_bytes, keep_freed_memory
-from dsjax.engine.plan import RunnerLimits
-from dsjax.engine.runner import MeshRunner
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.executor import Executor, ExecutorLimits
+from dsjax.engine.mesh_executor import MeshExecutor
+from dsjax.engine.process import available_bytes, enable_compile_cache, keep_freed_memory
+from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
+from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
+from dsjax.model.parameters import device_bytes
 from dsjax.model.step import Step
 from sharding import MeshSpec
 
@@ -37,10 +41,58 @@ LEAST_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A runner and what stands around it. ``tokenizer`` is None where the model's directory has none."""
+class EngineFacts:
+    """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
 
-    runner: MeshRunner
+    Attributes:
+        mesh: as the user wrote it, normalised: `dp=4,tp=8`.
+        mesh_shape: sizes of the physical axes, in order.
+        device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
+        dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
+            `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
+            use another method (docs/dispatch.md).
+        mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
+        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
+        weight_bytes: by component.
+        cache_tokens: token slots of the latent cache, all DP ranks together.
+        max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
+    """
+
+    model: str
+    parameters: int
+    mesh: str
+    mesh_shape: dict[str, int]
+    platform: str
+    device_kind: str
+    num_devices: int
+    num_processes: int
+    dp_ranks: int
+    physical_experts_per_device: int
+    dtype: str
+    weights: str
+    dispatch: dict[str, str]
+    mla: dict[str, str]
+    weight_bytes: dict[str, int]
+    cache_bytes: int
+    cache_tokens: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    speculation: dict[str, Any] | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
+    kernels_note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object with the same names."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none."""
+
+    executor: Executor
     tokenizer: Tokenizer | None
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
@@ -55,6 +107,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
     """
+    if args.record_steps is not None:
+        check_writable(args.record_steps)
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -64,7 +118,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts)
+    speculation = args.speculation
+    step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=speculation is not None)
     max_model_len = _max_model_len(args, config)
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     if mesh.devices.flat[0].platform == "cpu":
@@ -76,17 +131,39 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
         step.rules,
         weights=weights,
         placement=step.placement if config.is_moe else None,
-        mtp=False,
+        mtp=step.has_module,
         progress=show_progress,
     )
     params = materialise(step, params)
     limits = _limits(args, step, max_model_len)
     mixed = mesh.devices.flat[0].platform != "cpu"
-    runner = MeshRunner(step, params, limits, Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed))
+    buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed, speculation=speculation)
+    num_drafts = speculation.num_speculative_tokens if speculation else 0
+    executor: Executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
+    if args.record_steps is not None:
+        executor = _recording(args, executor, mesh, directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
-        runner, tokenizer, config, read_eos_token_ids(directory, tokenizer), _facts(args, step, limits, params, weights)
+        executor,
+        tokenizer,
+        config,
+        read_eos_token_ids(directory, tokenizer),
+        _facts(args, step, limits, buckets, params, weights),
     )
+
+
+def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
+    """The executor, with all that it is told written to the file that `args` name."""
+    device = mesh.devices.flat[0]
+    first = describe_recording(
+        args.executor_options,
+        executor.limits,
+        fingerprint(directory),
+        jax=jax.__version__,
+        platform=device.platform,
+        device_kind=device.device_kind,
+    )
+    return RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
 
 
 def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
@@ -100,16 +177,46 @@ def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
         # The derived entries are not read; they stand in so that the module can be bound.
         stand_in = {path: params.get(path, 0) for path in step.table.infos}
         model, found = step.table.bind(stand_in), {}
-        for name in {path.split(".")[0] for path in derived}:
-            attention = getattr(model, name).attn
-            graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.attn.{path[-1]}" in derived, ...)  # noqa: B023
+        for name in {path.rpartition(".")[0] for path in derived}:
+            attention = operator.attrgetter(name)(model)
+            graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.{path[-1]}" in derived, ...)  # noqa: B023
             query_key, value_output = jax.lax.map(
                 lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
             )
-            found |= {f"{name}.attn.query_key": query_key, f"{name}.attn.value_output": value_output}
+            found |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
         return found
 
     return {**params, **jax.jit(products, out_shardings=shardings)(params)}
+
+
+def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids of the tokens that end a completion, ascending.
+
+    They are the tokenizer's own, and those of `generation_config.json`, or of `config.json` where that has none.
+
+    Raises:
+        TokenizerError: one of the files is unreadable, or its `eos_token_id` is neither an integer nor a list of them.
+    """
+    found: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
+    for name in ("generation_config.json", "config.json"):
+        ids = _eos_field(Path(directory) / name)
+        if ids:
+            found |= ids
+            break
+    return tuple(sorted(found))
+
+
+def _eos_field(path: Path) -> set[int]:
+    if not path.is_file():
+        return set()
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise TokenizerError(f"{path} has eos_token_id {value!r}, expected an integer of at least 0 or a list of them")
+    return set(ids)
 
 
 def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
@@ -136,7 +243,7 @@ def _check_host_memory(args: EngineArgs, step: Step) -> None:
         )
 
 
-def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
+def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
@@ -160,7 +267,7 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
             )
         )
     chunk = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len)
-    return RunnerLimits(
+    return ExecutorLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
         max_chunk=chunk,
@@ -172,8 +279,15 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> RunnerLimits:
     )
 
 
+def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
+    """How the fullest launch of each kind sends tokens to their experts."""
+    prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
+    decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
+    return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, decode)}
+
+
 def _facts(
-    args: EngineArgs, step: Step, limits: RunnerLimits, params: Mapping[str, Array], weights: str
+    args: EngineArgs, step: Step, limits: ExecutorLimits, buckets: Buckets, params: Mapping[str, Array], weights: str
 ) -> EngineFacts:
     spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
@@ -190,7 +304,7 @@ def _facts(
         physical_experts_per_device=step.placement.n_physical // spec.ep_size if config.is_moe else 0,
         dtype=str(step.dtype),
         weights=weights,
-        dispatch={"prefill": step.dispatch.method, "decode": step.dispatch.method},
+        dispatch=_dispatch_methods(step, buckets),
         mla={"prefill": step.prefill_form, "decode": step.decode_form},
         weight_bytes=device_bytes(params),
         cache_bytes=cache_bytes,
@@ -198,4 +312,7 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
+        speculation=None if args.speculation is None else asdict(args.speculation),
+        kernels=step.kernels.names(step.prefill_form, step.decode_form),
+        kernels_note=step.kernels.note,
     )

@@ -1,41 +1,25 @@
-"""Logits changed on the device as the host prepared it: single tokens by *edits*, sets of tokens by packed masks.
+"""Logits changed on the device as the host prepared it: biases of single tokens, penalties by counts, packed masks of tokens.
 
-An edit names a row and a token; a launch has at most one for each pair. So a list of any length can be applied in pieces of
-one width, in any order, by one compiled program a row count: nobody's long history makes a shape that was not warmed up.
+In vLLM's order: bias, then penalties, then masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-EDITS_PER_ROW = 256
-"""Edits that one run of the program has room for, times its rows. A row's share of 4 kB is sent even where it is not used."""
-
-
-class Penalties(NamedTuple):
-    """Per-row penalties: vLLM's names, and values that change nothing in rows that want none."""
-
-    presence: Float[Array, "B R"]
-    frequency: Float[Array, "B R"]
-    repetition: Float[Array, "B R"]
-
-    @classmethod
-    def none(cls, ranks: int, rows: int) -> Penalties:
-        """Penalties, to be filled in on the host, that change nothing."""
-        shape = (ranks, rows)
-        return cls(np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.ones(shape, np.float32))
+BIASES_PER_ROW = 64
+"""Biases that one run of the program has room for, times its rows; longer lists take further runs."""
 
 
-def edit_width(num_rows: int) -> int:
-    """Edits of a rank that one run takes, for launches of ``num_rows`` rows a rank."""
-    return EDITS_PER_ROW * num_rows
+def bias_width(num_rows: int) -> int:
+    """Biases of a rank that one run takes, for launches of ``num_rows`` rows a rank."""
+    return BIASES_PER_ROW * num_rows
 
 
 def mask_words(vocab_size: int) -> int:
@@ -43,47 +27,65 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def pieces(edits: Sequence[np.ndarray], num_rows: int) -> Iterator[np.ndarray]:
-    """``[B, N, 4]`` int32 pieces of each rank's ``[n, 4]`` edits; what is left of a piece names row −1, which none is."""
-    width = edit_width(num_rows)
-    for start in range(0, max((len(own) for own in edits), default=0), width):
-        piece = np.full((len(edits), width, 4), -1, np.int32)
-        for rank, own in enumerate(edits):
+def pieces(biases: Sequence[np.ndarray], num_rows: int) -> Iterator[np.ndarray]:
+    """``[B, E, 4]`` int32 pieces of each rank's ``[n, 4]`` biases; what is left of a piece names row −1, which none is."""
+    width = bias_width(num_rows)
+    for start in range(0, max((len(own) for own in biases), default=0), width):
+        piece = np.full((len(biases), width, 4), -1, np.int32)
+        for rank, own in enumerate(biases):
             part = own[start : start + width]
             piece[rank, : len(part)] = part
         yield piece
 
 
-def change(
-    logits: Float[Array, "B R V"],
-    penalties: Penalties,
-    edits: Int[Array, "B N 4"],
-    mask: Int[Array, "B R W"],
+def add_biases(
+    logits: Float[Array, "N V"],
+    place: Int[Array, "N"],
+    row: Int[Array, "N"],
+    biases: Int[Array, "E 4"],
     first: Int[Array, ""] | int = 0,
-) -> Float[Array, "B R V"]:
-    """Logits after edits and mask. A token that may not be taken has −∞.
+) -> Float[Array, "N V"]:
+    """Add biases to the logits of every position of their rows.
 
-    edits: row, token, bits of a float32 bias, and 2 × (times in the output) + (1 if in the prompt). The bias is added; then,
-        as vLLM and OpenAI define them: with a count or in the prompt, the logit is divided by ``repetition`` where positive
-        and else multiplied; ``frequency`` × times is subtracted; and ``presence`` if there is any time.
-    mask: bit ``t % 32`` of word ``t // 32`` says that token t may be taken.
-    first: the token that ``logits[..., 0]`` belongs to, where the vocabulary is spread over devices.
+    place: the number in the output of the token that each position makes; row: the row that it belongs to. biases: row, token, bits of a
+    float32 bias, and the number in the output from which it holds no more. first: the token that ``logits[:, 0]`` belongs to,
+    where the vocabulary is spread over devices.
     """
-    changed = jax.vmap(lambda *one: _edit(*one, first))(logits, penalties, edits)
+    N, V = logits.shape
+    of_row, token, bits, until = biases.T
+    applies = (of_row[None] == row[:, None]) & (place[:, None] < until[None]) & (of_row[None] >= 0)
+    here = applies & (token >= first) & (token < first + V)
+    at = (jnp.where(here, jnp.arange(N)[:, None], N), jnp.where(here, token - first, V))  # beyond the end: dropped
+    values = jnp.broadcast_to(lax.bitcast_convert_type(bits, jnp.float32), here.shape)
+    return logits.at[at].add(values, mode="drop")
+
+
+def penalise(
+    logits: Float[Array, "N V"],
+    counts: Int[Array, "N V"],
+    presence: Float[Array, "N"],
+    frequency: Float[Array, "N"],
+    repetition: Float[Array, "N"],
+) -> Float[Array, "N V"]:
+    """Penalties as vLLM and OpenAI define them.
+
+    counts: 2 × (times in the output) + (1 if in the prompt). With a count or in the prompt, the logit is divided by ``repetition``
+    where positive and else multiplied; ``frequency`` × times is subtracted; and ``presence`` if there is any time.
+    """
+    times = counts >> 1
+    factor = jnp.where(counts > 0, repetition[:, None], 1.0)
+    x = jnp.where(logits > 0, logits / factor, logits * factor)
+    return x - frequency[:, None] * times - jnp.where(times > 0, presence[:, None], 0.0)
+
+
+def allowed(mask: Int[Array, "N W"], vocab_size: int) -> Bool[Array, "N V"]:
+    """A packed mask unpacked: bit ``t % 32`` of word ``t // 32`` says that token t may be made."""
     bits = (mask[..., None] >> jnp.arange(32)) & 1
-    allowed = bits.reshape(*mask.shape[:-1], -1)
-    allowed = lax.dynamic_slice_in_dim(allowed, first, logits.shape[-1], axis=-1)
-    return jnp.where(allowed != 0, changed, -jnp.inf)
+    return bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size] != 0
 
 
-def _edit(logits: Float[Array, "R V"], penalties: Penalties, edits: Int[Array, "N 4"], first) -> Float[Array, "R V"]:
-    R, V = logits.shape
-    row, token, bits, code = edits.T
-    here = (row >= 0) & (token >= first) & (token < first + V)
-    at = (jnp.where(here, row, R), jnp.where(here, token - first, V))  # beyond the end: dropped
-    presence, frequency, repetition = (values.at[row].get(mode="clip") for values in penalties)
-    times = code >> 1
-    x = logits.at[at].get(mode="clip") + lax.bitcast_convert_type(bits, jnp.float32)
-    x = jnp.where(code > 0, jnp.where(x > 0, x / repetition, x * repetition), x)
-    x = x - frequency * times - jnp.where(times > 0, presence, 0.0)
-    return logits.at[at].set(x, mode="drop")
+def counts_along_drafts(counts: Int[Array, "R V"], tokens: Int[Array, "R C"], most: int) -> Int[Array, "R C V"]:
+    """The counts before each position of a row, if the drafts before it (``tokens[:, 1:]``) are what was made there."""
+    drafted = 2 * jax.nn.one_hot(tokens[:, 1:], counts.shape[-1], dtype=counts.dtype)
+    before = jnp.concatenate([counts[:, None], drafted], axis=1)
+    return jnp.minimum(jnp.cumsum(before, axis=1), 2 * most + 1)

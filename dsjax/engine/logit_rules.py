@@ -1,132 +1,118 @@
 """``LogitRules``: what one completion's parameters and tokens do to its next logits, prepared on the host.
 
-Everything that names single tokens (bias, bans, penalties) becomes *edits*, one a token; everything that names sets of
-tokens (allowed tokens, grammars) becomes a packed mask. ``logit_edits.py`` applies both on the device.
+What is known when the request gets its slot (bias, bans, the counts that penalties begin with, allowed tokens) travels with its
+admission. What depends on the tokens made (grammars, banned words of several tokens) becomes a *guide*: a mask for each position of
+the next row.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dsjax.engine.bad_words import TokenRun, completing
-from dsjax.engine.request import Request
+from dsjax.engine.commands import ALWAYS
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.structured import Constraint
 
-
-class TokenTable:
-    """Distinct tokens with the bias and the count of each, in arrays that grow at their end."""
-
-    def __init__(self):
-        self.size = 0
-        self._place: dict[int, int] = {}
-        self._ids, self._bias, self._code = np.zeros(16, np.int32), np.zeros(16, np.float32), np.zeros(16, np.int32)
-
-    def place(self, token_id: int) -> int:
-        """The token's place; a new one, without bias and count, where it has none."""
-        place = self._place.get(token_id)
-        if place is None:
-            place = self._place[token_id] = self.size
-            self._reserve(place + 1)
-            self._ids[place] = token_id
-            self.size += 1
-        return place
-
-    def add_bias(self, token_id: int, bias: float) -> None:
-        """Add to the token's logit from now on."""
-        place = self.place(token_id)  # before the array is read: it may grow
-        self._bias[place] += bias
-
-    def add_prompt(self, token_ids: Sequence[int]) -> None:
-        """Note that these tokens are in the prompt."""
-        for token_id in np.unique(np.asarray(token_ids, np.int32)).tolist():
-            place = self.place(token_id)
-            self._code[place] |= 1
-
-    def add_output(self, token_id: int) -> None:
-        """Count a token of the output."""
-        place = self.place(token_id)
-        self._code[place] += 2
-
-    def edits(self, banned: Iterable[int]) -> np.ndarray:
-        """``[tokens, 3]`` int32: token, bits of its float32 bias (−∞ for ``banned``), 2 × its count + 1 if in the prompt."""
-        places = [self.place(token_id) for token_id in banned]
-        bias = self._bias[: self.size].copy()
-        bias[places] = -np.inf
-        return np.stack([self._ids[: self.size], bias.view(np.int32), self._code[: self.size]], axis=1)
-
-    def _reserve(self, size: int) -> None:
-        if size > len(self._ids):
-            grow = lambda array: np.concatenate([array, np.zeros_like(array)])  # noqa: E731
-            self._ids, self._bias, self._code = grow(self._ids), grow(self._bias), grow(self._code)
+TokenRun = tuple[int, ...]
 
 
 class LogitRules:
     """Follows one completion. It only ever sees that completion's tokens, so nothing else can change what it does.
 
     Tokens are kept when a request is preempted, and so is all that is here.
+
+    Attributes:
+        needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
     """
 
     def __init__(
         self,
         params: SamplingParams,
-        prompt: Sequence[int],
         vocab_size: int,
+        stop_ids: frozenset[int] = frozenset(),
         bad_words: tuple[TokenRun, ...] = (),
         constraint: Constraint | None = None,
     ):
-        self._params, self._bad_words, self._constraint = params, bad_words, constraint
-        self._longest_bad_word = max(map(len, bad_words), default=0)
-        self._followed = len(prompt)
-        self._table = TokenTable()
-        for token_id, bias in (params.logit_bias or {}).items():
-            self._table.add_bias(token_id, bias)
-        if params.repetition_penalty != 1:
-            self._table.add_prompt(prompt)
-        self._edits_always = params.penalises or bool(params.logit_bias) or bool(bad_words)
+        self._params, self._vocab_size, self._stop_ids, self._constraint = params, vocab_size, stop_ids, constraint
+        self._single = sorted(run[0] for run in bad_words if len(run) == 1)
+        self._several = tuple(run for run in bad_words if len(run) > 1)
+        self._longest = max(map(len, self._several), default=0)
         self._allowed = None if params.allowed_token_ids is None else packed(params.allowed_token_ids, vocab_size)
+        self._error: str | None = None
+        self.needs_tokens = constraint is not None or bool(self._several)
 
-    def edits(self, request: Request) -> np.ndarray | None:
-        """Edits before the request's next token, as ``TokenTable.edits``; None where there are none."""
-        # A finished grammar allows the end alone, which ``min_tokens`` must not take away.
-        holds_back = request.suppresses_stop_ids and not (self._constraint and self._constraint.complete)
-        if not self._edits_always and not holds_back:
-            return None
-        if self._params.penalises:
-            for token_id in request.token_ids[self._followed :]:
-                self._table.add_output(token_id)
-            self._followed = len(request.token_ids)
-        banned = set(request.stop_ids) if holds_back else set()
-        if self._bad_words:
-            first = max(request.num_prompt_tokens, len(request.token_ids) - self._longest_bad_word)
-            banned |= completing(self._bad_words, request.token_ids[first:])
-        return self._table.edits(banned)
+    def counts(self, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+        """``[tokens, 2]`` int32: what penalties begin with, as `Admission.counts`; empty where there are none."""
+        if not self._params.penalises:
+            return np.zeros((0, 2), np.int32)
+        codes = Counter({token: 2 * times for token, times in Counter(output).items()})
+        codes.update(dict.fromkeys(prompt, 1))
+        return np.array(sorted(codes.items()), np.int32).reshape(-1, 2)
+
+    def biases(self) -> np.ndarray:
+        """``[entries, 3]`` int32: biases and bans that need no token, as `Admission.biases`."""
+        params = self._params
+        entries = [(token, bias, ALWAYS) for token, bias in (params.logit_bias or {}).items()]
+        entries += [(token, -np.inf, ALWAYS) for token in self._single]
+        if params.min_tokens and self._constraint is None:  # under a grammar a finished text must be able to end
+            entries += [(token, -np.inf, params.min_tokens) for token in sorted(self._stop_ids)]
+        found = np.zeros((len(entries), 3), np.int32)
+        if entries:
+            tokens, biases, until = zip(*entries, strict=True)
+            found[:, 0], found[:, 1], found[:, 2] = tokens, np.array(biases, np.float32).view(np.int32), until
+        return found
 
     @property
-    def masks(self) -> bool:
-        """Whether only some tokens may be taken next."""
-        return self._allowed is not None or (self._constraint is not None and self._constraint.active)
+    def allowed(self) -> np.ndarray | None:
+        """``[⌈V / 32⌉]`` int32, the packed mask of tokens that may be made at all; None where all may."""
+        return self._allowed
 
-    def fill(self, words: np.ndarray) -> str | None:
-        """Write the packed mask ``[⌈V / 32⌉]`` int32 of the next token; gives the reason where a grammar cannot go on."""
-        error = None
-        if self._constraint is not None and self._constraint.active:
-            error = self._constraint.fill(words)
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
+        """``[1 + usable, ⌈V / 32⌉]`` int32: packed masks of the next token, and of the one after each draft that can be used.
+
+        Where the grammar cannot go on the mask allows nothing, and ``follow`` says why.
+        """
+        words = -(-self._vocab_size // 32)
+        if self._constraint is None:
+            masks = np.full((1 + len(drafts), words), -1, np.int32)
         else:
-            words[:] = -1
-        if self._allowed is not None:
-            words &= self._allowed
-        return error
+            masks, self._error = self._constraint.preview(drafts, words)
+            if self._error is not None:
+                return np.zeros((1, words), np.int32)
+        for place, mask in enumerate(masks):
+            made = [*output[-self._longest :], *drafts[:place]] if self._longest else []
+            banned = completing(self._several, made)
+            complete = self._constraint is not None and place == 0 and self._constraint.complete
+            if self._constraint is not None and len(output) + place < self._params.min_tokens and not complete:
+                banned |= self._stop_ids
+            if self._allowed is not None:
+                mask &= self._allowed
+            if banned:
+                mask &= ~packed(banned, self._vocab_size)
+        return masks
 
-    def active(self, request: Request) -> bool:
-        """Whether anything changes the next logits."""
-        return self._edits_always or self.masks or request.suppresses_stop_ids
+    def follow(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
+        """Follow the tokens that were made; how many of them the rules allow, and why no more."""
+        if self._constraint is None:
+            return len(token_ids), None
+        for count, token_id in enumerate(token_ids):
+            error = self._constraint.take(token_id)
+            if error is not None:
+                return count, error
+        return len(token_ids), self._error
 
-    def take(self, token_id: int) -> str | None:
-        """Follow the token that was taken; gives the reason where a grammar cannot go on."""
-        return None if self._constraint is None else self._constraint.take(token_id)
+
+def completing(runs: Iterable[TokenRun], output: Sequence[int]) -> set[int]:
+    """Tokens that would complete one of the runs behind ``output``; the prompt does not count, as in vLLM."""
+    banned = set()
+    for run in runs:
+        before = len(run) - 1
+        if before == 0 or (before <= len(output) and tuple(output[-before:]) == run[:-1]):
+            banned.add(run[-1])
+    return banned
 
 
 def packed(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dsjax.engine.request import FinishReason
+from dsjax.engine.request import ErrorKind, FinishReason
 
 
 @dataclass(slots=True)
@@ -35,6 +35,7 @@ class CompletionOutput:
         finish_reason: None while the completion goes on.
         stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token. With
             `finish_reason` error, the message.
+        error: with `finish_reason` error, of which kind it is; otherwise None.
     """
 
     index: int
@@ -44,6 +45,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: ErrorKind | None = None
 
     @property
     def finished(self) -> bool:

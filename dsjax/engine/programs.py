@@ -1,6 +1,7 @@
 """The compiled programs of an engine: the step in every shape of its buckets, and the small ones beside it.
 
-Parameters and cache may be arrays or ``jax.ShapeDtypeStruct`` with shardings: what is compiled is the same.
+Parameters and state may be arrays or ``jax.ShapeDtypeStruct`` with shardings: what is compiled is the same. Every program takes the
+state, donated, and gives it back.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
-from dsjax.engine import cache as device_cache
+from dsjax.engine import device_state, sampling_programs, slots
 from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.plan import Progress, RunnerLimits
-from dsjax.engine.sampler import greedy
-from dsjax.engine.sampling_programs import SamplingPrograms
-from dsjax.model.attention import Cache
+from dsjax.engine.device_state import DeviceState
+from dsjax.engine.executor import ExecutorLimits, Progress
+from dsjax.engine.logit_edits import bias_width, mask_words
+from dsjax.engine.sampler import Wanted, greedy
+from dsjax.engine.slots import ADMIT_WIDTH, LaunchShape, StepRows
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import Step
+
+COPIES = 32
+"""Pairs of pages that one run of the copying program takes."""
 
 
 class Programs:
@@ -32,15 +39,13 @@ class Programs:
     rows, everywhere: shardings of what the host sends: one entry for each DP rank; the same on all devices.
     """
 
-    def __init__(self, step: Step, params: Mapping[str, Array], cache: Cache, limits: RunnerLimits):
+    def __init__(self, step: Step, params: Mapping[str, Array], state: DeviceState, limits: ExecutorLimits):
         # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
-        step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
-        self._step, self._params, self._limits = step, params, limits
-        # The cache's arrays are donated by every step, so only their description may be kept.
-        self._cache = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for n, a in cache.items()}
-        self._sampling = SamplingPrograms(step, limits.num_ranks)
-        self.rows, self.everywhere = self._sampling.rows, self._sampling.everywhere
-        self.max_pages = -(-limits.max_model_len // limits.page_size)
+        self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
+        self._params, self._limits = params, limits
+        self._state = device_state.description(state)
+        self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
+        self.everywhere = NamedSharding(step.mesh, P())
         self._compiled: dict[Hashable, Compiled] = {}
         self._constants: dict[Hashable, Array] = {}
 
@@ -49,60 +54,98 @@ class Programs:
         """Keys of the programs that exist."""
         return frozenset(self._compiled)
 
-    def shapes(self, decode: Rectangle | None, prefill: Rectangle | None) -> tuple[GroupShape, ...]:
-        """The row groups of a launch."""
+    def shape(self, decode: Rectangle | None, prefill: Rectangle | None) -> LaunchShape:
+        """The shape of a launch."""
         forms = (self._step.decode_form, self._step.prefill_form)
-        pairs = zip((decode, prefill), forms, strict=True)
-        return tuple(GroupShape(r.rows, r.chunk, self.max_pages, form) for r, form in pairs if r)
+        groups = [
+            GroupShape(rectangle.rows, rectangle.chunk, self._limits.max_pages, form) if rectangle else None
+            for rectangle, form in zip((decode, prefill), forms, strict=True)
+        ]
+        return LaunchShape(*groups, self._limits.page_size)
 
-    def step(self, shapes: tuple[GroupShape, ...]) -> Compiled:
-        """``(params, cache, packed) -> (greedy tokens, logits, cache, dispatch reports)``; the cache is donated."""
-        return self._get(("step", shapes), lambda: self.lower_step(shapes))
+    def admit(self) -> Compiled:
+        """``(state, packed) -> state``: slots given, page tables changed; see ``slots.admit``."""
+        return self._get(("admit",), self._lower_admit)
 
-    def lower_step(self, shapes: tuple[GroupShape, ...]) -> Lowered:
-        """The program of ``step``, traced but not compiled."""
+    def step(self, shape: LaunchShape, scored: bool = False) -> Compiled:
+        """``(params, state, packed) -> (state, rows, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
 
-        def run(params, cache, packed):
-            logits, cache, reports = self._step(params, cache, packed, shapes)
-            return greedy(logits), logits, cache, reports
-
-        return self._lower(run, shapes)
-
-    def every_token(self, shapes: tuple[GroupShape, ...]) -> Compiled:
-        """``(params, cache, packed) -> (logits of every token slot, cache)``; the cache is donated."""
-
-        def run(params, cache, packed):
-            logits, cache, _ = self._step(params, cache, packed, shapes, every_token=True)
-            return logits, cache
-
-        return self._get(("every token", shapes), lambda: self._lower(run, shapes))
-
-    def scorer(self, rectangle: Rectangle) -> Compiled:
-        """``(params, cache, packed, targets) -> (greedy tokens, logits, cache, dispatch reports, Scores)`` for one row a rank.
-
-        What ``step`` gives, and scores of the tokens ``targets [B, C]`` at each position. The cache is donated.
+        The rows of a launch, each with its most probable tokens. outcome: tokens and numbers made, as of ``commit``; logits: of each
+        position that makes a token; hidden: of all token slots. With ``scored`` the tokens behind each position of the
+        prefill row are scored.
         """
-        return self._get(("scorer", rectangle), lambda: self._lower_scorer(rectangle))
+        return self._get(("step", shape, scored), lambda: self.lower_step(shape, scored))
 
-    def change(self, num_rows: int) -> Compiled:
-        """``(logits, Penalties, edits, mask) -> logits``."""
-        return self._get(("change", num_rows), lambda: self._sampling.change(num_rows))
+    def lower_step(self, shape: LaunchShape, scored: bool = False) -> Lowered:
+        """The program of ``step``, traced but not compiled."""
+        step = self._step
 
-    def sampler(self, num_rows: int) -> Compiled:
-        """``(logits, changed logits, SamplingRows, Wanted) -> Sampled``."""
-        return self._get(("sampler", num_rows), lambda: self._sampling.sampler(num_rows))
+        def run(params, state, packed):
+            state, rows, groups = slots.read(step, state, packed, shape)
+            hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
+            state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
+            scores = ()
+            if scored:
+                every = step.logits(params, hidden)
+                logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
+                scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
+            else:
+                logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
+            state, outcome = slots.commit(step, state, rows, greedy(logits))
+            pinned = self._pin((rows.pack(), outcome, logits, hidden), self._of_step(shape))
+            return self._pin(state, self._state), *pinned, reports, *scores
 
-    def no_edits(self, num_rows: int) -> Array:
-        """Edits that change nothing, on the devices."""
-        return self._constant(("edits", num_rows), lambda: self._sampling.no_edits(num_rows))
+        packed = self._described((shape.packed_width,), np.int32)
+        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
 
-    def no_mask(self, num_rows: int) -> Array:
-        """A mask that allows everything, on the devices."""
-        return self._constant(("mask", num_rows), lambda: self._sampling.no_mask(num_rows))
+    def biases(self, sampled: tuple[int, int, int]) -> Compiled:
+        """``(state, rows, logits, biases) -> logits``; reads the state alone. ``sampled`` as of ``LaunchShape``."""
+        return self._get(("biases", sampled), lambda: self._lower_biases(sampled))
 
-    def scrub(self) -> Compiled:
-        """``(cache, dirty pages) -> cache`` with those pages zeroed."""
-        return self._get(("scrub",), self._lower_scrub)
+    def draw(self, sampled: tuple[int, int, int]) -> Compiled:
+        """``(state, rows, raw logits, biased logits, masks, Wanted) -> (state, outcome, Scores)``."""
+        return self._get(("draw", sampled), lambda: self._lower_draw(sampled))
+
+    def drafts(self, shape: LaunchShape, count: int) -> Compiled:
+        """``(params, state, packed, rows, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes.
+
+        packed: the input of ``step``; all others are its results.
+        """
+        return self._get(("drafts", shape, count), lambda: self.lower_drafts(shape, count))
+
+    def lower_drafts(self, shape: LaunchShape, count: int) -> Lowered:
+        """The program of ``drafts``, traced but not compiled."""
+
+        def run(params, state, packed, rows, outcome, hidden):
+            rows = StepRows.unpack(rows, shape.sampled)
+            state, proposed = self._propose(params, state, packed, rows, outcome, hidden, shape, count)
+            return self._pin(state, self._state), proposed
+
+        packed = self._described((shape.packed_width,), np.int32)
+        rows, outcome, _, hidden = self._of_step(shape)
+        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed, rows, outcome, hidden)
+
+    def every_token(self) -> Compiled:
+        """``(params, state, packed) -> (state, logits of every token slot)`` of one row a rank of the widest chunk.
+
+        packed: the row as of ``RowGroup.pack``; it brings its own page table.
+        """
+        return self._get(("every token",), self._lower_every_token)
+
+    def copy(self) -> Compiled:
+        """``(state, pairs [B, COPIES, 2]) -> state`` with pages copied."""
+        pairs = self._described((COPIES, 2), np.int32)
+        return self._get(("copy",), lambda: self._lower_small(device_state.copy_pages, pairs))
+
+    def clear(self) -> Compiled:
+        """``(state, marked pages) -> state`` with those pages zeroed."""
+        marked = self._described((self._limits.pages_per_rank,), bool)
+        return self._get(("clear",), lambda: self._lower_small(device_state.clear_pages, marked))
+
+    def no_masks(self, sampled: tuple[int, int, int]) -> Array:
+        """Masks that allow everything, on the devices."""
+        shape = (self._limits.num_ranks, _positions(sampled), mask_words(self._limits.vocab_size))
+        return self._constant(("masks", sampled), lambda: jax.device_put(np.full(shape, -1, np.int32), self.rows))
 
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
         """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
@@ -110,28 +153,32 @@ class Programs:
         ``progress`` is called before each trace and after each compilation. What it raises ends the warm-up: nothing more is
         traced, what waits is not compiled, and what is being compiled is waited for.
         """
-        pairs = buckets.shapes()
-        rows = sorted({sum(r.rows for r in pair if r) for pair in pairs} | {buckets.scored.rows})
-        work: list[tuple[Hashable, str, Callable[[], Lowered]]] = []
-        for pair in pairs:
-            shapes = self.shapes(*pair)
-            work.append((("step", shapes), _describe(*pair), lambda shapes=shapes: self.lower_step(shapes)))
-        for count in rows:
-            lower = lambda count=count: self._sampling.sampler(count)  # noqa: E731
-            work.append((("sampler", count), f"sampler, {count} rows", lower))
-            lower = lambda count=count: self._sampling.change(count)  # noqa: E731
-            work.append((("change", count), f"logit changes, {count} rows", lower))
-            self.no_edits(count), self.no_mask(count)
-        scorer = ("scorer", buckets.scored)
-        work.append((scorer, f"prompt scores, {buckets.scored.chunk}", lambda: self._lower_scorer(buckets.scored)))
-        work.append((("scrub",), "clearing pages", self._lower_scrub))
+        work: dict[Hashable, tuple[str, Callable[[], Lowered]]] = {}
+        launches = [(*shapes, False) for shapes in buckets.shapes()]
+        launches.append((None, buckets.scored, buckets.proposals, True))
+        for decode, prefill, proposes, scored in launches:
+            shape, name = self.shape(decode, prefill), _describe(decode, prefill)
+            lower = lambda shape=shape, scored=scored: self.lower_step(shape, scored)  # noqa: E731
+            work["step", shape, scored] = (f"prompt scores, {name}" if scored else name, lower)
+            sampled = shape.sampled
+            work["draw", sampled] = (f"sampler, {name}", lambda sampled=sampled: self._lower_draw(sampled))
+            work["biases", sampled] = (f"biases, {name}", lambda sampled=sampled: self._lower_biases(sampled))
+            self.no_masks(sampled)
+            for count in proposes:
+                lower = lambda shape=shape, count=count: self.lower_drafts(shape, count)  # noqa: E731
+                work["drafts", shape, count] = (f"{count} drafts, {name}", lower)
+        work["admit",] = ("admission", self._lower_admit)
+        marked = self._described((self._limits.pages_per_rank,), bool)
+        work["clear",] = ("clearing pages", lambda: self._lower_small(device_state.clear_pages, marked))
+        pairs = self._described((COPIES, 2), np.int32)
+        work["copy",] = ("copying pages", lambda: self._lower_small(device_state.copy_pages, pairs))
         report = progress or (lambda done, total, label: None)
-        report(0, len(work), work[0][1])
+        report(0, len(work), next(iter(work.values()))[0])
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
         try:
-            missing = [entry for entry in work if entry[0] not in self._compiled]
+            missing = {key: entry for key, entry in work.items() if key not in self._compiled}
             pending: dict[Future[Compiled], tuple[Hashable, str]] = {}
-            for key, label, lower in missing:
+            for key, (label, lower) in missing.items():
                 report(0, len(work), label)
                 pending[pool.submit(lower().compile)] = key, label
             for done, future in enumerate(as_completed(pending), len(work) - len(missing) + 1):
@@ -142,10 +189,130 @@ class Programs:
             # An end before all is compiled must not wait for what is queued.
             pool.shutdown(cancel_futures=True)
 
-    def clear(self) -> None:
+    def drop(self) -> None:
         """Drop all programs."""
         self._compiled.clear()
         self._constants.clear()
+
+    def _propose(
+        self, params, state: DeviceState, packed, rows: StepRows, outcome, hidden, shape: LaunchShape, count: int
+    ):
+        """The first pass goes over all tokens of the launch, which fills the module's cache; each further one over one token a row."""
+        step = self._step
+        R, C = shape.decode_rows
+        N = R * C + shape.prefill_rows[0]
+        tokens, made = outcome[:, :N], outcome[:, N : N + R]
+        tables = slots.tables_of(step, state, rows)
+        groups, follows = [], []
+        if shape.decode:
+            groups.append(RowGroup(rows.tokens, rows.start, made, tables[:, :R], shape.decode))
+            follows.append(tokens[:, : R * C])
+        if shape.prefill:
+            prompt = shape.prefill_tokens(packed)
+            groups.append(RowGroup(prompt, rows.prefill_start, rows.prefill_length, tables[:, R:], shape.prefill))
+            own = jnp.where(rows.next_token < 0, tokens[:, R * C :], rows.next_token)
+            behind = sampling_programs.tokens_behind(rows, prompt, own)
+            follows.append(behind.reshape(behind.shape[0], -1))
+        next_tokens = jnp.maximum(jnp.concatenate(follows, axis=1), 0)
+        lengths = jnp.concatenate([made, rows.prefill_length], axis=1)
+        firsts = np.concatenate(
+            [np.arange(group.shape.rows) * group.shape.chunk + offset for group, offset in _offsets(groups)]
+        )
+        last = firsts + jnp.maximum(lengths - 1, 0)
+        with jax.named_scope("draft_1"):
+            hidden, cache, filled, _ = step.further(
+                params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
+            )
+            hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
+            drafts = [greedy(step.logits(params, hidden))]
+        position = jnp.concatenate([rows.start, rows.prefill_start], axis=1) + lengths - 1
+        limit = jnp.concatenate([rows.limit, rows.prefill_limit], axis=1)
+        drafting = (lengths > 0) & jnp.concatenate([made > 0, rows.next_token < 0], axis=1)
+        shape_one = GroupShape(last.shape[1], 1, self._limits.max_pages, step.decode_form)
+        for number in range(2, count + 1):
+            position = position + 1
+            active = (drafting & (position < limit)).astype(jnp.int32)
+            with jax.named_scope(f"draft_{number}"):
+                group = RowGroup(drafts[-1][..., None], position, active, tables, shape_one)
+                hidden, cache, filled, _ = step.further(
+                    params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
+                )
+                drafts.append(greedy(step.logits(params, hidden)))
+        proposed = jnp.stack(drafts, axis=-1)
+        state = dataclasses.replace(state, cache=cache, filled=filled)
+        return slots.enter_drafts(step, state, rows, proposed), proposed
+
+    def _unfill(self, state: DeviceState, groups: list[RowGroup]):
+        """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
+        if state.filled is None:
+            return None
+        slots = self._step.slots(groups)
+        return self._step.mark(state.filled, slots, False)
+
+    def _lower_admit(self) -> Lowered:
+        packed = self._described((ADMIT_WIDTH,), np.int32)
+        return self._lower_small(slots.admit, packed)
+
+    def _lower_small(self, function: Callable, argument: jax.ShapeDtypeStruct) -> Lowered:
+        run = lambda state, argument: self._pin(function(self._step, state, argument), self._state)  # noqa: E731
+        return jax.jit(run, donate_argnums=0).lower(self._state, argument)
+
+    def _lower_biases(self, sampled: tuple[int, int, int]) -> Lowered:
+        rows, _, logits = self._of_rows(sampled)
+        biases = self._described((bias_width(sampled[0] + sampled[2]), 4), np.int32)
+
+        def run(state, rows, logits, biases):
+            rows = StepRows.unpack(rows, sampled)
+            changed = sampling_programs.add_biases(self._step, state, rows, logits, biases)
+            return self._pin(changed, self._logits(sampled))
+
+        return jax.jit(run).lower(self._state, rows, logits, biases)
+
+    def _lower_draw(self, sampled: tuple[int, int, int]) -> Lowered:
+        rows, _, logits = self._of_rows(sampled)
+        masks = self._described((_positions(sampled), mask_words(self._limits.vocab_size)), np.int32)
+        wanted = Wanted(*[jax.ShapeDtypeStruct((), bool, sharding=self.everywhere)] * len(Wanted._fields))
+
+        def run(state, rows, raw, biased, masks, wanted):
+            rows = StepRows.unpack(rows, sampled)
+            state, *found = sampling_programs.draw(self._step, state, rows, raw, biased, masks, wanted)
+            return self._pin(state, self._state), *found
+
+        return jax.jit(run, donate_argnums=0).lower(self._state, rows, logits, logits, masks, wanted)
+
+    def _lower_every_token(self) -> Lowered:
+        shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
+
+        def run(params, state, packed):
+            hidden, cache, _ = self._step.hidden(params, state.cache, [RowGroup.unpack(packed, shape)], state.copies)
+            state = dataclasses.replace(state, cache=cache)
+            return self._pin(state, self._state), self._step.logits(params, hidden)
+
+        packed = self._described((shape.packed_width,), np.int32)
+        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
+
+    def _of_rows(self, sampled: tuple[int, int, int]):
+        """Descriptions of what a step hands on to the sampling programs: packed rows, outcome, logits."""
+        rows = self._described((StepRows.packed_width(sampled),), np.int32)
+        outcome = self._described((_positions(sampled) + 2 * sampled[0],), np.int32)
+        return rows, outcome, self._logits(sampled)
+
+    def _of_step(self, shape: LaunchShape):
+        """The same, and of the hidden states."""
+        hidden = self._described((shape.tokens, self._step.config.hidden_size), self._step.dtype)
+        return *self._of_rows(shape.sampled), hidden
+
+    def _logits(self, sampled: tuple[int, int, int]) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self._step.mesh, self._step.rules.spec(("ranks", None, "vocab")))
+        shape = (self._limits.num_ranks, _positions(sampled), self._limits.vocab_size)
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+
+    def _pin(self, tree, described):
+        """What a program gives, sharded as the next program expects it."""
+        return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda array: array.sharding, described))
+
+    def _described(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self._limits.num_ranks, *shape), dtype, sharding=self.rows)
 
     def _get(self, key: Hashable, lower: Callable[[], Lowered]) -> Compiled:
         if key not in self._compiled:
@@ -157,35 +324,32 @@ class Programs:
             self._constants[key] = make()
         return self._constants[key]
 
-    def _lower_scorer(self, rectangle: Rectangle) -> Lowered:
-        (shape,) = self.shapes(None, rectangle)
 
-        def run(params, cache, packed, targets):
-            logits, cache, reports = self._step(params, cache, packed, (shape,), every_token=True)
-            last = jnp.maximum(RowGroup.unpack(packed, shape).length - 1, 0)
-            own = jnp.take_along_axis(logits, last[..., None], axis=1)
-            return greedy(own), own, cache, reports, self._sampling.score(logits, targets)
+def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B N"]:
+    """The token slot of each position that makes a token: all of decode rows, the last active one of prefill rows."""
+    (R, C), (R2, C2) = shape.decode_rows, shape.prefill_rows
+    ranks = rows.slot.shape[0]
+    decoded = jnp.broadcast_to(jnp.arange(R * C), (ranks, R * C))
+    prefilled = R * C + jnp.arange(R2) * C2 + jnp.maximum(rows.prefill_length - 1, 0)
+    return jnp.concatenate([decoded, prefilled], axis=1)
 
-        targets = jax.ShapeDtypeStruct((self._limits.num_ranks, rectangle.chunk), np.int32, sharding=self.rows)
-        return self._lower(run, (shape,), targets)
 
-    def _lower(self, function: Callable, shapes: tuple[GroupShape, ...], *more: jax.ShapeDtypeStruct) -> Lowered:
-        width = sum(shape.packed_width for shape in shapes)
-        packed = jax.ShapeDtypeStruct((self._limits.num_ranks, width), np.int32, sharding=self.rows)
-        return jax.jit(function, donate_argnums=1).lower(self._params, self._cache, packed, *more)
+def _offsets(groups: list[RowGroup]):
+    start = 0
+    for group in groups:
+        yield group, start
+        start += group.shape.tokens
 
-    def _lower_scrub(self) -> Lowered:
-        shardings = {name: array.sharding for name, array in self._cache.items()}
-        shape = (self._limits.num_ranks, self._limits.pages_per_rank)
-        dirty = jax.ShapeDtypeStruct(shape, bool, sharding=self.rows)
-        clear = jax.jit(device_cache.clear_pages, donate_argnums=0, out_shardings=shardings)
-        return clear.lower(self._cache, dirty)
+
+def _positions(sampled: tuple[int, int, int]) -> int:
+    R, C, R2 = sampled
+    return R * C + R2
 
 
 def _describe(decode: Rectangle | None, prefill: Rectangle | None) -> str:
     parts = []
     if decode:
-        parts.append(f"decode {decode.rows} rows")
+        parts.append(f"decode {decode.rows} rows" + (f" × {decode.chunk}" if decode.chunk > 1 else ""))
     if prefill:
         parts.append(f"prefill {prefill.rows} × {prefill.chunk}")
     return " + ".join(parts)

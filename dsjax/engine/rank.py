@@ -4,10 +4,10 @@ import bisect
 from collections import Counter
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
-from dsjax.engine.pages import PagePool
+from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.plan import RankPlan, ScheduledRow
-from dsjax.engine.prefix_cache import extend_hashes
 from dsjax.engine.request import Request, Status
 
 _by_order = attrgetter("order")
@@ -15,15 +15,43 @@ _MOST_PASSED = 16
 """Requests in the queue that a step looks past because others are computing what they will find cached."""
 
 
+class RankLoad(NamedTuple):
+    """What one DP rank has to do, and has room for.
+
+    Attributes:
+        running, waiting: requests.
+        waiting_tokens: known tokens of the waiting requests.
+        used_pages: pages that requests hold.
+        cached_pages: pages that nobody holds but the prefix cache keeps; they count as free.
+        usable_pages: pages that can be held at all.
+        cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
+            be computed (docs/scheduler.md).
+    """
+
+    rank: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    used_pages: int
+    cached_pages: int
+    usable_pages: int
+    cost: float
+
+
 class Rank:
     """One attention replica's queue, pages and slots.
 
     A request holds pages for *all* its known tokens from its admission on, so prefill never runs out in the middle;
-    only decodes ask for more, one page at a time. When none is left, the newest running request is preempted: it
+    only decodes ask for more. When no page is left, the newest running request is preempted: it
     gives everything back, and is recomputed when its turn comes again, except what the prefix cache still has. `running` is
     sorted by `order`, so the newest is always its last element.
 
+    A step is planned while the one before computes, so a request may have a row under way. It is then planned with bounds
+    (`Request.num_planned_tokens`), and gives pages and slot back only when no row is under way any more: what is still to be
+    written cannot reach a page's next owner.
+
     Attributes:
+        dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
         load: known tokens of all requests.
         waiting_tokens: known tokens of the waiting ones.
         backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are
@@ -53,8 +81,8 @@ class Rank:
         self.load = self.waiting_tokens = self.backlog = 0
         self.promised: Counter[bytes] = Counter()
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.dirty: list[int] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._filling: list[Request] = []
 
     def uncached(self, request: Request) -> int:
         """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
@@ -67,11 +95,12 @@ class Rank:
         self._queue(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, waiting or running, and take back what it holds."""
+        """Forget a request, waiting or running, and take back what it holds when no step has a row of it any more."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._seal(request)
-            self._take_back(request)
+            if not request.num_rows_under_way:
+                self._take_back(request)
         else:
             self.waiting.remove(request)
             self.waiting_tokens -= len(request.token_ids)
@@ -83,17 +112,32 @@ class Rank:
         self.running = [request for request in self.running if request.status is Status.RUNNING]
         for request in finished:
             self._seal(request)
-            self._take_back(request)
+            if not request.num_rows_under_way:
+                self._take_back(request)
             self._settle(request)
             self.load -= len(request.token_ids)
+
+    def drop(self, request: Request, finite: bool) -> None:
+        """A row of a request that has ended is done; nobody wants what it made."""
+        if not finite and request.num_clean_pages is None:
+            request.num_clean_pages = request.num_sealed_pages
+        if not request.num_rows_under_way:
+            self._take_back(request)
 
     def spoil(self, request: Request) -> None:
         """A request's values are not finite: nobody may find any of its pages any more.
 
         What it read of others was finite when it was computed. Yet should it be at fault, it must not fail the next one too.
         """
+        request.num_clean_pages = request.num_sealed_pages
         self.pool.forget(request.pages)
         request.num_sealed_pages = len(request.pages)  # none is left to be sealed
+
+    def leave_if_due(self, request: Request) -> None:
+        """Preempt a running request that is to leave, now that a row of it is done."""
+        if request.must_leave and not request.num_rows_under_way:
+            self.running.remove(request)
+            self._preempt(request)
 
     def enter_chunk(self, request: Request) -> None:
         """Note that a prompt has come further; `num_computed_tokens` says how far."""
@@ -104,72 +148,78 @@ class Rank:
         else:
             self._settle(request)
 
-    def prepare(self, plan: RankPlan) -> None:
-        """While a step computes: hash and allocate what the next one needs where decodes now fill a page. May be left out."""
-        page_size = self.pool.page_size
-        for request in self._filling:  # those of the step before, whose results are known by now
-            if request.status is Status.RUNNING:
-                self._seal(request)
-        self._filling = [
-            request
-            for request, start, _ in plan.decodes
-            if start + 1 == len(request.pages) * page_size and len(request.token_ids) + 1 < request.max_total_tokens
-        ]
-        for request in self._filling:
-            if self.prefix_caching:
-                extend_hashes(request, page_size)
-            if self.pool.can_allocate(1):
-                request.pages += self.pool.allocate(1)
+    def schedule(self, now: float, num_drafts: int = 0) -> RankPlan:
+        """Decodes first, then prompts under way, then new ones, within the token budget, which does not count drafts.
 
-    def schedule(self, now: float) -> RankPlan:
-        """Decodes first, then prompts under way, then new ones, within the token budget."""
+        num_drafts: drafts that a decode verifies at most.
+        """
         preemptions = self.num_preemptions
-        decodes, prompts = self._schedule_decodes()
+        decodes, prompts, computing = self._schedule_decodes(num_drafts)
         budget = self.max_num_batched_tokens - len(decodes)
-        prefills: list[ScheduledRow] = []
+        plan = RankPlan(decodes, [], [])
         for request in prompts:
-            if budget <= 0 or len(prefills) == self.max_prefill_rows:
+            if budget <= 0 or len(plan.prefills) == self.max_prefill_rows:
                 break
-            budget -= self._schedule_chunk(request, budget, prefills)
+            budget -= self._schedule_chunk(request, budget, plan.prefills)
         if self.waiting and preemptions == self.num_preemptions:
-            self._admit(budget, decodes, prefills, prompts, now)
-        return RankPlan(decodes, prefills)
+            self._admit(budget, plan, prompts + computing, now)
+        return plan
 
-    def _schedule_decodes(self) -> tuple[list[ScheduledRow], list[Request]]:
-        """Rows for requests with one token to compute, and the requests still in their prompt; each oldest first."""
+    def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
+        """Rows for requests with one token to compute; the requests still in their prompt; and those whose prompt is under way to
+        its end. Each oldest first.
+        """
         decodes: list[ScheduledRow] = []
         prompts: list[Request] = []
+        computing: list[Request] = []
         page_size = self.pool.page_size
         # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.
         new_row = partial(tuple.__new__, ScheduledRow)
+        most = 1 + num_drafts
         for request in self.running:  # preemption shortens the list at its end, which ends this loop the sooner
-            computed = request.num_computed_tokens
-            if len(request.token_ids) - computed > 1:
+            if request.must_leave:
+                continue
+            planned, known = request.num_computed_tokens + request.num_in_flight, len(request.token_ids)
+            if known - planned > 1:
                 prompts.append(request)
-            else:
-                if computed == len(request.pages) * page_size and not self._grow(request):
-                    break
-                decodes.append(new_row((request, computed, 1)))
-        return decodes, prompts
+                continue
+            if request.num_rows_under_way:
+                if request.num_computed_tokens + 1 < known:
+                    computing.append(request)
+                if known + request.num_due >= request.max_total_tokens:  # `is_ending`
+                    continue
+                if request.num_due and request.rules is not None and request.rules.needs_tokens:
+                    continue
+            # With drafts under way `planned` may reach its bound, behind which nothing is ever written.
+            full = planned >= len(request.pages) * page_size
+            if full and not self._grow(request, min(planned + 1, request.max_cached_tokens)):
+                continue
+            length = 1
+            if num_drafts:
+                self._grow_for_drafts(request, planned + most + num_drafts)
+                length = max(1, min(most, request.max_cached_tokens - planned))
+            decodes.append(new_row((request, planned, length, True)))
+            request.num_in_flight += length
+            request.num_rows_under_way += 1
+            request.num_due += 1
+        return decodes, prompts, computing
 
     def _schedule_chunk(self, request: Request, budget: int, prefills: list[ScheduledRow]) -> int:
         """Add the next chunk of a prompt; give its length."""
-        start = request.num_computed_tokens
-        length = min(len(request.token_ids) - start, self.prefill_chunk, budget)
-        prefills.append(ScheduledRow(request, start, length))
+        start, known = request.num_planned_tokens, len(request.token_ids)
+        length = min(known - start, self.prefill_chunk, budget)
+        sampled = start + length == known
+        prefills.append(ScheduledRow(request, start, length, sampled))
+        request.num_in_flight += length
+        request.num_rows_under_way += 1
+        request.num_due += sampled
         return length
 
-    def _admit(
-        self,
-        budget: int,
-        decodes: list[ScheduledRow],
-        prefills: list[ScheduledRow],
-        prompts: list[Request],
-        now: float,
-    ) -> None:
+    def _admit(self, budget: int, plan: RankPlan, prompts: list[Request], now: float) -> None:
         """Start waiting requests in their order. The first that does not fit holds back the rest, so none starves.
 
-        Those whose next page another prompt is just computing are passed: they find it cached when they start later.
+        prompts: those being computed. A request whose next page one of them computes is passed: it finds the page cached when it
+        starts later.
         """
         at = 0
         while at < min(len(self.waiting), _MOST_PASSED) and self._free_slots and budget > 0:
@@ -179,34 +229,49 @@ class Rank:
             if len(found) < len(names) and _computes(prompts, len(found), names[len(found)]):
                 at += 1
                 continue
-            left = len(request.token_ids) - len(found) * self.pool.page_size
-            if left > 1 and len(prefills) == self.max_prefill_rows:
+            copied = self._last_page(request) if len(found) == len(names) else []
+            left = 1 if copied else len(request.token_ids) - len(found) * self.pool.page_size
+            if left > 1 and len(plan.prefills) == self.max_prefill_rows:
                 break
             count = self.pool.pages_for(len(request.token_ids)) - len(found)
             # A hundredth of the pages stays free for decodes under way, lest a newcomer be preempted at once.
             headroom = min(len(self.running), self.pool.num_usable // 100)
-            if not self.pool.can_hold(found, count + headroom):
+            if not self.pool.can_hold(found + copied, count + headroom):
                 break
             del self.waiting[at]
-            self._start(request, found, count, now)
+            self._start(request, found, copied, count, now)
+            if copied:
+                plan.copies.append((copied[0], request.pages[-1]))
             if left == 1:
                 self._settle(request)
-                decodes.append(ScheduledRow(request, request.num_computed_tokens, 1))
+                start = request.num_computed_tokens
+                plan.decodes.append(ScheduledRow(request, start, 1))
+                request.num_in_flight = request.num_rows_under_way = request.num_due = 1
                 budget -= 1
             else:
                 self._set_backlog(request, left)
                 prompts.append(request)
-                budget -= self._schedule_chunk(request, budget, prefills)
+                budget -= self._schedule_chunk(request, budget, plan.prefills)
 
-    def _start(self, request: Request, found: list[int], count: int, now: float) -> None:
-        """Give a request its slot and pages: those found in the cache, and `count` more."""
+    def _last_page(self, request: Request) -> list[int]:
+        """The cached page that a request's last token fills, if there is one: it is copied, and the last token computed in the copy."""
+        page_size = self.pool.page_size
+        if len(request.token_ids) % page_size or not self.prefix_caching or request.wants_prompt_logprobs:
+            return []
+        return self.pool.find(extend_hashes(request, page_size)[-1:])
+
+    def _start(self, request: Request, found: list[int], copied: list[int], count: int, now: float) -> None:
+        """Give a request its slot and pages: those found in the cache, and `count` more, the last one for a copy of `copied`."""
         self.pool.hold(found)
+        self.pool.hold(copied)  # lest it be given out now; the copy comes before anything that is planned later
         request.pages = found + self.pool.allocate(count)
+        self.pool.release(copied)
         request.num_sealed_pages = len(found)
-        request.num_computed_tokens = len(found) * self.pool.page_size
+        request.num_computed_tokens = len(request.token_ids) - 1 if copied else len(found) * self.pool.page_size
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         request.admissions += 1
+        request.drafts = ()
         self.waiting_tokens -= len(request.token_ids)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
@@ -216,22 +281,37 @@ class Rank:
                 self.prefix_hits += request.num_cached_tokens
         bisect.insort(self.running, request, key=_by_order)
 
-    def _grow(self, request: Request) -> bool:
-        """Get a decode its next page, preempting newer requests for it; False when it had to give way itself."""
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Get a decode pages for so many tokens, preempting newer requests for them.
+
+        False when it had to give way itself, or when pages will come from a request that is to leave.
+        """
         self._seal(request)
-        while not self.pool.can_allocate(1):
-            victim = self.running.pop()
+        count = self.pool.pages_for(num_tokens) - len(request.pages)
+        while not self.pool.can_allocate(count):
+            victim = self.running[-1]
+            if victim.num_rows_under_way:
+                victim.must_leave = True
+                return False
+            self.running.pop()
             self._preempt(victim)
             if victim is request:
                 return False
-        request.pages += self.pool.allocate(1)
+        request.pages += self.pool.allocate(count)
         return True
+
+    def _grow_for_drafts(self, request: Request, num_tokens: int) -> None:
+        """Get a decode pages for its drafts too, as far as there are free ones: nobody gives way to a guess."""
+        wanted = self.pool.pages_for(min(num_tokens, request.max_cached_tokens)) - len(request.pages)
+        if wanted > 0 and self.pool.can_allocate(wanted):
+            request.pages += self.pool.allocate(wanted)
 
     def _preempt(self, request: Request) -> None:
         self._seal(request)
         self._take_back(request)
         self._settle(request)
         request.status = Status.WAITING
+        request.must_leave = False
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -256,7 +336,9 @@ class Rank:
         """Let others find the pages that are full and computed. Every result so far was finite, or it would have failed."""
         if not self.prefix_caching:
             return
-        sealed, full = request.num_sealed_pages, request.num_computed_tokens // self.pool.page_size
+        # A run of accepted drafts may reach beyond the token that ended the request.
+        computed = min(request.num_computed_tokens, len(request.token_ids))
+        sealed, full = request.num_sealed_pages, computed // self.pool.page_size
         if full > sealed:
             names = extend_hashes(request, self.pool.page_size)
             for page, name in zip(request.pages[sealed:full], names[sealed:full], strict=True):
@@ -264,6 +346,8 @@ class Rank:
             request.num_sealed_pages = full
 
     def _take_back(self, request: Request) -> None:
+        if request.num_clean_pages is not None:
+            self.dirty += request.pages[request.num_clean_pages :]
         self.pool.release(request.pages)
         self._free_slots.append(request.slot)
         request.pages = []

@@ -1,6 +1,7 @@
 """One completion being made: its tokens, where it runs, and how much of it is computed."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,15 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the client went away, or the server is closing
-    ERROR = "error"  # the model gave non-finite values, or its structured output could not go on
+    ERROR = "error"  # `ErrorKind` says which
+
+
+class ErrorKind(enum.StrEnum):
+    """Why a request ended with `FinishReason.ERROR`. The values are the codes of the server's answers and metrics."""
+
+    NON_FINITE = "non_finite_values"  # the logits held a NaN or an infinity
+    STRUCTURED_OUTPUT = "structured_output_failed"  # the grammar came to no legal token, or cost too much
+    NO_TOKEN_ALLOWED = "no_token_allowed"  # allowed tokens, bad words and minimum length exclude each other
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +50,12 @@ class Request:
         max_tokens: `params.max_tokens`, with None resolved to what model and cache hold.
         seed: uint32, resolved.
         stop_ids: tokens that end the request: `params.stop_token_ids`, and the model's end-of-sequence tokens unless
-            `ignore_eos`. The sampler never takes one of them while `suppresses_stop_ids`.
+            `ignore_eos`. Rules hold them back before `params.min_tokens`.
         arrival_time: seconds on the engine's clock.
         priority: lower runs first under the `priority` policy.
         cache_salt: pages are shared only with requests of the same salt.
         session: requests of one session go to one rank.
-        rules: what changes its logits before a token is taken; None: nothing. The runner follows the tokens with it.
+        rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
         rank: DP rank, for the whole life of the request.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
@@ -58,7 +67,14 @@ class Request:
         page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
         num_promised: how many of those its rank counts as about to be cached.
         backlog: tokens that its rank counts as still to be computed before its next one is made.
-        num_computed_tokens: how many of `token_ids` are in the cache.
+        num_computed_tokens: how many of `token_ids` are in the cache, as results have confirmed.
+        num_in_flight: the most tokens that the steps under way can add to those.
+        num_rows_under_way: steps under way that have a row of this request. While there is one, pages and slot stay its own.
+        num_due: how many of those rows make a token, at least one each.
+        drafts: what the MTP module proposes next, where rules have to check it.
+        must_leave: it is to be preempted as soon as no step has a row of it.
+        num_clean_pages: of a request whose values are not finite, how many of its pages are sound; all others are cleared
+            before anybody else gets them. None: all are.
         num_cached_tokens: how many its first admission found in the prefix cache; None before.
         num_prompt_logprobs: for how many of the prompt's tokens after the first log-probabilities were given.
         max_total_tokens: length of `token_ids` at which the request has made its `max_tokens`.
@@ -89,6 +105,12 @@ class Request:
     num_promised: int = 0
     backlog: int = 0
     num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_rows_under_way: int = 0
+    num_due: int = 0
+    drafts: Sequence[int] = ()
+    must_leave: bool = False
+    num_clean_pages: int | None = None
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int = 0
     max_total_tokens: int = field(init=False)
@@ -121,6 +143,16 @@ class Request:
         return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
-    def suppresses_stop_ids(self) -> bool:
-        """Whether the next token may not be one of `stop_ids`, because `min_tokens` is not reached."""
-        return self.num_output_tokens < self.params.min_tokens
+    def num_planned_tokens(self) -> int:
+        """The most tokens that can be in the cache when the steps under way are done."""
+        return self.num_computed_tokens + self.num_in_flight
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the rows under way are sure to make the last of its `max_tokens`."""
+        return len(self.token_ids) + self.num_due >= self.max_total_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most tokens that it can ever have in the cache: its last one is never computed."""
+        return max(self.num_prompt_tokens, self.max_total_tokens - 1)

@@ -6,17 +6,14 @@ row, its rank, or what runs beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import GREEDY_TEMPERATURE, MAX_LOGPROBS
+from dsjax.engine.sampling_params import MAX_LOGPROBS
 
 NOT_FINITE = -1
 """Instead of a token where a logit is NaN or infinite."""
@@ -42,7 +39,7 @@ def _first(logits: Float[Array, "*b V"], most: Float[Array, "*b"]) -> Int[Array,
 @jax.tree_util.register_dataclass
 @dataclass
 class SamplingRows:
-    """Per-row settings; rows that want nothing are greedy. Made on the host as NumPy arrays ``[B, R]``."""
+    """Per-row settings, ``[B, R]`` each."""
 
     temperature: Float[Array, "B R"]  # 0: greedy
     top_p: Float[Array, "B R"]
@@ -50,27 +47,6 @@ class SamplingRows:
     min_p: Float[Array, "B R"]
     seed: Int[Array, "B R"]  # uint32
     step: Int[Array, "B R"]  # tokens made so far
-
-    @classmethod
-    def greedy(cls, ranks: int, rows: int) -> SamplingRows:
-        """Rows that all take the most probable token."""
-        shape = (ranks, rows)
-        return cls(
-            np.zeros(shape, np.float32),
-            np.ones(shape, np.float32),
-            np.zeros(shape, np.int32),
-            np.zeros(shape, np.float32),
-            np.zeros(shape, np.uint32),
-            np.zeros(shape, np.int32),
-        )
-
-    def set(self, rank: int, row: int, request: Request) -> None:
-        """Enter a request's settings."""
-        params, at = request.params, (rank, row)
-        self.temperature[at] = 0.0 if params.greedy else params.temperature
-        self.top_p[at], self.top_k[at] = params.top_p, max(params.top_k, 0)
-        self.min_p[at] = params.min_p
-        self.seed[at], self.step[at] = request.seed, request.num_output_tokens
 
 
 class Sampled(NamedTuple):
@@ -90,27 +66,12 @@ class Scores(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What any row of a launch asks for: the same on all devices, so that all take the same branch."""
+    """What any row of a launch asks for: the same on all devices, so that all take the same branch. Booleans."""
 
-    truncation: Array  # bool: top-k or top-p
-    logprobs: Array  # bool
-
-    @classmethod
-    def by(cls, requests: Iterable[Request]) -> Wanted:
-        """What these requests want together."""
-        params = [request.params for request in requests]
-        truncation = any(p.top_k > 0 or p.top_p < 1 for p in params)
-        return cls(np.array(truncation), np.array(any(p.logprobs is not None for p in params)))
-
-
-def needs_sampler(request: Request) -> bool:
-    """Whether the greedy token of the step is not enough."""
-    params, rules = request.params, request.rules  # no properties: asked of every running request in every step
-    return (
-        params.temperature >= GREEDY_TEMPERATURE
-        or params.logprobs is not None
-        or (rules is not None and rules.active(request))
-    )
+    truncation: Array | bool  # top-k or top-p
+    logprobs: Array | bool
+    penalties: Array | bool = False
+    masks: Array | bool = False
 
 
 def sample(

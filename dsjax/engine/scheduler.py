@@ -1,15 +1,17 @@
 """`Scheduler`: which tokens of which requests every DP rank computes in the next step. Plain Python, no JAX."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
+from dsjax.engine.executor import ExecutorLimits, RankResults, RowResult
 from dsjax.engine.pages import PagePool
-from dsjax.engine.plan import NO_TOKEN, RowResult, RunnerLimits, ScheduledRow, StepPlan
-from dsjax.engine.rank import Rank
+from dsjax.engine.plan import ScheduledRow, StepPlan
+from dsjax.engine.rank import Rank, RankLoad
 from dsjax.engine.request import FinishReason, Request, Status
 from dsjax.engine.routing import Router, standing_cost
-from dsjax.engine.stats import RankLoad
+from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 
 
@@ -28,6 +30,7 @@ class SchedulerConfig:
         max_prefill_rows: most prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `Request.priority` first, then by arrival.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
+        speculation: how many tokens are drafted; None: none.
     """
 
     max_num_seqs: int
@@ -39,6 +42,7 @@ class SchedulerConfig:
     max_model_len: int
     policy: Literal["fcfs", "priority"] = "fcfs"
     prefix_caching: bool = True
+    speculation: SpeculativeConfig | None = None
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_prefill_rows", "max_model_len"):
@@ -55,13 +59,14 @@ class SchedulerConfig:
     @classmethod
     def from_limits(
         cls,
-        limits: RunnerLimits,
+        limits: ExecutorLimits,
         *,
         max_num_batched_tokens: int,
         policy: Literal["fcfs", "priority"] = "fcfs",
         prefix_caching: bool = True,
+        speculation: SpeculativeConfig | None = None,
     ) -> "SchedulerConfig":
-        """Use all the room that a runner has."""
+        """Use all the room that an executor has."""
         return cls(
             max_num_seqs=limits.max_rows_decode,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -72,6 +77,7 @@ class SchedulerConfig:
             max_model_len=limits.max_model_len,
             policy=policy,
             prefix_caching=prefix_caching,
+            speculation=speculation,
         )
 
     @property
@@ -105,7 +111,11 @@ class SchedulerConfig:
 
 
 class Update(NamedTuple):
-    """What a step did to one request. `result` is None for a request that was aborted."""
+    """What a step did to one request.
+
+    Attributes:
+        result: None for a request that was aborted. Its tokens end where the request ended.
+    """
 
     request: Request
     result: RowResult | None
@@ -115,8 +125,8 @@ class Update(NamedTuple):
 class Scheduler:
     """Gives requests to ranks and plans each step.
 
-    The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. Times are any
-    clock's seconds: the planner's simulator passes virtual ones.
+    The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. It may plan one step more
+    before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
     """
 
     def __init__(self, config: SchedulerConfig, num_ranks: int):
@@ -190,7 +200,7 @@ class Scheduler:
         self.ranks[request.rank].add(request)
 
     def abort(self, request_id: str, now: float = 0.0) -> Update | None:
-        """End a request and free its pages at once; None where it is unknown or has finished."""
+        """End a request; None where it is unknown or has finished. Its pages are free when no step has a row of it any more."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
@@ -199,57 +209,79 @@ class Scheduler:
         return Update(request, None, FinishReason.ABORT)
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """Plan the next step. It is empty only when no request is unfinished."""
-        return StepPlan([rank.schedule(now) for rank in self.ranks])
+        """Plan the next step, while up to one that was planned before computes.
 
-    def prepare(self, plan: StepPlan) -> None:
-        """Do what the next step needs and this one's results cannot change, while this one computes. May be left out."""
-        for rank, rank_plan in zip(self.ranks, plan.ranks, strict=True):
-            rank.prepare(rank_plan)
+        It is empty when no request is unfinished, or all that are have to wait for the step under way.
+        """
+        num_drafts = self._num_drafts()
+        return StepPlan([rank.schedule(now, num_drafts) for rank in self.ranks], num_drafts, num_drafts)
 
-    def update(self, plan: StepPlan, results: dict[str, RowResult], now: float = 0.0) -> list[Update]:
+    def take_dirty(self) -> list[list[int]] | None:
+        """Of each rank the pages that must be cleared before the next step; None where there are none. Each is told of once."""
+        if not any(rank.dirty for rank in self.ranks):
+            return None
+        found = [rank.dirty for rank in self.ranks]
+        for rank in self.ranks:
+            rank.dirty = []
+        return found
+
+    def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
         """Enter a step's results; give an `Update` for each request that got a token or prompt log-probabilities, or failed.
 
-        Requests that were aborted while the step ran are passed over.
+        Steps are entered in the order in which they were planned. Rows of requests that have ended meanwhile are dropped.
         """
         updates: list[Update] = []
         # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.
         new_update = partial(tuple.__new__, Update)
         running = Status.RUNNING
-        for rank, (decodes, prefills) in zip(self.ranks, plan.ranks, strict=True):
+        for rank, (decodes, prefills, _), (decoded, prefilled) in zip(self.ranks, plan.ranks, results, strict=True):
             finished: list[Request] = []
             made = 0
-            for request, start, _ in decodes:
+            for (request, _, length, _), result in zip(decodes, decoded, strict=True):
+                request.num_in_flight -= length
+                request.num_rows_under_way -= 1
+                request.num_due -= 1
                 if request.status is not running:
+                    rank.drop(request, result.finite)
                     continue
-                request.num_computed_tokens = start + 1
-                result = results[request.request_id]
-                token_id, _, _, finite, _, _, error = result
-                tokens, reason = request.token_ids, None
+                new, tokens, reason = result[0], request.token_ids, None
+                request.num_computed_tokens += len(new)
                 if (
-                    finite
-                    and error is None
-                    and token_id not in request.stop_ids
+                    len(new) == 1
+                    and new[0] not in request.stop_ids
                     and len(tokens) + 1 < request.max_total_tokens
                     and request.first_token_time is not None
+                    and not result.failed
                 ):
-                    tokens.append(token_id)
+                    tokens.append(new[0])
                     made += 1
                 else:
-                    reason = _enter(rank, request, result, now)
+                    before = len(tokens)
+                    result, reason = _enter(rank, request, result, now)
+                    made += len(tokens) - before
                     if reason is not None:
                         finished.append(request)
-                    made += not result.failed
+                request.drafts = result.drafts
                 updates.append(new_update((request, result, reason)))
-            for row in prefills:
-                if row.request.status is running:
-                    result = results[row.request.request_id] if row.sampled else results.get(row.request.request_id)
-                    update = _enter_chunk(rank, row, result, now)
-                    if update is not None:
-                        made += not update.result.failed and update.result.token_id != NO_TOKEN
-                        updates.append(update)
-                        if update.finish_reason is not None:
-                            finished.append(update.request)
+                if request.must_leave and reason is None:
+                    rank.leave_if_due(request)
+            for row, result in zip(prefills, prefilled, strict=True):
+                request = row.request
+                request.num_in_flight -= row.length
+                request.num_rows_under_way -= 1
+                request.num_due -= row.sampled
+                if request.status is not running:
+                    rank.drop(request, result.finite)
+                    continue
+                before = len(request.token_ids)
+                update = _enter_chunk(rank, row, result, now)
+                made += len(request.token_ids) - before
+                if update is not None:
+                    updates.append(update)
+                if request.status is not running:
+                    finished.append(request)
+                else:
+                    rank.leave_if_due(request)
             rank.load += made
             if finished:
                 rank.remove_finished(finished)
@@ -257,45 +289,66 @@ class Scheduler:
                     del self._requests[request.request_id]
         return updates
 
+    def withdraw(self, plan: StepPlan) -> None:
+        """Take back a plan whose launch failed. Its requests start anew: an executor may have been told a part of it, or nothing."""
+        for rank, (decodes, prefills, _) in zip(self.ranks, plan.ranks, strict=True):
+            for request, _, length, sampled in (*decodes, *prefills):
+                request.num_in_flight -= length
+                request.num_rows_under_way -= 1
+                request.num_due -= sampled
+                request.must_leave = True
+                rank.leave_if_due(request)
 
-def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult | None, now: float) -> Update | None:
+    def _num_drafts(self) -> int:
+        """Drafts of the next step: what the speculation's table has for the rank that may have most rows in it."""
+        if self.config.speculation is None:
+            return 0
+        most = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
+        return self.config.speculation.drafts(max(1, min(most, self.config.max_num_seqs)))
+
+
+def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:
     """Enter what a row of a prompt yielded; None where that is nothing to tell of."""
-    request, start, length = row
-    sampled = row.sampled
-    if result is not None and not result.finite:
-        return Update(request, result, _enter(rank, request, result, now))
+    request, start, length, sampled = row
+    if not result.finite:
+        _, reason = _enter(rank, request, result, now)
+        return Update(request, result, reason)
     request.num_computed_tokens = start + length
     rank.enter_chunk(request)
-    if result is None:
-        return None
-    if result.prompt_logprobs is not None:
+    if result.prompt_scores is not None:
         # A prompt that was preempted gives them again.
-        new = result.prompt_logprobs[max(0, request.num_prompt_logprobs - start) :]
-        request.num_prompt_logprobs = max(request.num_prompt_logprobs, start + len(result.prompt_logprobs))
-        result = result._replace(prompt_logprobs=new)
+        new = result.prompt_scores[max(0, request.num_prompt_logprobs - start) :]
+        request.num_prompt_logprobs = max(request.num_prompt_logprobs, start + len(result.prompt_scores))
+        result = result._replace(prompt_scores=new)
     if sampled:
-        return Update(request, result, _enter(rank, request, result, now))
-    return Update(request, result, None) if result.prompt_logprobs else None
+        result, reason = _enter(rank, request, result, now)
+        request.drafts = result.drafts
+        return Update(request, result, reason)
+    return Update(request, result, None) if result.prompt_scores else None
 
 
-def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> FinishReason | None:
-    """Append the token, or fail; whether that ends the request."""
-    if not result.failed:
-        token_id, tokens = result.token_id, request.token_ids
+def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple[RowResult, FinishReason | None]:
+    """Append the tokens up to the one that ends the request, or fail; the result with just those tokens, and what ended it."""
+    tokens, reason = request.token_ids, None
+    for count, token_id in enumerate(result.token_ids, start=1):
         tokens.append(token_id)
         if request.first_token_time is None:
             request.first_token_time = now
-        if token_id not in request.stop_ids and len(tokens) < request.max_total_tokens:
-            return None
         reason = _finish_reason(request, token_id)
-        if reason is None:
-            return None
+        if reason is not None:
+            scores = None if result.scores is None else result.scores[:count]
+            if not result.finite:  # what came behind the end
+                rank.spoil(request)
+            result = result._replace(token_ids=result.token_ids[:count], scores=scores, finite=True, error=None)
+            break
     else:
-        reason = FinishReason.ERROR
-        if not result.finite:
-            rank.spoil(request)
-    _finish(request, reason, now)
-    return reason
+        if result.failed:
+            reason = FinishReason.ERROR
+            if not result.finite:
+                rank.spoil(request)
+    if reason is not None:
+        _finish(request, reason, now)
+    return result, reason
 
 
 def _finish_reason(request: Request, token_id: int) -> FinishReason | None:

@@ -1,75 +1,39 @@
 """What a step did, for whoever watches: metrics, load, the live views."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
+from dsjax.engine.executor import ExpertCounts, RankResults
 from dsjax.engine.outputs import RequestOutput
-
-if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
-    from collections.abc import Sequence
-
-    import numpy as np
-
-    from dsjax.engine.request import FinishReason, Request
-    from dsjax.engine.scheduler import Update
+from dsjax.engine.rank import RankLoad
+from dsjax.engine.request import FinishReason, Request
+from dsjax.engine.scheduler import Update
 
 
-class RankLoad(NamedTuple):
-    """What one DP rank has to do, and has room for.
+@dataclass(frozen=True)
+class DraftCounts:
+    """What came of the drafts that a step verified; vLLM's names.
 
     Attributes:
-        running, waiting: requests.
-        waiting_tokens: known tokens of the waiting requests.
-        used_pages: pages that requests hold.
-        cached_pages: pages that nobody holds but the prefix cache keeps; they count as free.
-        usable_pages: pages that can be held at all.
-        cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
-            be computed (docs/scheduler.md).
+        num_drafts: rows that had drafts.
+        num_draft_tokens: drafts in them; num_accepted_tokens: those that were accepted.
+        accepted_per_position: of the first, second, … draft of each row, how many were accepted.
     """
 
-    rank: int
-    running: int
-    waiting: int
-    waiting_tokens: int
-    used_pages: int
-    cached_pages: int
-    usable_pages: int
-    cost: float
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
 
-
-@dataclass(frozen=True, eq=False)
-class ExpertCounts:
-    """How tokens reached their experts since recording began.
-
-    Attributes:
-        tokens_per_expert: `[layers, physical experts]`, of the MoE layers.
-        rows_sent: `[ranks]`, rows of tokens that each device sent to others.
-        rounds: of dispatch, of each layer the most of any rank; summed over layers and launches.
-        dispatch_bytes: sent by all devices.
-        padding_share: of those bytes, the share that carried no token's row; 0 to 1.
-    """
-
-    tokens_per_expert: np.ndarray
-    rows_sent: np.ndarray
-    rounds: int
-    dispatch_bytes: int
-    padding_share: float
-
-
-class RunnerCounts(NamedTuple):
-    """What a runner counts.
-
-    Attributes:
-        num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
-        compilations_after_warm_up: programs compiled since warm-up ended; 0 as long as there was none.
-        experts: only while recording is on.
-    """
-
-    num_padding_tokens: int = 0
-    compilations_after_warm_up: int = 0
-    experts: ExpertCounts | None = None
+    @classmethod
+    def of(cls, results: Sequence[RankResults]) -> "DraftCounts":
+        """Count a step's decode rows. A row whose result failed counts its accepted drafts as far as it came."""
+        rows = [(row.num_drafts, len(row.token_ids)) for rank in results for row in rank.decodes if row.num_drafts]
+        accepted = [max(0, min(drafts, made - 1)) for drafts, made in rows]
+        most = max((drafts for drafts, _ in rows), default=0)
+        per_position = tuple(sum(count > place for count in accepted) for place in range(most))
+        return cls(len(rows), sum(drafts for drafts, _ in rows), sum(accepted), per_position)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +42,16 @@ class StepStats:
 
     Attributes:
         time: seconds of the engine's clock when its results were entered.
-        duration: seconds from planning to entering.
-        host_seconds: by part: `plan`, `launch` (inputs laid out and sent), `device` (waiting for results), `enter`.
+        duration: seconds from planning to entering. With asynchronous scheduling two steps overlap.
+        host_seconds: by part: `plan`, `launch` (inputs laid out and sent), `device` (behind the step before, and computing),
+            `enter`.
         num_decode_tokens, num_prompt_tokens: computed; a preempted request's tokens are prompt tokens when computed again.
         num_padding_tokens: computed for nothing.
         prefix_queries, prefix_hits: known tokens of requests admitted for the first time, and those found in the cache.
         num_non_finite: requests that failed because their logits were not finite.
         compilations_after_warm_up: total so far; must stay 0.
         ranks: after the step.
+        drafts: what came of drafts; None where none were to be verified.
     """
 
     time: float
@@ -101,6 +67,7 @@ class StepStats:
     compilations_after_warm_up: int
     ranks: list[RankLoad]
     experts: ExpertCounts | None = None
+    drafts: DraftCounts | None = None
 
 
 class EngineObserver(Protocol):

@@ -59,13 +59,36 @@ class Constraint:
         """Whether nothing but the end may follow."""
         return self.active and self._matcher.is_stopped()
 
-    def fill(self, words: np.ndarray) -> str | None:
-        """Set bit ``t % 32`` of ``words[t // 32]`` (int32, contiguous) for each token that may come next.
+    def preview(self, drafts: Sequence[int], words: int) -> tuple[np.ndarray, str | None]:
+        """``[1 + usable, words]`` int32: which tokens may come next, and after each of the drafts that the grammar allows.
 
-        Gives the reason where the grammar cannot go on.
+        Bit ``t % 32`` of word ``t // 32`` stands for token t. The second value is the reason where the grammar cannot go on. The
+        constraint stays where it is.
         """
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        return self._error()
+        masks = np.full((1 + len(drafts), words), -1, np.int32)
+        active, consumed, usable = self.active, 0, 0
+        for place in range(1 + len(drafts)):
+            if active:
+                self._matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, masks[place].nbytes)
+                if self._matcher.is_error():
+                    break
+            if place == len(drafts):
+                break
+            draft = drafts[place]
+            if not active:
+                active = draft == self._after
+            elif masks[place, draft // 32] >> (draft % 32) & 1 and not self._matcher.is_stopped():
+                self._matcher.consume_token(draft)
+                consumed += 1
+                if self._matcher.is_stopped():  # an end: nothing comes behind it
+                    break
+            else:
+                break
+            usable += 1
+        error = self._error()
+        if consumed and error is None:
+            self._matcher.rollback(consumed)
+        return masks[: 1 + usable], error
 
     def take(self, token_id: int) -> str | None:
         """Follow a token; gives the reason where the grammar cannot go on."""

@@ -6,12 +6,15 @@ import dataclasses
 import importlib.resources
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from dsjax.errors import UserError
+
+_DIES = {"h200": "GH100", "b200": "GB100"}
+"""Of the devices that operations were measured on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,9 @@ class Hardware:
     platform: `cuda` or `tpu`. memory_bandwidth: of the device's own memory. fp8_flops: bf16's where there is no FP8 unit.
     scale_up_bandwidth: to devices of the same scale-up domain (NVLink, ICI), each way; scale_up_devices: how many it joins.
     scale_out_gbps: network of one device to other domains, each way, in gigabits a second; a cluster usually says otherwise.
-    xla: what the compiler is told of the device (see `dsjax.dryrun.topology`). sources: field → where its figure is from.
+    xla: what the compiler is told of the device (see `dsjax.dryrun.topology`); empty where a file has none, which a plan does not
+    need. sources: field → where its figure is from. operators: key of the device whose tables of operations speak of this one;
+    empty: its own, if there are any. die: devices of the same die differ in memory and links only. price_per_hour: of one device.
     """
 
     key: str
@@ -37,8 +42,26 @@ class Hardware:
     scale_up_devices: int
     devices_per_host: int
     scale_out_gbps: float
-    xla: Mapping[str, Any]
+    xla: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str]
+    operators: str = ""
+    die: str = ""
+    price_per_hour: float | None = None
+
+    @property
+    def same_die(self) -> bool:
+        """Whether the tables that speak of this device were measured on its own die."""
+        return self.operators in ("", self.key) or (self.die != "" and self.die == _DIES.get(self.operators))
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether its units are Hopper's, whole (H100, H200, H800) or in part (H20)."""
+        return self.die in ("GH100", "GH100, cut down")
+
+    @property
+    def is_blackwell(self) -> bool:
+        """Whether it multiplies FP8 caches as such."""
+        return self.die == "GB100"
 
     @property
     def scale_out_bandwidth(self) -> float:
@@ -77,19 +100,19 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 
 def _from_fields(key: str, found: Mapping[str, Any]) -> Hardware:
-    fields = {field.name: field for field in dataclasses.fields(Hardware) if field.name != "key"}
-    missing = [n for n, field in fields.items() if field.default is dataclasses.MISSING and n not in found]
+    fields = {one.name: one for one in dataclasses.fields(Hardware) if one.name != "key"}
+    missing = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING and n not in found]
     unknown = sorted(found.keys() - fields.keys())
     if missing or unknown:
         raise UserError(
             f"hardware {key!r}: missing {', '.join(missing) or 'nothing'}, unknown {', '.join(unknown) or 'nothing'}; "
             f"the fields are {', '.join(fields)}"
         )
-    figures = [n for n in found if n not in ("name", "platform", "sources")]
+    figures = [n for n in found if n not in ("name", "platform", "sources", "operators", "die")]
     unsourced = [n for n in figures if n not in found["sources"]]
     if unsourced:
         raise UserError(f"hardware {key!r}: no source for {', '.join(unsourced)}; give one for each under [sources]")
     if found["platform"] not in ("cuda", "tpu"):
         raise UserError(f"hardware {key!r}: platform {found['platform']!r}, expected cuda or tpu")
-    tables = {name: MappingProxyType(dict(found[name])) for name in ("xla", "sources")}
+    tables = {name: MappingProxyType(dict(found.get(name, {}))) for name in ("xla", "sources")}
     return Hardware(key=key, **{**found, **tables})

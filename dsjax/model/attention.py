@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.forms import Form, Layout
 from dsjax.model.mla import MLA, Projections
@@ -33,10 +34,17 @@ BLOCK_BYTES = 256 * 2**20
 @jax.tree_util.register_dataclass
 @dataclass
 class Rows:
-    """Where a row group's tokens stand: positions, and the pages that hold their context."""
+    """Where a row group's tokens stand: positions, and the pages that hold their context.
+
+    A row's positions follow one another. ``length``: how many of its tokens are no padding; None: all. What padding attends to
+    means nothing; native kernels leave it out, and give zeros.
+    filled: which cache slots hold an entry, of all pages; a token attends to those and to itself. None: all of them.
+    """
 
     positions: Int[Array, "B R C"]
     tables: Int[Array, "B R Pr"]
+    length: Int[Array, "B R"] | None = None
+    filled: Bool[Array, "P G"] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class PagedAttention:
     cache_dtype: jnp.dtype
     block_tokens: int | None = None
     """Context positions read at once; longer contexts are accumulated block by block. None: `block` decides."""
+    kernels: Kernels = Kernels()
 
     def block(self, rows: int, chunk: int) -> int:
         """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
@@ -94,6 +103,9 @@ class PagedAttention:
         with jax.named_scope(f"attend_{form}"):
             dtype = p.latent.dtype
             scale = self.config.softmax_scale
+            native = self.kernels.name("decode attention", form) == "native"
+            if native and dtype == jnp.float32 and rows.filled is None:
+                return self._native(mla, form, cache, layer, rows, p)
             if form == "CD":
                 q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
                 return self._over_context(_decompressed(scale), (q,), (), cache, layer, rows, heads_first=True)
@@ -114,6 +126,38 @@ class PagedAttention:
                 heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
             return jnp.einsum("brchm,mhu->brchu", heads, up_value)
 
+    def _native(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections):
+        """``attend`` by the native kernels: the same five forms' results from two ways of computing them."""
+        config, batch, heads = self.config, self.spec.batch_axes, self.spec.head_axes
+        kernel = self.kernels.native.expanded_attention if form == "CC" else self.kernels.native.absorbed_attention
+        settings = {
+            "scale": config.softmax_scale,
+            "value_width": config.v_head_dim,
+            "latent_width": config.kv_lora_rank,
+        }
+        q, weights = p.q_nope, ()
+        if form == "AM_CC_ME":
+            q = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(p.latent.dtype))
+        else:
+            weight = mla.kv_b.value(p.latent.dtype)
+            weights = (weight.reshape(weight.shape[0], config.num_attention_heads, -1),)
+
+        def local(q, q_rope, weights, cache, layer, positions, length, tables):
+            weight = weights[0] if weights else None
+            return kernel(q[0], q_rope[0], weight, cache, layer, positions[0, :, 0], length[0], tables[0], **settings)[
+                None
+            ]
+
+        length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
+        query = P(batch, None, None, heads)
+        specs = (query, query, (P(None, heads),) * len(weights), {name: P(None, batch) for name in cache}, P())
+        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch)), query)(
+            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables
+        )
+        if form != "AM_CC_ME":
+            return out
+        return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(out.dtype))
+
     def _cached_values(self, mla: MLA, p: Projections) -> Cache:
         if self.layout == "split":
             return {"latent": p.latent, "rope": p.k_rope}
@@ -133,20 +177,34 @@ class PagedAttention:
         block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
 
-        def local(queries, weights, cache, layer, positions, tables):
+        def local(queries, weights, cache, layer, positions, tables, filled):
             # Pages past a row's table are page 0: no query sees their positions.
             tables = jnp.pad(tables[0], ((0, 0), (0, num_blocks * block_pages - pages)))
 
+            def pages_of(index):
+                return jax.lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
+
             def fetch(index):
-                part = jax.lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
+                part = pages_of(index)
                 return {
                     name: reinterpret(paging.read(array, layer, part), self.cache_dtype).astype(queries[0].dtype)
                     for name, array in cache.items()
                 }
 
+            def fetch_filled(index):
+                return paging.read_filled(filled, pages_of(index))
+
             score, weigh = kernel([q[0] for q in queries], weights)
             at = positions[0][:, None] if heads_first else positions[0][..., None]
-            out = attend_in_blocks(at, fetch, score, weigh, num_blocks=num_blocks, block=block_pages * G)
+            out = attend_in_blocks(
+                at,
+                fetch,
+                score,
+                weigh,
+                num_blocks=num_blocks,
+                block=block_pages * G,
+                filled=None if filled is None else fetch_filled,
+            )
             out = jnp.swapaxes(out, 1, 2) if heads_first else out
             return out[None].astype(queries[0].dtype)
 
@@ -158,9 +216,10 @@ class PagedAttention:
             P(),
             P(batch),
             P(batch),
+            P(batch),
         )
         return self._shard_map(local, specs, P(batch, None, None, heads))(
-            list(queries), list(weights), cache, layer, rows.positions, rows.tables
+            list(queries), list(weights), cache, layer, rows.positions, rows.tables, rows.filled
         )
 
     def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:

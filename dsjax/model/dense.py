@@ -7,10 +7,12 @@ training brings a product that has a gradient, and a test the plainest loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -133,7 +135,7 @@ def _layer(block: DecoderLayer, x, rotation: Rotation, experts: ExpertsFunction)
         return x + block.mlp(normed), None
 
     def apply(weights, x, routing):
-        flat = (a.reshape(-1, a.shape[-1]) for a in (x, routing.ids, routing.weights))
+        flat = (rearrange(a, "b s d -> (b s) d") for a in (x, routing.ids, routing.weights))
         return experts(weights, *flat).reshape(x.shape), None
 
     y, routing, _ = block.moe(normed, apply)
@@ -147,8 +149,9 @@ def _attend(mla: MLA, x: Float[Array, "B S D"], rotation: Rotation) -> Float[Arr
     never computed.
     """
     p = mla.project(x, rotation)
-    queries = jnp.swapaxes(jnp.concatenate([p.q_nope, p.q_rope], axis=-1), 1, 2)
-    keys, values = (jnp.swapaxes(a, 1, 2) for a in expand(p.latent, p.k_rope, *mla.key_value_weight(x.dtype)))
+    heads_first = partial(rearrange, pattern="b s h n -> b h s n")
+    queries = heads_first(jnp.concatenate([p.q_nope, p.q_rope], axis=-1))
+    keys, values = map(heads_first, expand(p.latent, p.k_rope, *mla.key_value_weight(x.dtype)))
     heads = []
     for start in range(0, x.shape[1], QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, x.shape[1])
@@ -158,4 +161,4 @@ def _attend(mla: MLA, x: Float[Array, "B S D"], rotation: Rotation) -> Float[Arr
         seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
         probs = jax.nn.softmax(jnp.where(seen, scores * mla.config.softmax_scale, -jnp.inf), axis=-1).astype(x.dtype)
         heads.append(jnp.einsum("bhqk,bhku->bhqu", probs, values[:, :, :end]))
-    return mla.output(jnp.swapaxes(jnp.concatenate(heads, axis=2), 1, 2))
+    return mla.output(rearrange(jnp.concatenate(heads, axis=2), "b h s u -> b s h u"))

@@ -19,10 +19,13 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from dsjax.kernels.table import Kernels
 from dsjax.model.parameters import dequantise, reinterpret
+from sharding.dispatch.wire import PackedRows
 
 Params = Mapping[str, Array]
 """``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; with FP8 also ``gate_up.scale`` and ``down.scale``.
@@ -34,7 +37,7 @@ each layer first (on CPU a third of the time of a decode step's experts).
 
 IMPLEMENTATIONS = ("auto", "tiles", "einsum", "ragged_dot")
 ROUND_ROWS = 32_768
-"""Of all experts of a device together: in DeepSeek-V3 60 kB of buffers each."""
+"""Most rows of one ``einsum`` round, over all experts of a device; in DeepSeek-V3 a row takes 60 kB of buffers."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,11 @@ class ExpertProduct:
     """The grouped expert product as a callable, with the choices that shape its program.
 
     implementation: ``tiles`` (CPU), ``einsum`` (GPU, and elsewhere few rows per expert), ``ragged_dot`` (TPU, many rows), or
-        ``auto``, which decides by ``platform`` and static shapes.
+        ``auto``, which decides by ``platform`` and static shapes, and takes a faster kernel of ``kernels`` before any of them.
     weight_dtype: what the stored weights mean; they are stored as unsigned integers on the CPU platform.
     platform: where the product runs (``cpu``, ``gpu``, ``tpu``).
-    mean_load: pairs of one expert under even routing; None: as if every pair of the ids were used, which after a dispatch with
-        room to spare is many times too much.
+    mean_load: pairs of one expert under even routing. None takes every place in ``ids_NK`` for a pair, which is many times
+        too much after a dispatch with room to spare.
     tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). block: pairs of a round
         (``ragged_dot``). None: ``default_tile``, ``default_capacity``, ``default_block``.
     """
@@ -58,6 +61,7 @@ class ExpertProduct:
     tile: int | None = None
     capacity: int | None = None
     block: int | None = None
+    kernels: Kernels = Kernels()
 
     def __post_init__(self):
         if self.implementation not in IMPLEMENTATIONS:
@@ -69,6 +73,9 @@ class ExpertProduct:
         """Weighted sum of each row's experts, accumulated in float32, in the dtype of ``rows_ND``."""
         with jax.named_scope("experts"):
             experts = Experts(params, self.weight_dtype, rows_ND.dtype)
+            native = self.kernels.name("experts") == "native" and rows_ND.dtype == jnp.float32
+            if native and self.implementation == "auto":
+                return self._native(experts, rows_ND, ids_NK, weights_NK)
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
             chosen = self.implementation
@@ -82,6 +89,16 @@ class ExpertProduct:
             else:
                 out = ragged_dot(experts, rows_ND, pairs, min(self.block or default_block(ids_NK.shape), ids_NK.size))
             return out.astype(rows_ND.dtype)
+
+    def _native(self, experts: Experts, rows_ND, ids_NK, weights_NK) -> Float[Array, "N D"]:
+        layer = experts.params.get("layer", jnp.int32(0))
+        stack = {
+            name: array if experts.stacked else array[None] for name, array in experts.params.items() if name != "layer"
+        }
+        if isinstance(rows_ND, PackedRows):
+            # A packed float32 row begins with its values: the kernel reads the rows that it needs where they lie.
+            rows_ND = rows_ND.words_NW if not rows_ND.wire.fp8 else rows_ND.take(jnp.arange(rows_ND.shape[0]))
+        return self.kernels.native.experts(stack, layer, rows_ND, ids_NK, weights_NK)
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,7 @@ class Experts:
     def matrices(self, index: Int[Array, ""] | None = None) -> tuple[Array, Array]:
         """Gate and up ``[D, 2F]`` and down ``[F, D]`` of one expert, or with None of all, ``[X, D, 2F]`` and ``[X, F, D]``."""
         gate_up, down = self._matrix("gate_up", index), self._matrix("down", index)
-        return gate_up.reshape(*gate_up.shape[:-2], -1), down
+        return rearrange(gate_up, "... d stack f -> ... d (stack f)"), down
 
     def _matrix(self, name: str, index: Int[Array, ""] | None) -> Array:
         weight = reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)

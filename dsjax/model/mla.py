@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -101,25 +102,22 @@ class MLA(nnx.Module):
     def query_weight(self, dtype: jnp.dtype) -> Float[Array, "Q H N+O"]:
         """``W^UQ`` and ``W^QR`` by head (``W^Q`` without compression, then Q is D)."""
         matrix = self.q if self.config.q_lora_rank is None else self.q_b
-        weight = matrix.value(dtype)
-        return weight.reshape(weight.shape[0], self.config.num_attention_heads, -1)
+        return rearrange(matrix.value(dtype), "q (h n) -> q h n", h=self.config.num_attention_heads)
 
     def key_value_weight(self, dtype: jnp.dtype) -> tuple[Float[Array, "M H N"], Float[Array, "M H U"]]:
         """``W^UK`` and ``W^UV`` by head."""
-        weight = self.kv_b.value(dtype)
-        weight = weight.reshape(weight.shape[0], self.config.num_attention_heads, -1)
+        weight = rearrange(self.kv_b.value(dtype), "m (h n) -> m h n", h=self.config.num_attention_heads)
         N = self.config.qk_nope_head_dim
         return weight[..., :N], weight[..., N:]
 
     def output_weight(self, dtype: jnp.dtype) -> Float[Array, "H U D"]:
         """``W^O`` by head."""
-        weight = self.o.value(dtype)
-        return weight.reshape(self.config.num_attention_heads, self.config.v_head_dim, -1)
+        return rearrange(self.o.value(dtype), "(h u) d -> h u d", h=self.config.num_attention_heads)
 
     def output(self, heads: Float[Array, "*b H U"]) -> Float[Array, "*b D"]:
         """``W^O`` applied to the heads' values."""
         with jax.named_scope("mla_output"):
-            out = heads.reshape(*heads.shape[:-2], -1) @ self.o.value(heads.dtype)
+            out = rearrange(heads, "... h u -> ... (h u)") @ self.o.value(heads.dtype)
             return self.add_output_bias(out)
 
     def add_output_bias(self, out: Float[Array, "*b D"]) -> Float[Array, "*b D"]:

@@ -17,7 +17,7 @@ from dsjax.model.forms import Form
 
 @dataclass(frozen=True)
 class MLACost:
-    """One layer, one row group, one device. Operations and bytes, as integers."""
+    """What one layer costs one device for one row group: operations, and bytes moved, as integers."""
 
     linear_flops: int
     """Projections of the query tokens, with absorbed or materialised products where the form has them."""

@@ -1,4 +1,4 @@
-"""SwiGLU MLP: the dense layers', and the experts that every token passes through."""
+"""The SwiGLU MLP: that of the dense layers, and that of the shared experts, which every token passes through."""
 
 import jax
 import jax.numpy as jnp

@@ -25,7 +25,7 @@ class RoutedExperts(nnx.Module):
         self.down = Matrix(declare, (num_physical, F, D), ("experts", "expert_width", "embed"))
 
     def stored(self) -> dict[str, Array]:
-        """The arrays as they lie in memory, as the expert product takes them: ``gate_up.weight``, ``down.weight``, scales."""
+        """The arrays as they lie in memory: ``gate_up.weight``, ``down.weight``, and with FP8 ``gate_up.scale``, ``down.scale``."""
         matrices = {"gate_up": self.gate_up, "down": self.down}
         found = {f"{name}.weight": matrix.weight[...] for name, matrix in matrices.items()}
         found |= {f"{name}.scale": matrix.scale[...] for name, matrix in matrices.items() if hasattr(matrix, "scale")}
@@ -52,7 +52,14 @@ class MoE(nnx.Module):
         apply: ApplyExperts,
         spread: Callable[[Callable], Callable] = lambda choose: choose,
     ) -> tuple[Float[Array, "*b D"], Routing, Any]:
-        """Route (``spread`` as in ``Router``), apply the routed experts as ``apply`` does it, add the shared ones."""
+        """Choose each token's experts, let ``apply`` compute them, and add the shared experts.
+
+        Args:
+            apply: sends tokens to their routed experts and gives their weighted sums.
+            spread: as in ``Router``.
+
+        Returns the sums in the shape of ``x``, the routing, and what ``apply`` reported.
+        """
         routing = self.router(x, spread)
         with jax.named_scope("experts"):
             y, report = apply(self.experts, x, routing)

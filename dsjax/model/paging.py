@@ -5,7 +5,7 @@ scan over layers can carry it and update it in place.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def write(
@@ -32,3 +32,13 @@ def read(cache: Float[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Arr
     flat = cache.reshape(L * pages, -1)
     found = flat.at[(layer * pages + tables).reshape(-1)].get(mode="promise_in_bounds")
     return found.reshape(tables.shape[0], tables.shape[1] * G, *cache.shape[3:])
+
+
+def mark(filled: Bool[Array, "P G"], slots: Int[Array, "T"], value: bool) -> Bool[Array, "P G"]:
+    """Set what is said of each slot; −1 is dropped."""
+    return write(filled[None], jnp.int32(0), slots, jnp.full(slots.shape, value))[0]
+
+
+def read_filled(filled: Bool[Array, "P G"], tables: Int[Array, "R Pr"]) -> Bool[Array, "R S"]:
+    """What is said of each context position of the rows' pages."""
+    return read(filled[None], jnp.int32(0), tables)

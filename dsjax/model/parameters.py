@@ -66,7 +66,7 @@ def storage_dtype(dtype: np.dtype, platform: str) -> np.dtype:
 
 
 def reinterpret(array: Array, dtype: np.dtype) -> Array:
-    """Read stored bits as ``dtype``; nothing where they are that already."""
+    """Read stored bits as ``dtype``; an array that has it already comes back as it is."""
     if array.dtype == dtype:
         return array
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
@@ -95,7 +95,7 @@ def blocks(size: int) -> int:
 
 
 class Declaration:
-    """Makes the parameters of one model: in which format matrices are kept, for which platform, how deep a stack."""
+    """Makes the parameters of one model: it knows how matrices are kept, for which platform, and how many layers are stacked."""
 
     def __init__(self, weights: Weights, platform: str, stack: int | None = None):
         self.weights = weights
@@ -103,7 +103,7 @@ class Declaration:
         self._stack = stack
 
     def stacked(self, depth: int) -> Declaration:
-        """The same, for parameters that get a leading ``layers`` axis."""
+        """A declaration like this one, whose parameters get a leading ``layers`` axis of size ``depth``."""
         return Declaration(self.weights, self.platform, depth)
 
     @property
@@ -113,7 +113,7 @@ class Declaration:
 
     @property
     def for_experts(self) -> Declaration:
-        """The same, for the matrices of routed experts."""
+        """The declaration for the matrices of routed experts, which ``mixed`` keeps in bf16."""
         return Declaration("bf16", self.platform, self._stack) if self.weights == "mixed" else self
 
     def parameter(
@@ -125,7 +125,7 @@ class Declaration:
         dtype: np.dtype | None = None,
         quantised: bool = False,
     ) -> nnx.Param:
-        """One parameter, held abstractly."""
+        """One parameter, which holds a ``jax.ShapeDtypeStruct`` where a loaded one has values."""
         if self._stack is not None:
             shape, axes = (self._stack, *shape), ("layers", *axes)
         dtype = dtype or self.plain_dtype
@@ -135,7 +135,7 @@ class Declaration:
 
 
 class Matrix(nnx.Module):
-    """A weight that FP8 may hold: ``weight``, and ``scale`` beside it where it does.
+    """A weight matrix that may be kept in FP8; ``scale`` then stands beside ``weight``.
 
     ``shape`` is ``[..., in, out]``, or ``[..., in, 2, out]`` for a fused gate and up, whose middle axis is called
     ``stack``.
@@ -163,7 +163,7 @@ class Matrix(nnx.Module):
 
 
 def value_of(parameter: nnx.Param) -> Array:
-    """A parameter's values as the dtype they mean."""
+    """A parameter's values: its stored bits, read as the dtype that they mean."""
     return reinterpret(parameter[...], parameter.info.dtype)
 
 
@@ -186,3 +186,26 @@ class ParameterTable:
     def bind(self, params: Mapping[str, Array]) -> nnx.Module:
         """The module with these values, ready to be called (inside ``jax.jit``)."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, [params[path] for path in self.infos]))
+
+
+def component(path: str) -> str:
+    """The part of the model that a parameter's path belongs to, under which its bytes are shown."""
+    for part, name in ((".experts.", "routed experts"), (".shared.", "shared experts"), (".router.", "router")):
+        if part in path:
+            return name
+    if ".attn." in path:
+        return "attention"
+    if ".eh_proj." in path:
+        return "MTP projection"
+    if ".mlp." in path:
+        return "dense MLP"
+    return {"embed": "embedding", "head": "head"}.get(path.split(".")[0], "norms")
+
+
+def device_bytes(params: Mapping[str, Array | jax.ShapeDtypeStruct]) -> dict[str, int]:
+    """Bytes by component that one device holds of ``params``: arrays, or their descriptions with shardings."""
+    found: dict[str, int] = {}
+    for path, array in params.items():
+        local = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        found[component(path)] = found.get(component(path), 0) + local
+    return found

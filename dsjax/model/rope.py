@@ -77,7 +77,7 @@ class Rotation:
         return cls(jnp.cos(angles) * rope.cos_sin_scale, jnp.sin(angles) * rope.cos_sin_scale, rope.interleave)
 
     def __call__(self, x: Float[Array, "*batch O"]) -> Float[Array, "*batch O"]:
-        """Turn ``x``."""
+        """``x`` with each of its pairs turned by the angle of its token; shape and dtype stay."""
         heads = (1,) * (x.ndim - self.cos.ndim)
         shape = (*self.cos.shape[:-1], *heads, self.cos.shape[-1])
         cos, sin = self.cos.reshape(shape), self.sin.reshape(shape)

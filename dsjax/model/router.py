@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -38,7 +39,8 @@ class Router(nnx.Module):
     ) -> Routing:
         """Route each token, in float32 whatever the dtype of ``x``.
 
-        spread: wraps the choice of experts, a function ``(logits, bias) -> Routing``, for a mesh: XLA cannot partition
+        spread: on a mesh, wraps the choice of experts, which is a function ``(logits, bias) -> Routing``, so that each DP rank
+            chooses for its own tokens. XLA cannot partition
         ``top_k`` and would gather all tokens' scores on every device, three times a layer.
         """
         with jax.named_scope("router"):
@@ -74,9 +76,9 @@ def _mask_groups(choice: Float[Array, "*b E"], config: ModelConfig) -> Float[Arr
 
     A group's score is the sum of its two best experts' (``noaux_tc``), or its best expert's (``group_limited_greedy``).
     """
-    grouped = choice.reshape(*choice.shape[:-1], config.n_group, -1)
+    grouped = rearrange(choice, "... (g e) -> ... g e", g=config.n_group)
     best = min(2, grouped.shape[-1]) if config.topk_method == "noaux_tc" else 1
     group_scores = jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1)
     chosen = jax.lax.top_k(group_scores, config.topk_group)[1]
     keep = jnp.any(chosen[..., None] == jnp.arange(config.n_group), axis=-2)
-    return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    return rearrange(jnp.where(keep[..., None], grouped, -jnp.inf), "... g e -> ... (g e)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -72,6 +73,12 @@ class RowGroup:
         pages = jnp.minimum(self.positions // page_size, self.shape.pages - 1)
         page = jnp.take_along_axis(self.tables, pages, axis=2)
         return jnp.where(self.active, page * page_size + self.positions % page_size, -1)
+
+
+def unpack(packed: Int[Array, "B W"], shapes: Sequence[GroupShape]) -> list[RowGroup]:
+    """The groups of ``shapes``, whose integers stand one after the other."""
+    ends = np.cumsum([shape.packed_width for shape in shapes])[:-1]
+    return [RowGroup.unpack(part, shape) for part, shape in zip(jnp.split(packed, ends, axis=1), shapes, strict=True)]
 
 
 def flatten(parts: list[Array]) -> Array:

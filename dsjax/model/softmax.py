@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Context = TypeVar("Context")
 
@@ -18,6 +18,7 @@ def attend_in_blocks(
     *,
     num_blocks: int,
     block: int,
+    filled: Callable[[Int[Array, ""]], Bool[Array, "R S"]] | None = None,
 ) -> Float[Array, "R Q1 Q2 W"]:
     """Causal attention of queries at ``positions`` over ``num_blocks × block`` context positions, in float32.
 
@@ -25,18 +26,26 @@ def attend_in_blocks(
     ``fetch(i)`` reads block ``i``; ``score`` gives its scaled scores, ``weigh`` the weighted sum of its values.
     One block is a plain softmax. More are accumulated with a running maximum and sum (arXiv 1805.02867, 2205.14135);
     blocks that no query can see are never read: the loop ends at the block of the largest position.
+    ``filled(i)`` says which positions of block ``i`` hold anything; a query sees those and its own. None: all do.
 
     The context is the scores' last axis: XLA's CPU backend then takes exponentials and sums several at a time (36 against
     101 µs for 32 rows of 128 positions and 8 heads with the context before the heads).
     """
+
+    def visible(scores, index, start):
+        if filled is None:
+            return _causal(scores, positions, start)
+        return _causal_filled(scores, positions, start, filled(index), num_blocks * block)
+
     if num_blocks == 1:
-        context = fetch(jnp.int32(0))
-        return weigh(jax.nn.softmax(_causal(score(context), positions, 0), axis=-1), context)
+        index = jnp.int32(0)
+        context = fetch(index)
+        return weigh(jax.nn.softmax(visible(score(context), index, 0), axis=-1), context)
 
     def step(index, state):
         maximum, total, out = state
         context = fetch(index)
-        scores = _causal(score(context), positions, index * block)
+        scores = visible(score(context), index, index * block)
         higher = jnp.maximum(maximum, jnp.max(scores, axis=-1))
         weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(maximum - higher)
         out = out * shrink[..., None] + weigh(weights, context).astype(jnp.float32)
@@ -56,3 +65,16 @@ def _causal(scores: Float[Array, "R Q1 Q2 S"], positions: Int[Array, "R #Q1 #Q2"
     """−inf where the context position lies after the query's. Position 0 is seen by all: no row is empty."""
     at = start + jnp.arange(scores.shape[-1])
     return jnp.where(positions[..., None] >= at, scores, -jnp.inf)
+
+
+def _causal_filled(
+    scores: Float[Array, "R Q1 Q2 S"], positions: Int[Array, "R #Q1 #Q2"], start, filled: Bool[Array, "R S"], end: int
+) -> Float[Array, "R Q1 Q2 S"]:
+    """−inf where the context position lies after the query's or holds nothing.
+
+    A query always sees its own position, so that no row is empty: of positions from ``end`` on, which only padding has, the last
+    one stands in.
+    """
+    at = start + jnp.arange(scores.shape[-1])
+    own = jnp.minimum(positions, end - 1)[..., None] == at
+    return jnp.where(own | (filled[:, None, None] & (positions[..., None] >= at)), scores, -jnp.inf)

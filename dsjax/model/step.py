@@ -1,24 +1,26 @@
 """The step: the one program that serving runs, the dry run compiles and the planner measures.
 
-A step takes row groups (see ``docs/architecture.md``), runs all layers against the paged cache, and returns the
-logits of each row's last token. It is traced under ``jax.jit`` with shardings; only cache access and expert dispatch
-are ``shard_map``.
+A step takes row groups (see ``docs/architecture.md``), runs all layers against the paged cache, and gives the hidden
+states of its tokens, and the logits of those that are asked for. From the hidden states the MTP module drafts further
+tokens (``further``), with a layer of its own in the same cache. All of it is traced under ``jax.jit`` with shardings; only
+cache access and expert dispatch are ``shard_map``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.table import Kernels
+from dsjax.model import paging
 from dsjax.model.attention import Cache, PagedAttention, Rows
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import Form, common_layout
@@ -27,11 +29,23 @@ from dsjax.model.moe import RoutedExperts
 from dsjax.model.parameters import ParameterTable
 from dsjax.model.rope import Rotation
 from dsjax.model.router import Routing
-from dsjax.model.rows import GroupShape, RowGroup, flatten, last_tokens
-from dsjax.model.transformer import DecoderLayer, Transformer
+from dsjax.model.rows import RowGroup, flatten
+from dsjax.model.transformer import MTP, DecoderLayer, Transformer
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig, dispatch
-from sharding.placement import Placement, assign_copies
+from sharding.placement import CopyTables, Placement, assign_copies
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What a pass through the layers needs to know of its token slots."""
+
+    groups: Sequence[RowGroup]
+    ids: Int[Array, "B T"]
+    active: Bool[Array, "B T"]
+    slots: Int[Array, "B T"]
+    rotation: Rotation
+    filled: Bool[Array, "P G"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,36 +65,123 @@ class Step:
     decode_form: Form = "A_CC_ME"
     page_size: int = 16
     block_tokens: int | None = None
+    kernels: Kernels = Kernels()
 
     @property
     def attention(self) -> PagedAttention:
         """Attention against this step's cache."""
         layout = common_layout(self.prefill_form, self.decode_form)
-        return PagedAttention(self.mesh, self.spec, self.config, layout, self.cache_dtype, self.block_tokens)
+        return PagedAttention(
+            self.mesh, self.spec, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
+        )
 
-    def __call__(
-        self,
-        params: Mapping[str, Array],
-        cache: Cache,
-        packed: Int[Array, "B W"],
-        shapes: tuple[GroupShape, ...],
-        *,
-        every_token: bool = False,
-    ) -> tuple[Float[Array, "B R V"], Cache, dict[str, Array]]:
+    @property
+    def has_module(self) -> bool:
+        """Whether the parameters of an MTP module are among this step's."""
+        return any(path.startswith("mtp.") for path in self.table.infos)
+
+    @property
+    def cache_layers(self) -> int:
+        """Layers of the cache: the model's, and behind them the MTP module's where the step has one."""
+        return self.config.num_hidden_layers + self.has_module
+
+    @property
+    def moe_layers_with_module(self) -> int:
+        """Layers that have routed experts: the model's, and behind them the MTP module's where the step has one."""
+        return self.config.num_moe_layers + (self.has_module and self.config.is_moe)
+
+    def hidden(
+        self, params: Mapping[str, Array], cache: Cache, groups: Sequence[RowGroup], copies: CopyTables | None
+    ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
         """Run all groups through all layers.
 
-        packed: the groups' integers, concatenated in the order of ``shapes``.
-        every_token: logits of every token slot (``[B, T, V]``) instead of each row's last token.
+        copies: where the copies of each expert are, of all MoE layers (a leading axis); None in a model without experts. More
+        layers than the model has are not read: the MTP module's come last.
 
-        Returns float32 logits, vocabulary spread over ``tp`` where it divides; the updated cache; and dispatch reports
-        stacked over MoE layers (empty unless ``dispatch.report``).
+        Returns the hidden states of all token slots after the final norm, which ``logits`` multiplies by the head; the
+        updated cache; and dispatch reports stacked over MoE layers (empty unless ``dispatch.report``).
         """
         # float32 means float32: XLA would use TF32 on GPUs and bf16 passes on TPUs. Other dtypes have one meaning.
         with jax.default_matmul_precision("highest"):
-            return self._run(self.table.bind(params), cache, self._unpack(packed, shapes), every_token)
+            model: Transformer = self.table.bind(params)
+            tokens = self._tokens(groups)
+            x = self._constrain(model.embed(tokens.ids, self.dtype), self.spec.batch_axes)
+            layer, reports = jnp.int32(0), {}
+            if copies is not None:
+                copies = jax.tree.map(lambda array: _first(array, self.config.num_moe_layers), copies)
+            for stack in model.stacks:
+                x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
+                reports |= report
+            return model.final_norm(x), cache, reports
 
-    def _run(self, model: Transformer, cache: Cache, groups: list[RowGroup], every_token: bool):
-        tokens, positions, active, slots = (
+    def further(
+        self,
+        params: Mapping[str, Array],
+        cache: Cache,
+        filled: Bool[Array, "P G"] | None,
+        groups: Sequence[RowGroup],
+        hidden: Float[Array, "B T D"],
+        next_tokens: Int[Array, "B T"],
+        copies: CopyTables | None,
+    ) -> tuple[Float[Array, "B T D"], Cache, Bool[Array, "P G"] | None, dict[str, Array]]:
+        """Run the first MTP module over the groups' token slots: from each hidden state and the token after it, one token further.
+
+        ``h' = M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, one decoder layer, its own final norm (V3 report §2.2,
+        equations 21 to 23). The entry of slot i in the module's layer of the cache, layer ``num_hidden_layers``, has the position
+        of its hidden state.
+
+        filled: which cache slots hold an entry of the module, of all pages (P, page_size), pages spread over the DP ranks. The
+            active tokens' slots are marked first; then each token attends to the filled slots of its context and to itself.
+            None: every slot of the context is filled.
+        groups: positions, lengths, page tables and forms are read; tokens are not.
+        hidden: from ``hidden``, or from ``further`` itself for one token more. next_tokens: the token after each.
+        copies: of all ``moe_layers_with_module``; the module's experts are the last.
+
+        Returns the module's hidden states after its own final norm, which ``logits`` multiplies by the head; the updated cache
+        and ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``hidden``.
+        """
+        scope = f"mtp_{hidden.shape[1]}"  # which pass over how many tokens of a rank: drafting has several
+        with jax.default_matmul_precision("highest"), jax.named_scope(scope):
+            model: Transformer = self.table.bind(params)
+            module = _first_module(model.mtp)
+            tokens = self._tokens(groups)
+            if filled is not None:
+                filled = self.mark(filled, tokens.slots, True)
+            tokens = replace(tokens, filled=filled)
+            embedded = model.embed(self._whole(next_tokens), self.dtype)
+            halves = [module.embed_norm(embedded), module.hidden_norm(self._whole(hidden))]
+            x = jnp.concatenate(halves, axis=-1) @ module.eh_proj.value(self.dtype)
+            x = self._constrain(x, self.spec.batch_axes)
+            own_copies = (
+                None if copies is None else jax.tree.map(lambda array: array[self.config.num_moe_layers], copies)
+            )
+            layer = jnp.int32(self.config.num_hidden_layers)
+            x, cache, report = self._run_layer(module.layers, x, cache, layer, layer, tokens, own_copies)
+            return module.final_norm(x), cache, filled, jax.tree.map(lambda array: array[None], report)
+
+    def mark(self, filled: Bool[Array, "P G"], slots: Int[Array, "B T"], value: bool) -> Bool[Array, "P G"]:
+        """``filled`` with each DP rank's ``slots`` set to ``value``; −1 is dropped."""
+
+        def local(filled, slots):
+            return paging.mark(filled, slots[0], value)
+
+        own = P(self.spec.batch_axes)
+        marked = jax.shard_map(local, mesh=self.mesh, in_specs=(own, own), out_specs=own, check_vma=False)
+        return marked(filled, slots)
+
+    def slots(self, groups: Sequence[RowGroup]) -> Int[Array, "B T"]:
+        """Cache slot of each token on its DP rank, −1 for padding."""
+        return self._whole(flatten([group.slots(self.page_size) for group in groups]))
+
+    def logits(self, params: Mapping[str, Array], hidden: Float[Array, "B N D"]) -> Float[Array, "B N V"]:
+        """Float32 logits of hidden states that ``hidden`` gave; the vocabulary is spread over ``tp`` where that divides it."""
+        with jax.default_matmul_precision("highest"), jax.named_scope("head"):
+            weight = self.table.bind(params).head_weight(self.dtype)
+            logits = jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
+            return self._constrain(logits, self.spec.batch_axes, None, self.rules.spec(("vocab",))[0])
+
+    def _tokens(self, groups: Sequence[RowGroup]) -> _Tokens:
+        ids, positions, active, slots = (
             self._whole(flatten(parts))
             for parts in (
                 [g.tokens for g in groups],
@@ -90,66 +191,55 @@ class Step:
             )
         )
         rotation = Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
+        return _Tokens(groups, ids, active, slots, rotation)
 
-        x = self._constrain(model.embed(tokens, self.dtype), self.spec.batch_axes)
-        layer, reports = jnp.int32(0), {}
-        for stack in model.stacks:
-            x, cache, layer, report = self._run_stack(stack, x, cache, layer, groups, slots, active, rotation)
-            reports |= report
-
-        x = model.final_norm(x)
-        if not every_token:
-            x = last_tokens(x, groups)
-        with jax.named_scope("head"):
-            logits = jnp.einsum("btd,dv->btv", x, model.head_weight(self.dtype), preferred_element_type=jnp.float32)
-        vocab_axes = self.rules.spec(("vocab",))[0]
-        return self._constrain(logits, self.spec.batch_axes, None, vocab_axes), cache, reports
-
-    def _unpack(self, packed, shapes) -> list[RowGroup]:
-        ends = np.cumsum([shape.packed_width for shape in shapes])[:-1]
-        return [
-            RowGroup.unpack(part, shape) for part, shape in zip(jnp.split(packed, ends, axis=1), shapes, strict=True)
-        ]
-
-    def _run_stack(self, stack: DecoderLayer, x, cache, layer, groups, slots, active, rotation):
+    def _run_stack(self, stack: DecoderLayer, x, cache, layer, tokens: _Tokens, copies: CopyTables | None):
         # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
         # first copy a layer's experts on CPU, all of them, for the few that have tokens.
         graph, experts, weights = nnx.split(stack, lambda path, _: "experts" in path, ...)
         first = layer
+        own_copies = None if hasattr(stack, "mlp") else copies
 
-        def body(carry, weights):
+        def body(carry, xs):
             x, cache, layer = carry
+            weights, copies = xs
             block: DecoderLayer = nnx.merge(graph, experts, weights)
-            attended, cache = self._attend(
-                block, self._whole(block.attn_norm(x)), cache, layer, groups, slots, rotation
-            )
-            x = x + attended
-            y, report = self._feed_forward(block, layer - first, self._whole(block.mlp_norm(x)), active)
-            return (self._constrain(x + y, self.spec.batch_axes), cache, layer + 1), report
+            x, cache, report = self._run_layer(block, x, cache, layer, first, tokens, copies)
+            return (x, cache, layer + 1), report
 
-        (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), weights)
+        (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), (weights, own_copies))
         return x, cache, layer, reports
 
-    def _attend(self, block: DecoderLayer, x, cache: Cache, layer, groups: list[RowGroup], slots, rotation):
+    def _run_layer(
+        self, block: DecoderLayer, x, cache: Cache, layer, first, tokens: _Tokens, copies: CopyTables | None
+    ):
+        """The decoder layer that is ``layer`` of the cache, of a stack whose first layer is ``first``."""
+        attended, cache = self._attend(block, self._whole(block.attn_norm(x)), cache, layer, tokens)
+        x = x + attended
+        y, report = self._feed_forward(block, layer - first, self._whole(block.mlp_norm(x)), tokens.active, copies)
+        return self._constrain(x + y, self.spec.batch_axes), cache, report
+
+    def _attend(self, block: DecoderLayer, x, cache: Cache, layer, tokens: _Tokens):
         attention, mla = self.attention, block.attn
-        query_heads = any(group.shape.form != "AM_CC_ME" for group in groups)
-        p = self._spread_heads(mla.project(x, rotation, query_heads=query_heads))
-        cache = attention.write(mla, cache, layer, slots, p)
+        query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups)
+        p = self._spread_heads(mla.project(x, tokens.rotation, query_heads=query_heads))
+        cache = attention.write(mla, cache, layer, tokens.slots, p)
         outs, start = [], 0
-        for group in groups:
+        for group in tokens.groups:
             B, R, C = group.tokens.shape
             part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
-            heads = attention.attend(mla, group.shape.form, cache, layer, Rows(group.positions, group.tables), part)
+            rows = Rows(group.positions, group.tables, group.length, tokens.filled)
+            heads = attention.attend(mla, group.shape.form, cache, layer, rows, part)
             out = mla.add_output_bias(heads) if group.shape.form == "AM_CC_ME" else mla.output(heads)
             outs.append(out.reshape(B, R * C, -1))
             start += R * C
         return self._constrain(jnp.concatenate(outs, axis=1), self.spec.batch_axes), cache
 
-    def _feed_forward(self, block: DecoderLayer, index: Int[Array, ""], x: Float[Array, "B T D"], active):
+    def _feed_forward(self, block: DecoderLayer, index: Int[Array, ""], x: Float[Array, "B T D"], active, copies):
         """The dense MLP, or the experts of layer ``index`` of the stack."""
         if hasattr(block, "mlp"):
             return block.mlp(x), {}
-        apply = lambda experts, x, routing: self._dispatch(experts, index, x, routing, active)  # noqa: E731
+        apply = lambda experts, x, routing: self._dispatch(experts, index, x, routing, active, copies)  # noqa: E731
         y, _, report = block.moe(x, apply, self._on_each_rank)
         return y, report or {}
 
@@ -158,18 +248,19 @@ class Step:
         tokens = P(self.spec.batch_axes)
         return jax.shard_map(choose, mesh=self.mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=False)
 
-    def _dispatch(self, experts: RoutedExperts, index, x: Float[Array, "B T D"], routing: Routing, active):
+    def _dispatch(self, experts: RoutedExperts, index, x: Float[Array, "B T D"], routing: Routing, active, copies):
         """Send active tokens to the physical copies of their experts and bring the weighted sums back."""
         B, T, D = x.shape
         K = routing.ids.shape[-1]
         logical = self._whole(routing.ids).reshape(B * T, K)
-        slots = assign_copies(self.placement.tables, logical, active.reshape(B * T), ranks=B)
+        slots = assign_copies(copies, logical, active.reshape(B * T), ranks=B)
         stack = experts.stored()
         specs = {name: self._expert_spec(experts, name) for name in stack}
         product = ExpertProduct(
             weight_dtype=experts.down.weight.info.dtype,
             platform=self._platform,
             mean_load=self.mean_load(B * T, K),
+            kernels=self.kernels,
         )
         y, report = dispatch(
             self.spec,
@@ -218,3 +309,13 @@ class Step:
 
     def _constrain(self, array: Array, *axes) -> Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, P(*axes)))
+
+
+def _first(array: Array, layers: int) -> Array:
+    return array if array.shape[0] == layers else array[:layers]
+
+
+def _first_module(stack: MTP) -> MTP:
+    """The first of the stacked modules; its experts stay in their stack, as the expert product takes them."""
+    graph, experts, weights = nnx.split(stack, lambda path, _: "experts" in path, ...)
+    return nnx.merge(graph, experts, jax.tree.map(lambda array: array[0], weights))

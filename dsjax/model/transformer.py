@@ -14,7 +14,10 @@ from dsjax.model.parameters import Declaration, Matrix, ParameterInfo, Parameter
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and an MLP or experts, each behind a norm and beside a residual. Declared with a leading ``layers`` axis."""
+    """Attention, then an MLP or experts: each is given the normed input, and its output is added to the input.
+
+    Declared with a leading ``layers`` axis.
+    """
 
     def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int = 0, materialise: bool = False):
         D = config.hidden_size
@@ -41,13 +44,13 @@ class Embedding(nnx.Module):
 class MTP(nnx.Module):
     """Multi-token prediction modules (V3 report §2.2): what they own beside the shared embedding and head."""
 
-    def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
+    def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int, materialise: bool):
         D, depth = config.hidden_size, config.num_nextn_predict_layers
         stacked = declare.stacked(depth)
         self.embed_norm = RMSNorm(stacked, D, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(stacked, D, config.rms_norm_eps)
         self.eh_proj = Matrix(stacked, (2 * D, D), (None, "embed"), quantise=False)
-        self.layers = DecoderLayer(stacked, config, num_physical=num_physical)
+        self.layers = DecoderLayer(stacked, config, num_physical=num_physical, materialise=materialise)
         self.final_norm = RMSNorm(stacked, D, config.rms_norm_eps)
 
 
@@ -67,7 +70,7 @@ class Transformer(nnx.Module):
         if not config.tie_word_embeddings:
             self.head = Matrix(declare, (config.hidden_size, config.vocab_size), ("embed", "vocab"), quantise=False)
         if mtp and config.num_nextn_predict_layers:
-            self.mtp = MTP(declare, config, num_physical)
+            self.mtp = MTP(declare, config, num_physical=num_physical, materialise=materialise)
 
     @property
     def stacks(self) -> list[DecoderLayer]:
@@ -75,7 +78,7 @@ class Transformer(nnx.Module):
         return [getattr(self, name) for name in ("dense_layers", "moe_layers") if hasattr(self, name)]
 
     def head_weight(self, dtype) -> Float[Array, "D V"]:
-        """The output projection; the embedding's transpose where they are tied."""
+        """The output projection ``[D, V]``, which is the embedding's transpose where the two are tied."""
         if self.config.tie_word_embeddings:
             return value_of(self.embed.weight).astype(dtype).T
         return self.head.value(dtype)

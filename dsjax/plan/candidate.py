@@ -9,7 +9,7 @@ from typing import Any
 from dsjax.plan.figure import Figure, exact, largest, smallest
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
-from dsjax.plan.prompts import prompts_beside_decodes
+from dsjax.plan.prompts import prompts_beside_decodes, quick_prompts
 from dsjax.plan.workload import Objective
 
 _SETTLE = 30
@@ -139,6 +139,29 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     return Candidate("aggregated", instance, count, batch, instance, count, tokens, ttft, tpot, throughput)
 
 
+def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
+    """`aggregated` with middle values only, for the search; `in_full` gives what is shown."""
+    output, work = instance.workload.output.mean, instance.workload
+    decode = instance.decode_step(batch).value
+    others, step = quick_prompts(instance, batch, tokens)
+    tpot = decode / instance.options.tokens_a_step.value + others
+    busy = min(others / tpot, 0.95)
+    chunks = max(1.0, work.computed / tokens)
+    ttft = step * chunks + step * busy / (2 * (1 - busy)) + decode * (chunks + 0.5)
+    users = batch * instance.replicas * count
+    throughput = users * output / (ttft + tpot * max(output - 1, 0))
+    ends = (Figure(ttft), Figure(tpot), Figure(throughput))
+    return Candidate("aggregated", instance, count, batch, instance, count, tokens, *ends)
+
+
+def in_full(candidate: Candidate) -> Candidate:
+    """The same with intervals and derivations."""
+    if candidate.mode == "aggregated":
+        return aggregated(candidate.decode, candidate.count, candidate.batch, candidate.prefill_tokens)
+    pool = prefill_pool(candidate.prefill, candidate.prefill_tokens)
+    return separated(pool, candidate.prefill_count, candidate.decode, candidate.count, candidate.batch)
+
+
 @dataclass(frozen=True)
 class PrefillPool:
     """An instance that only prefills, in steps of at most `tokens` a DP rank.
@@ -158,17 +181,28 @@ class PrefillPool:
         Tokens and seconds of such a step settle where `seconds = f(fullest rank's share of rate × seconds)`; f is linear from
         one prompt a rank to a full step.
         """
+        share = self.share_at(rate)
+        return self.seconds if share is None else self.alone * (1 - share) + self.seconds * share
+
+    def quick_seconds_at(self, rate: float) -> float:
+        """The middle value of `seconds_at`."""
+        share = self.share_at(rate)
+        full, alone = self.seconds.value, self.alone.value
+        return full if share is None else alone * (1 - share) + full * share
+
+    def share_at(self, rate: float) -> float | None:
+        """How full a step is: 0 with one prompt a rank, 1 full; None where a step cannot be other than full."""
         computed = self.instance.workload.computed
         full, alone = self.seconds.value, self.alone.value
         if computed >= self.tokens or full <= alone:
-            return self.seconds
+            return None
         share = seconds = 0.0
         for _ in range(_SETTLE):
             before, seconds = seconds, alone + share * (full - alone)
             if seconds - before < 1e-3 * alone:
                 break
             share = (self._fullest(rate * seconds) - computed) / (self.tokens - computed)
-        return self.alone * (1 - share) + self.seconds * share
+        return share
 
     def _fullest(self, prompts: float) -> float:
         """Tokens of the rank that has most of so many prompts, which the router spreads evenly: from one prompt to a full step.
@@ -203,8 +237,7 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     tpot = instance.tpot(batch).named("TPOT", "s")
     users = exact(batch * instance.replicas * count, "requests at once")
     decoding = tpot * max(output - 1, 1.0)
-    size = instance.memory.cache_per_token * work.input.mean
-    transfer = cache_transfer(instance.cluster, size / instance.layout.mesh.tp_size).named("cache transfer", "s")
+    transfer = _transfer(instance).named("cache transfer", "s")
     first = transfer + (instance.decode_step(batch) * 0.5).named("step in progress", "s")
     closed = work.concurrency is not None
     can_decode = (users / (decoding + first + pool.seconds if closed else decoding)).named(
@@ -223,6 +256,35 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     return Candidate(
         "separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, ttft, tpot, throughput
     )
+
+
+def quick_separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
+    """`separated` with middle values only, for the search."""
+    output, work = instance.workload.output.mean, instance.workload
+    step = instance.decode_step(batch).value
+    tpot = step / instance.options.tokens_a_step.value
+    users = batch * instance.replicas * count
+    decoding = tpot * max(output - 1, 1.0)
+    first = _transfer(instance).value + step * 0.5
+    closed = work.concurrency is not None
+    can_decode = users / (decoding + first + pool.seconds.value if closed else decoding)
+    can_prefill = pool.rate.value * (prefill_count * _BUSY)
+    rate = min(can_decode, can_prefill)
+    prompt = pool.quick_seconds_at(rate / prefill_count)
+    busy = min(_BUSY, rate * _BUSY / can_prefill)
+    ttft = prompt + first + prompt * busy / (2 * (1 - busy))
+    if closed and can_prefill < can_decode:
+        ttft = max(ttft, users / can_prefill - decoding)
+    ends = (Figure(ttft), Figure(tpot), Figure(rate * output))
+    return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
+
+
+def _transfer(instance: Instance) -> Figure:
+    """Of one request's cache to one replica."""
+    if "transfer" not in instance.steps:
+        size = instance.memory.cache_per_token * instance.workload.input.mean
+        instance.steps["transfer"] = cache_transfer(instance.cluster, size / instance.layout.mesh.tp_size)
+    return instance.steps["transfer"]
 
 
 def _ends(figure: Figure) -> tuple[float, float, float]:

@@ -1,109 +1,298 @@
-"""`Chip`: seconds of single operations on one device: measured efficiencies carried over to its ceilings."""
+"""`Chip`: seconds of single operations on one device: from the tables of operations, carried over to the device's own ceilings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from dsjax.hardware import Hardware
-from dsjax.plan.figure import Figure, assumed, largest
+from dsjax.hardware import Hardware, load_hardware
+from dsjax.plan.figure import Figure, Kind, assumed
 from dsjax.plan.operations import (
-    H800_BANDWIDTH,
-    H800_FP8_FLOPS,
-    decode_attention_efficiency,
-    dense_efficiency,
-    grouped_efficiency,
-    prefill_attention_efficiency,
-    product_bytes,
-    roofline,
+    DEEPGEMM,
+    FLASH_MLA,
+    decode_attention_seconds,
+    dense_curve,
+    grouped_seconds,
+    prefill_attention_seconds,
 )
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables
 from dsjax.plan.precision import BF16, Precision
 
-_HOPPER = ("h100", "h200", "h800")
+_CEILING = 0.95
+"""The largest share of a ceiling that an operation is taken to reach on any device."""
+_LAUNCH = 3e-6
+"""Seconds of a kernel's start and end, which no ceiling changes."""
+_V3_WIDTH, _V3_INNER = 7168, 2048
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operation has to do: operations, of which unit (`fp8`, `bf16`, `fp4`), and bytes of memory."""
+
+    flops: float
+    unit: str
+    moved: float
+
+    def on(self, chip: Hardware) -> tuple[float, float]:
+        """Seconds of its operations and of its bytes at `_CEILING` of a device's figures."""
+        peak = {"fp8": chip.fp8_flops, "bf16": chip.bf16_flops, "fp4": chip.fp4_flops or chip.fp8_flops}[self.unit]
+        return self.flops / (_CEILING * peak), self.moved / (_CEILING * chip.memory_bandwidth)
+
+    def best(self, chip: Hardware) -> float:
+        """The longer of the two."""
+        return max(self.on(chip))
+
+
+def carried(seconds: float, work: Work, there: Hardware, here: Hardware, fixed: float = _LAUNCH) -> float:
+    """Seconds of an operation here that took `seconds` there.
+
+    What it took beyond the bound of its operations and bytes is loss. A fixed part (starting the kernel) stays as it is. The rest
+    is waiting for data, and shrinks as memory gets faster; the bound itself is the new device's. A device with few operations for
+    each byte (H20) so reaches a larger share of its peak, by as much as its products take longer for the same waiting; and more of
+    any resource never makes an operation slower.
+    """
+    if there is here:
+        return seconds
+    bound = work.best(there)
+    if seconds <= bound:
+        return seconds * work.best(here) / bound
+    loss = seconds - bound
+    fixed = min(fixed, loss)
+    return work.best(here) + fixed + (loss - fixed) * there.memory_bandwidth / here.memory_bandwidth
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One device and the precision of its weights."""
+    """One device and the precision of its weights. operators: tables of operations. known: results, shared by all users."""
 
     hardware: Hardware
     precision: Precision
+    operators: OperatorTables = BUNDLED
+    known: dict = field(default_factory=dict, compare=False, repr=False)
 
-    @cached_property
+    def _once(self, key: tuple, make) -> Figure:
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = make()
+        return found
+
+    def _device(self, key: str) -> Hardware:
+        """A device as its file has it: what its table was measured on."""
+        found = self.known.get(("device", key))
+        if found is None:
+            found = load_hardware(key)
+            # Where nothing was scaled it is this very device, whose times are not carried anywhere.
+            same = self.hardware.key == key and (found.fp8_flops, found.bf16_flops, found.memory_bandwidth) == (
+                self.hardware.fp8_flops, self.hardware.bf16_flops, self.hardware.memory_bandwidth
+            )  # fmt: skip
+            found = self.known["device", key] = self.hardware if same else found
+        return found
+
+    @property
+    def tables_of(self) -> tuple[str, ...]:
+        """Devices whose tables speak of this one: its own, that of the same die, or what is carried over."""
+        return (self.hardware.key, self.hardware.operators or "h200")
+
+    @property
     def carried_over(self) -> Figure:
-        """Factor on an efficiency of the H800: 1 on devices with the same die, uncertain on others."""
-        if self.hardware.key in _HOPPER:
+        """Factor on the speed of what another die was measured at; 1 on the same die."""
+        hardware = self.hardware
+        if hardware.same_die or hardware.key == hardware.operators:
             return Figure(1.0)
-        why = f"efficiencies were measured on an H800, not on {self.hardware.name}"
-        return assumed(1.0, 0.8, 1.1, "carried over to this device", why)
+        why = f"measured on {hardware.operators or 'h200'}, not on {hardware.name}"
+        return self._once(("carried",), lambda: assumed(1.0, 0.8, 1.1, "carried over to this device", why))
 
-    @cached_property
-    def weak_in_compute(self) -> bool:
-        """Whether it has less than half of the H800's operations for each byte that it reads: its units are easy to feed."""
-        chip = self.hardware
-        return chip.fp8_flops / chip.memory_bandwidth < 0.5 * H800_FP8_FLOPS / H800_BANDWIDTH
+    def _figure(self, seconds: Sequence[float], spread: float, name: str, source: str) -> Figure:
+        """The first with the others as ends, at least `spread` each way; over what carrying to another die adds."""
+        value = seconds[0]
+        low, high = min(*seconds, value / (1 + spread)), max(*seconds, value * (1 + spread))
+        found = Figure(value, low, high, Kind.MEASURED, name=name, source=source, unit="s")
+        factor = self.carried_over
+        return found if factor.low == factor.high else found / factor
 
-    def _compute_share(self, share: Figure) -> Figure:
-        """Efficiency where operations are the bound; half of the H800's loss vanishes on a device that is easy to feed."""
-        if not self.weak_in_compute:
-            return share * self.carried_over
-        return assumed(
-            (1 + share.value) / 2,
-            share.value,
-            0.95,
-            f"{share.name}, easy to feed" if share.name else "compute efficiency, easy to feed",
-            f"{self.hardware.name} has few operations a byte: between the H800's efficiency and 0.95",
-        )
+    def _table(self, find) -> tuple[object, Hardware] | None:
+        """The first device of `tables_of` for which there is a table, and that device."""
+        for key in dict.fromkeys(self.tables_of):
+            found = find(key)
+            if found is not None:
+                return found, self._device(key)
+        return None
+
+    # Products -----------------------------------------------------------------------------------------------------------------
 
     def product(self, rows: float, n: int, k: int, *, expert: bool = False) -> Figure:
         """Seconds of a dense product `[rows, k] × [k, n]` with bf16 results, weights of the precision's kind."""
         itemsize = self.precision.expert if expert else self.precision.linear
-        peak, flops = self.precision.peak(self.hardware, expert), 2.0 * rows * n * k
-        moved = product_bytes(rows, n, k, itemsize, min(itemsize, 2))
-        share = dense_efficiency(max(1, round(rows)), n, k)
-        return self._roofline(flops, moved, peak, share)
+        self.precision.peak(self.hardware, expert)
+        return self._product(rows, n, k, "nvfp4" if itemsize < 1 else "fp8_block" if itemsize < BF16 else "bfloat16")
 
     def bf16_product(self, rows: float, n: int, k: int) -> Figure:
         """The same with bf16 weights: absorbed matrices, head, router."""
-        moved = product_bytes(rows, n, k, BF16, BF16)
-        share = dense_efficiency(max(1, round(rows)), n, k)
-        return self._roofline(2.0 * rows * n * k, moved, self.hardware.bf16_flops, share)
+        return self._product(rows, n, k, "bfloat16")
 
-    def grouped(
-        self, groups: Figure | float, rows: Figure, n: int, k: int, *, gate_up: bool, contiguous: bool
-    ) -> Figure:
-        """Seconds of the experts' product: `rows` in all over `groups` experts whose weights are read.
+    def _product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
+        return self._once(("product", rows, n, k, dtype), lambda: self._new_product(rows, n, k, dtype))
 
-        Up to 128 rows an expert the efficiency is that of a dense product of as many rows; above, the grouped tables'.
-        """
-        each = rows.value / max(groups, 1e-9)
-        share = dense_efficiency(max(1, round(each)), n, k) if each < 192 else grouped_efficiency(gate_up, contiguous)
+    def _new_product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
+        itemsize, unit = {"fp8_block": (1.0, "fp8"), "bfloat16": (2.0, "bf16"), "nvfp4": (0.5625, "fp4")}[dtype]
+        work = Work(2.0 * rows * n * k, unit, n * k * itemsize + rows * (k * itemsize + 2 * n))
+        found = self._table(lambda key: self.operators.product(key, dtype, n, k))
+        seconds, spread, source = [], 0.15, AICONFIGURATOR
+        if found:
+            curve, there = found
+            seconds.append(carried(curve(rows), work, there, self.hardware))
+            spread = max(0.05, min(0.25, self.operators.product_error(there.key, dtype)))
+        if (self.hardware.platform != "cuda" or self.hardware.is_hopper) and dtype != "nvfp4":
+            h800 = self._device("h800")
+            readme = carried(dense_curve(n, k, itemsize)(rows), work, h800, self.hardware)
+            source = f"{DEEPGEMM}; {AICONFIGURATOR}"
+            if self.hardware.key == "h800" or not seconds:
+                seconds.insert(0, readme)
+            elif self.hardware.key != "h200":
+                # Two tables of the same die, neither of this device: between them.
+                seconds = [math.sqrt(readme * seconds[0]), readme, seconds[0]]
+        if not seconds:
+            seconds = [work.best(self.hardware) / 0.5]
+        return self._figure(seconds, spread, f"product {rows:.0f}×{n}×{k}", source)
+
+    # Experts ------------------------------------------------------------------------------------------------------------------
+
+    def experts_work(self, used: float, rows: float, width: int, inner: int) -> Work:
+        """Both products of routed experts: `rows` in all, the weights of `used` experts."""
         itemsize = self.precision.expert
-        if itemsize < 1:
-            share = assumed(0.5, 0.35, 0.65, "FP4 grouped efficiency", "no public table was at hand")
-        peak = self.precision.peak(self.hardware, True)
-        compute = rows * (2.0 * n * k / peak) / self._compute_share(share)
-        moved = rows * (k * min(itemsize, 2) + 2.0 * n) + groups * (n * k * itemsize)
-        return largest(compute, moved / (share * self.carried_over * self.hardware.memory_bandwidth))
+        unit = "fp4" if itemsize < 1 else "fp8" if itemsize < BF16 else "bf16"
+        moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
+        return Work(6.0 * rows * width * inner, unit, moved)
 
-    def _roofline(self, flops: float, moved: float, peak: float, share: Figure) -> Figure:
-        bandwidth = self.hardware.memory_bandwidth
-        bound_by_compute = flops / peak > moved / bandwidth
-        share = self._compute_share(share) if bound_by_compute else share * self.carried_over
-        return roofline(flops, moved, peak, bandwidth) / share
+    def experts(self, used: float, rows: Figure, received: float, slots: float, width: int, inner: int, decode: bool):
+        """Seconds of a rank's routed experts: `rows` over `used` of its `slots`, of `received` tokens that were brought here.
 
-    def decode_attention(self, flops: float, read: float) -> Figure:
-        """Absorbed attention on cached latents: `read` bytes of cache, operations in bf16."""
-        of_bandwidth, of_peak = decode_attention_efficiency()
-        compute = flops / (self._compute_share(of_peak) * self.hardware.bf16_flops)
-        return largest(compute, read / (of_bandwidth * self.carried_over * self.hardware.memory_bandwidth))
+        Decode's are in the masked layout of wide EP, prefill's in the contiguous one.
+        """
+        self.precision.peak(self.hardware, True)
+        seconds = [self._experts(used, end, received, slots, width, inner, decode)
+                   for end in (rows.value, rows.low, rows.high)]  # fmt: skip
+        (value, spread, source), (low, _, _), (high, _, _) = seconds
+        table = self._figure([value], spread, "experts' products", source)
+        below, above = (
+            math.hypot(value / low - 1, value / table.low - 1),
+            math.hypot(high / value - 1, table.high / value - 1),
+        )
+        return Figure(value, value / (1 + below), value * (1 + above), table.kinds | rows.kinds, parts=(rows, table))
 
-    def prefill_attention(self, flops: float) -> Figure:
-        """Naive causal attention in bf16."""
-        return flops / (self._compute_share(prefill_attention_efficiency()) * self.hardware.bf16_flops)
+    def _experts(
+        self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
+    ) -> tuple[float, float, str]:
+        """(seconds, relative spread, source)."""
+        work = self.experts_work(used, rows, width, inner)
+        usual = Work(
+            6.0 * rows * _V3_WIDTH * _V3_INNER, "fp8",
+            used * 3 * _V3_WIDTH * _V3_INNER + rows * (3 * _V3_WIDTH + 5 * _V3_INNER),
+        )  # fmt: skip
+        find = self.operators.grouped_decode if decode else self.operators.grouped_prefill
+        found = self._table(find)
+        if not found:
+            there = self._device("h800")
+            seconds, fixed, spread, source = grouped_seconds(used, rows, decode), _LAUNCH, 0.15, DEEPGEMM
+        else:
+            table, there = found
+            source = AICONFIGURATOR
+            if decode:
+                seconds, fixed, spread = table(used, rows / max(used, 1e-9)), 20e-6, 0.1
+            else:
+                seconds, fixed, spread = table(rows, received, slots), table.least, max(0.08, table.error)
+        ratio = work.best(there) / usual.best(there)
+        if work.unit == "fp4":
+            ratio, spread = self._fp4_ratio(rows / max(used, 1e-9), there), 0.2
+        return carried(seconds * ratio, work, there, self.hardware, fixed), spread, source
+
+    def _fp4_ratio(self, each: float, there: Hardware) -> float:
+        """Time in FP4 ÷ in FP8 of an expert's two products with so many rows, by the dense table: no grouped one is at hand."""
+        shapes = ((2 * _V3_INNER, _V3_WIDTH), (_V3_WIDTH, _V3_INNER))
+        pairs = [[self.operators.product(there.key, d, *s) for s in shapes] for d in ("nvfp4", "fp8_block")]
+        if any(curve is None for pair in pairs for curve in pair):
+            return 0.5
+        fp4, fp8 = (sum(curve(max(each, 1.0)) for curve in pair) for pair in pairs)
+        return fp4 / fp8
+
+    def fused_experts(self, tokens: float, used: float, tp: int, ep: int) -> Figure | None:
+        """Seconds of the fused kernel that engines without wide EP use, experts cut `tp` ways; None where it was not timed.
+
+        used: experts of all that have a token; the table's even routing touches more, whose weights are taken off.
+        """
+        found = self._table(lambda key: self.operators.fused(key, tp, ep) if self.hardware.same_die else None)
+        if not found or self.precision.expert < 1 or self.precision.expert >= BF16:
+            return None
+        curve, there = found
+        # From one token on 8 experts to 32 on all 256 the table tells what an expert's weights take.
+        even, of_one = min(256.0, 8 * tokens), (curve(32) - curve(1)) / (256 - 8)
+        seconds = max(curve(tokens) - max(0.0, even - used) * of_one, curve.seconds[0])
+        work = self.experts_work(used / ep, tokens * 8 / ep, _V3_WIDTH, _V3_INNER // tp)
+        return self._figure([carried(seconds, work, there, self.hardware, 20e-6)], 0.1, "fused experts", AICONFIGURATOR)
+
+    # Attention ----------------------------------------------------------------------------------------------------------------
+
+    def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> Figure:
+        """Seconds of absorbed attention in one layer: `rows` requests at `context` cached positions of `latent` values each."""
+        return self._once(
+            ("decode", heads, rows, context, latent, rank),
+            lambda: self._decode_attention(heads, rows, context, latent, rank),
+        )
+
+    def _decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> Figure:
+        fp8 = self.precision.cache < BF16
+        unit = "fp8" if fp8 and self.hardware.is_blackwell else "bf16"
+        flops = 2.0 * heads * (latent + rank) * rows * context
+        work = Work(flops, unit, rows * context * latent * self.precision.cache)
+        usual = Work(flops * 1088 / (latent + rank), unit, work.moved * 576 / latent)
+        cache = "fp8" if fp8 else "bfloat16"
+        found = self._table(lambda key: self.operators.decode_attention(key, cache, math.ceil(heads)))
+        if not found:
+            there = self._device("h800")
+            seconds = [carried(decode_attention_seconds(work.flops, work.moved), work, there, self.hardware)]
+            return self._figure(seconds, 0.15, "attention", FLASH_MLA)
+        (surface, least, spread), there = found
+        seconds = surface(rows, context) * work.best(there) / max(usual.best(there), 1e-12)
+        return self._figure(
+            [carried(seconds, work, there, self.hardware, least)], max(0.05, spread), "attention", AICONFIGURATOR
+        )
+
+    def prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> Figure:
+        """Seconds of naive causal attention in one layer of `tokens` from `prompts` prompts, each attending to `context` on average.
+
+        per_pair: key and value widths together. A prompt behind cached positions counts as one whose mean token attends to as many.
+        """
+        return self._once(
+            ("prefill", heads, tokens, prompts, context, per_pair),
+            lambda: self._prefill_attention(heads, tokens, prompts, context, per_pair),
+        )
+
+    def _prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> Figure:
+        # With an FP8 cache an engine may still compute prompts in bf16, and quantises what it stores; the faster way counts.
+        ways = [False, True] if self.precision.cache < BF16 else [False]
+        found = [self._prefill_attention_in(fp8, heads, tokens, prompts, context, per_pair) for fp8 in ways]
+        return min(found, key=lambda figure: figure.value)
+
+    def _prefill_attention_in(
+        self, fp8: bool, heads: int, tokens: float, prompts: float, context: float, per_pair: int
+    ) -> Figure:
+        work = Work(
+            2.0 * heads * per_pair * tokens * context, "fp8" if fp8 and self.hardware.is_blackwell else "bf16", 0.0
+        )
+        cache = "fp8" if fp8 else "bfloat16"
+        found = self._table(lambda key: self.operators.prefill_attention(key, cache, heads))
+        if not found:
+            h800 = self._device("h800")
+            seconds = carried(prefill_attention_seconds(work.flops, context), work, h800, self.hardware)
+            return self._figure([seconds], 0.2, "attention", FLASH_MLA)
+        (surface, least), there = found
+        seconds = tokens * surface(-max(1.0, min(8.0, prompts)), 2 * context - 1) * per_pair / 320
+        seconds = carried(max(least, seconds), work, there, self.hardware, least)
+        return self._figure([seconds], 0.07, "attention", AICONFIGURATOR)
 
     def stream(self, moved: float) -> Figure:
-        """Norms, quantisation, rotation, permutation: `moved` bytes through memory."""
+        """Norms, rotation, activations: `moved` bytes through memory."""
         share = assumed(
             0.75, 0.55, 0.9, "element-wise share of bandwidth", "at best a plain copy: 4.3 of 4.8 TB/s, H200"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,9 +26,10 @@ class Kind(enum.IntFlag):
 class Figure:
     """A positive quantity `low ≤ value ≤ high`, its kinds, and the named figures that it was computed from.
 
-    Arithmetic is interval arithmetic: exact for sums, products, quotients and maxima of positive quantities in which each
-    uncertain factor occurs once; where one occurs twice the interval is too wide, never too narrow. The interval is
-    where the answer lies when every assumption lies in its range: a bound, not a standard deviation.
+    The parts of a sum, product or quotient are taken as independent: their distances to their ends add up as squares do (of products
+    and quotients, the relative distances). An interval is therefore not a bound: it is where the answer is to be expected when
+    each assumption is somewhere in its range, not all of them at the same end. How often measurements lie inside is told by
+    `docs/plan-validation.md`. With one uncertain part the ends are that part's.
     """
 
     __slots__ = ("high", "kinds", "low", "name", "note", "parts", "source", "unit", "value")
@@ -66,32 +68,52 @@ class Figure:
         return Figure(value, low, high, self.kinds, parts=parts)
 
     def __add__(self, other: Figure | float) -> Figure:
-        if isinstance(other, Figure):
-            return self._with(other, self.value + other.value, self.low + other.low, self.high + other.high)
-        return self._with(other, self.value + other, self.low + other, self.high + other)
+        value = self.value + (other.value if isinstance(other, Figure) else other)
+        if not isinstance(other, Figure):
+            return self._with(other, value, self.low + other, self.high + other)
+        return self._with(
+            other, value, value - math.hypot(self.value - self.low, other.value - other.low),
+            value + math.hypot(self.high - self.value, other.high - other.value),
+        )  # fmt: skip
 
     __radd__ = __add__
 
     def __sub__(self, other: Figure | float) -> Figure:
-        """Difference; the ends are those of independent intervals."""
-        if isinstance(other, Figure):
-            return self._with(other, self.value - other.value, self.low - other.high, self.high - other.low)
-        return self._with(other, self.value - other, self.low - other, self.high - other)
+        """Difference."""
+        if not isinstance(other, Figure):
+            return self._with(other, self.value - other, self.low - other, self.high - other)
+        value = self.value - other.value
+        return self._with(
+            other, value, value - math.hypot(self.value - self.low, other.high - other.value),
+            value + math.hypot(self.high - self.value, other.value - other.low),
+        )  # fmt: skip
 
     def __rsub__(self, other: float) -> Figure:
         return self._with(other, other - self.value, other - self.high, other - self.low)
 
+    def _relative(self) -> tuple[float, float]:
+        """(value ÷ low - 1, high ÷ value - 1)."""
+        return _over(self.value, self.low), _over(self.high, self.value)
+
     def __mul__(self, other: Figure | float) -> Figure:
-        if isinstance(other, Figure):
-            return self._with(other, self.value * other.value, self.low * other.low, self.high * other.high)
-        return self._with(other, self.value * other, self.low * other, self.high * other)
+        if not isinstance(other, Figure):
+            return self._with(other, self.value * other, self.low * other, self.high * other)
+        (low, high), (other_low, other_high) = self._relative(), other._relative()
+        value = self.value * other.value
+        return self._with(
+            other, value, value / (1 + math.hypot(low, other_low)), value * (1 + math.hypot(high, other_high))
+        )
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Figure | float) -> Figure:
-        if isinstance(other, Figure):
-            return self._with(other, self.value / other.value, self.low / other.high, self.high / other.low)
-        return self._with(other, self.value / other, self.low / other, self.high / other)
+        if not isinstance(other, Figure):
+            return self._with(other, self.value / other, self.low / other, self.high / other)
+        (low, high), (other_low, other_high) = self._relative(), other._relative()
+        value = self.value / other.value
+        return self._with(
+            other, value, value / (1 + math.hypot(low, other_high)), value * (1 + math.hypot(high, other_low))
+        )
 
     def __rtruediv__(self, other: float) -> Figure:
         return self._with(other, other / self.value, other / self.high, other / self.low)
@@ -141,18 +163,27 @@ def assumed(value: float, low: float, high: float, name: str, why: str, unit: st
     return Figure(value, low, high, Kind.ASSUMPTION, name=name, source=why, unit=unit)
 
 
+def _over(larger: float, smaller: float) -> float:
+    """larger ÷ smaller - 1 of two ends of one figure; 0 ÷ 0 is nothing."""
+    if larger == smaller:
+        return 0.0
+    return larger / smaller - 1 if smaller > 0 else math.inf
+
+
 def total(figures: Sequence[Figure]) -> Figure:
     """The sum of at least one, at the price of one addition."""
-    value = low = high = 0.0
+    value = below = above = 0.0
     kinds, parts = 0, []
     for figure in figures:
-        value, low, high = value + figure.value, low + figure.low, high + figure.high
+        value += figure.value
+        below += (figure.value - figure.low) ** 2
+        above += (figure.high - figure.value) ** 2
         kinds |= figure.kinds
         if figure.name:
             parts.append(figure)
         else:
             parts += figure.parts
-    return Figure(value, low, high, kinds, parts=tuple(parts))
+    return Figure(value, value - math.sqrt(below), value + math.sqrt(above), kinds, parts=tuple(parts))
 
 
 def largest(first: Figure, *others: Figure) -> Figure:

@@ -10,6 +10,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.dry_runs import runs_of, wire_refusal
 from dsjax.plan.figure import Figure
+from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.layout import Layout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
@@ -73,12 +74,21 @@ class Instance:
             shared = self.steps.setdefault("shared", {})
             choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
             if (
-                self.layout.mesh.ep_size == 1 or programs
+                self.layout.mesh.ep_size == 1 or programs or not options.engine.overlaps
             ):  # nothing to overlap; or the program that was compiled does not
                 choices = (False,)
             make = partial(MeasuredStep, measured=options.measured) if options.measured else StepModel
             self.steps["models"] = [
-                make(*arguments, overlap=overlap, dispatch=options.dispatch, dry_runs=programs, shared=shared)
+                make(
+                    *arguments,
+                    overlap=overlap,
+                    dispatch=options.dispatch,
+                    dry_runs=programs,
+                    shared=shared,
+                    operators=options.operators,
+                    host=HOST_TIMES[options.host],
+                    balancing=options.engine.balances,
+                )
                 for overlap in choices
             ]
         return self.steps["models"]
@@ -89,8 +99,20 @@ class Instance:
         if key not in self.steps:
             context, uneven = self.workload.context, self.workload.uneven
             times = [m.decode(batch, context, drafts=self.options.drafts, uneven=uneven) for m in self.step_models()]
-            self.steps[key] = min(times, key=lambda time: time.value)
+            self.steps[key] = self._paced(min(times, key=lambda time: time.value), True)
         return self.steps[key]
+
+    def _paced(self, step: Figure, decode: bool) -> Figure:
+        """With dsjax's own engine and a dry run of such a step: as much longer as the program's timeline is than the estimate."""
+        if self.options.engine.name != "dsjax":
+            return step
+        runs = [run for run in self.dry_runs if run.timeline and (run.step == "decode") == decode]
+        if not runs:
+            return step
+        key = ("pace", decode)
+        if key not in self.steps:
+            self.steps[key] = (runs[0].timeline / self.compiled_step(runs[0])).named("timeline ÷ published operations")
+        return (step * self.steps[key]).named("step", "s")
 
     def compiled_step(self, run: DryRun) -> Figure:
         """Seconds of the step that was compiled: the same rows and context, without overlap."""
@@ -114,7 +136,7 @@ class Instance:
             computed, work = self.workload.computed, self.workload
             prompt = computed * (1 + work.input.variation**2)
             times = [m.prefill(tokens, prompt=prompt, cached=work.cached, busy=busy) for m in self.step_models()]
-            self.steps[key] = min(times, key=lambda time: time.value)
+            self.steps[key] = self._paced(min(times, key=lambda time: time.value), False)
         return self.steps[key]
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dsjax.plan.figure import Figure, exact
+from dsjax.plan.figure import Figure, exact, total
 from dsjax.plan.measured import Measured
 from dsjax.plan.skew import zipf_variation
 from dsjax.plan.step import StepModel
@@ -27,6 +27,14 @@ class MeasuredStep(StepModel):
         """One decode step; the model's loop over the context runs to the longest of a batch, for all its rows."""
         reach = min(math.sqrt(3), math.sqrt(2 * math.log(batch))) if batch > 1 else 0.0
         return super().decode(batch, context * (1 + uneven * reach), drafts=drafts)
+
+    def _whole(self, parts: dict[str, Figure]) -> Figure:
+        """The sum: modules were timed with all that their launches take."""
+        return total(list(parts.values())).named("step", "s")
+
+    def launches(self) -> Figure:
+        """In the modules' own times."""
+        return exact(0.0)
 
     def _parts(
         self,
@@ -98,7 +106,9 @@ class MeasuredStep(StepModel):
         config, mesh = self.config, self.layout.mesh
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
         rows = own * config.num_experts_per_tok
-        slowest = self.skew.slowest(mesh.ep_size, slots, rows, self.balanced or self.layout.redundant > 0)
+        slowest = self.skew.slowest(
+            mesh.ep_size, slots, rows, self.balanced or (self.balancing and self.layout.redundant > 0)
+        )
         # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew
         # for every `_TILE` rows of one.
         ranks, top_k = config.n_routed_experts / slots, config.num_experts_per_tok

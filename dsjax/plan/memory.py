@@ -57,9 +57,10 @@ def _mlp(width: int, hidden: int, itemsize: float) -> int:
     return _bytes([(width, hidden), (width, hidden), (hidden, width)], itemsize) if hidden else 0
 
 
-def cache_bytes_per_token(config: ModelConfig, precision: Precision) -> int:
-    """Bytes of one token in all layers of the latent cache, on each device of its replica."""
-    return round(config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * precision.cache)
+def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
+    """Bytes of one token in all layers of the latent cache, on each device of its replica; the MTP module's layer has its own."""
+    layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
+    return round(layers * (config.kv_lora_rank + config.qk_rope_head_dim) * precision.cache)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ class Memory:
     @property
     def cache_tokens(self) -> Figure:
         """Tokens of a DP rank's cache."""
-        return (self.cache / self.cache_per_token).named("cache tokens", "tokens")
+        found = (self.cache / self.cache_per_token).named("cache tokens", "tokens")
+        found.low = max(0.0, found.low) if found.value > 0 else found.low
+        return found
 
     def max_batch(self, tokens_each: float) -> int:
         """Requests of so many tokens that a DP rank holds at once; the middle estimate."""
@@ -102,7 +105,7 @@ def memory(
     """Memory of one device of a layout. Set aside: runtime, communication buffers, graphs and a step's temporaries."""
     weights = weight_bytes(config, layout, precision, mtp)
     reserve = set_aside(device_bytes, dry_runs)
-    return Memory(weights, reserve, device_bytes, cache_bytes_per_token(config, precision))
+    return Memory(weights, reserve, device_bytes, cache_bytes_per_token(config, precision, mtp))
 
 
 def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> Figure:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from dsjax.config import ModelConfig
+from dsjax.hardware import load_hardware
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, assumed, exact, largest
-from dsjax.plan.operations import low_latency_fit, normal_shares
+from dsjax.plan.figure import Figure, assumed, exact, largest, measured
+from dsjax.plan.operations import COMBINE_ROW_BYTES, DISPATCH_ROW_BYTES, low_latency_fit, normal_shares
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, Curve, OperatorTables
 
 _REFERENCE_LATENCY = 2e-6
 """Of the network on which the fixed part was measured: InfiniBand, one way."""
@@ -29,8 +31,31 @@ def torus_hops(cluster: Cluster) -> Figure:
     )
 
 
+def _timed_inside(
+    cluster: Cluster, ranks: int, share: float, curve: Curve | None, tokens: float, slowest: Figure, name: str
+) -> Figure | None:
+    """Seconds within one scale-up domain by a table of 8 ranks of a host; None where there is none for such a device.
+
+    share: bytes that leave a device ÷ those that did when the table was made. The fixed part stays; the rest goes with the link.
+    """
+    hardware = cluster.hardware
+    if curve is None or ranks > cluster.domain or not hardware.same_die or hardware.key == "h800":
+        return None
+    there = load_hardware(hardware.operators or hardware.key).scale_up_bandwidth
+    fixed = curve.seconds[0]
+    moving = max(0.0, curve(tokens) - fixed) * share * there / hardware.scale_up_bandwidth
+    return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * (exact(moving) * slowest + fixed)
+
+
 def low_latency_exchange(
-    cluster: Cluster, ranks: int, tokens: float, top_k: int, row_bytes: float, slowest: Figure, combine: bool
+    cluster: Cluster,
+    ranks: int,
+    tokens: float,
+    top_k: int,
+    row_bytes: float,
+    slowest: Figure,
+    combine: bool,
+    operators: OperatorTables = BUNDLED,
 ) -> Figure:
     """One way of DeepEP's low-latency kernels: a row for each of a token's `top_k` experts, straight to its rank.
 
@@ -38,6 +63,12 @@ def low_latency_exchange(
     """
     if ranks == 1:
         return exact(0.0)
+    usual = COMBINE_ROW_BYTES if combine else DISPATCH_ROW_BYTES
+    share = row_bytes / usual * (ranks - 1) / ranks / (7 / 8)
+    curve = operators.low_latency(cluster.hardware.operators or cluster.hardware.key, combine)
+    timed = _timed_inside(cluster, ranks, share, curve, tokens, slowest, "low-latency kernels in one host")
+    if timed:
+        return timed
     fixed, network, link = low_latency_fit(combine)
     near = min(cluster.domain, ranks)
     payload = tokens * top_k * row_bytes
@@ -51,7 +82,14 @@ def low_latency_exchange(
 
 
 def normal_exchange(
-    cluster: Cluster, config: ModelConfig, ranks: int, tokens: float, row_bytes: float, slowest: Figure
+    cluster: Cluster,
+    config: ModelConfig,
+    ranks: int,
+    tokens: float,
+    row_bytes: float,
+    slowest: Figure,
+    combine: bool = False,
+    operators: OperatorTables = BUNDLED,
 ) -> Figure:
     """One way of DeepEP's normal kernels: a row once to each host that has one of its experts, then over the fast link."""
     if ranks == 1:
@@ -60,6 +98,18 @@ def normal_exchange(
     domains = cluster.domains_of(ranks)
     top_k = config.num_experts_per_tok
     spread = ranks * (1 - (1 - 1 / ranks) ** top_k) * (ranks - 1) / ranks
+    usual = (COMBINE_ROW_BYTES if combine else DISPATCH_ROW_BYTES) * 8 * (1 - (7 / 8) ** top_k) * 7 / 8
+    timed = _timed_inside(
+        cluster,
+        ranks,
+        row_bytes * spread / usual,
+        operators.normal(combine),
+        tokens,
+        slowest,
+        "normal kernels in one host",
+    )
+    if timed:
+        return timed
     inside = exact(tokens * row_bytes * spread, "bytes over the scale-up link", "B") * slowest
     time = inside * torus_hops(cluster) / (link * cluster.hardware.scale_up_bandwidth)
     if domains > 1:

@@ -11,7 +11,8 @@ import itertools
 import math
 import statistics
 
-from dsjax.plan.figure import Figure, assumed, measured
+from dsjax.plan.figure import Figure, measured
+from dsjax.plan.operator_tables import Curve
 
 H800_FP8_FLOPS = 1979e12
 H800_BF16_FLOPS = 989e12
@@ -117,44 +118,47 @@ def dense_error() -> float:
     )
 
 
-@functools.cache
-def dense_efficiency(m: int, n: int, k: int) -> Figure:
-    """Efficiency of a dense product `[m, k] × [k, n]`; off by `dense_error` where the shape was not measured."""
-    value = _dense(max(m, 1), n, k)
-    spread = 0.05 if (n, k) in _DENSE else dense_error()
-    name = f"dense efficiency {m}×{n}×{k}"
-    return measured(value, value * (1 - spread), min(value * (1 + spread), 0.95), name, DEEPGEMM)
+_ROWS = (1, 8, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @functools.cache
-def grouped_efficiency(gate_up: bool, contiguous: bool) -> Figure:
-    """Efficiency of a grouped product over experts; the range is that of the table's group sizes, at least 10 % each way."""
-    table = (_CONTIGUOUS if contiguous else _MASKED)[(4096, 7168) if gate_up else (7168, 2048)]
-    value = statistics.mean(table.values())
-    low, high = min(*table.values(), 0.9 * value), max(*table.values(), 1.1 * value)
-    kind = "contiguous" if contiguous else "masked"
-    return measured(value, low, high, f"grouped {'gate-up' if gate_up else 'down'} efficiency, {kind}", DEEPGEMM)
+def dense_curve(n: int, k: int, itemsize: float = 1.0) -> Curve:
+    """Seconds on an H800 of a dense product `[rows, k] × [k, n]` over rows; bf16 (`itemsize` 2) at FP8's shares of its ceilings."""
+    peak = H800_FP8_FLOPS if itemsize < 2 else H800_BF16_FLOPS
+
+    def best(rows: float) -> float:
+        return roofline(2.0 * rows * n * k, product_bytes(rows, n, k, itemsize, itemsize), peak, H800_BANDWIDTH)
+
+    # The table's own sizes exactly; between them its share of the ceilings is straight in the logarithm of the rows.
+    return Curve([(rows, best(rows) / _dense(rows, n, k)) for rows in _ROWS], best)
 
 
-def decode_attention_efficiency() -> tuple[Figure, Figure]:
-    """(of bandwidth, of bf16 operations) for absorbed attention in decode. The README says "up to": the low end is 15 % less."""
-    read = FLASH_MLA_BANDWIDTH / H800_BANDWIDTH
-    compute = FLASH_MLA_FLOPS / H800_BF16_FLOPS
-    return (
-        measured(0.95 * read, 0.85 * read, read, "attention, share of bandwidth", FLASH_MLA),
-        measured(0.95 * compute, 0.85 * compute, compute, "attention, share of bf16 peak", FLASH_MLA),
-    )
+def grouped_seconds(used: float, rows: float, decode: bool) -> float:
+    """Seconds on an H800 of both of V3's expert products, `rows` over `used` experts, by the masked or contiguous table.
+
+    Up to 192 rows an expert a product reaches what a dense one of as many rows does.
+    """
+    total, each = 0.0, rows / max(used, 1e-9)
+    for n, k in ((4096, 7168), (7168, 2048)):
+        share = statistics.mean((_MASKED if decode else _CONTIGUOUS)[n, k].values())
+        if each < 192:
+            share = min(share, _dense(max(each, 1.0), n, k))
+        moved = used * n * k + rows * (k + 2 * n)
+        total += roofline(2.0 * rows * n * k, moved, H800_FP8_FLOPS, H800_BANDWIDTH) / share
+    return total
 
 
-def prefill_attention_efficiency() -> Figure:
-    """Of bf16 operations in naive causal attention, 192 wide keys and 128 wide values."""
-    return assumed(
-        0.6,
-        0.5,
-        0.67,
-        "prefill attention, share of bf16 peak",
-        "at most FlashMLA's 0.67; causal blocks are cut diagonally",
-    )
+def decode_attention_seconds(flops: float, read: float) -> float:
+    """Seconds on an H800 of absorbed attention in decode; the README says "up to", of which 95 % is taken."""
+    return roofline(flops, read, 0.95 * FLASH_MLA_FLOPS, 0.95 * FLASH_MLA_BANDWIDTH)
+
+
+def prefill_attention_seconds(flops: float, context: float) -> float:
+    """Seconds on an H800 of naive causal attention, for want of a table: at most FlashMLA's share, less at short prompts.
+
+    The tiles of 128 on the diagonal are computed whole, so that a prompt of `2 × context` tokens costs that of one tile more.
+    """
+    return flops / (0.6 * H800_BF16_FLOPS) * (1 + 64 / max(context, 1.0))
 
 
 @functools.cache

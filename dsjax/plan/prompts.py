@@ -49,12 +49,30 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     return found.named("prompts of other requests, for each token", "s"), step
 
 
+def quick_prompts(instance: Instance, batch: float, tokens: float) -> tuple[float, float]:
+    """The middle values of `prompts_beside_decodes`, without intervals and derivations: the search asks for very many."""
+    work, made = instance.workload, instance.options.tokens_a_step.value
+    ranks = instance.layout.unit.mesh.dp_size
+    chunks = math.ceil(work.computed / tokens)
+    size = work.computed / chunks
+    arriving = batch * ranks * made / work.output.mean * chunks
+    share, deepest = _steps_with_prompts(arriving, ranks)
+    depth = max(1.0, min(deepest, max(1, int(tokens / size + 1e-9))))
+    filled = arriving / share / (ranks * deepest)
+    busy = next(s for s in _SHARES if s >= min(filled, 1.0) - 1e-9)
+    whole = int(depth)
+    step = instance.prefill_step(whole * size, busy).value
+    if depth > whole:
+        step = step * (whole + 1 - depth) + instance.prefill_step((whole + 1) * size, busy).value * (depth - whole)
+    return step * share * deepest / depth / made, step
+
+
 def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float:
     """The size of a step's prompts, of these, with which a token waits least for them.
 
     Small steps let more replicas have a chunk at the same time, large ones compute a token for less.
     """
-    return min(sizes, key=lambda size: prompts_beside_decodes(instance, batch, size)[0].value)
+    return min(sizes, key=lambda size: quick_prompts(instance, batch, size)[0])
 
 
 @functools.cache

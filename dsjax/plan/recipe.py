@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from typing import Any
 
 from dsjax.plan.candidate import Candidate
+from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
 from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.search import Question
 
 
-def serve_options(model: str, instance: Instance, batch: float, prefill_tokens: float) -> dict[str, str]:
-    """Options of `dsjax serve` for one instance, as it names them."""
+def serve_options(
+    model: str, instance: Instance, batch: float, prefill_tokens: float, prefill_only: bool = False
+) -> dict[str, str]:
+    """Options of `dsjax serve` for one instance, as it names them: a step may hold what was priced.
+
+    prefill_only: an instance that makes no more than first tokens, of as many prompts at once as fill its step.
+    """
     work, options = instance.workload, instance.options
     length = math.ceil(
         work.input.mean * (1 + 3 * work.input.variation) + work.output.mean * (1 + 3 * work.output.variation)
     )
+    if prefill_only:
+        batch = prefill_tokens / work.computed
     seqs = max(1, math.ceil(batch))
+    # Decodes are in the budget of a step too; a prompt is taken whole where the step that was priced has room for it.
+    tokens = math.ceil(prefill_tokens) + (0 if prefill_only else seqs)
     found = {
         "--model": model,
         "--mesh": str(instance.layout.mesh),
         "--max-num-seqs": str(seqs),
         "--max-model-len": str(min(length + 1, instance.config.max_position_embeddings)),
-        "--max-num-batched-tokens": str(max(seqs, math.ceil(prefill_tokens))),
+        "--max-num-batched-tokens": str(max(seqs, tokens)),
+        "--prefill-chunk": str(max(1, min(math.ceil(prefill_tokens), length))),
     }
+    if options.drafts:
+        found["--speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": options.drafts})
     if options.precision.linear == FP8_BLOCK:
         found["--weights"] = "fp8"
     if instance.layout.mesh.ep_size > 1 and options.precision.wire < 2:
@@ -45,22 +59,44 @@ def command(options: dict[str, str]) -> str:
 def notes(candidate: Candidate) -> list[str]:
     """What the estimate counts on that the commands do not switch on."""
     found = []
+    able = dsjax_engine()
     if candidate.decode.options.dispatch == "deepep":
         found.append(
             "The estimate has DeepEP's kernels for dispatch; --dispatch auto reckons with dsjax serve's own instead."
         )
     found += _contradicted(candidate)
-    if candidate.mode == "separated":
+    if candidate.mode == "separated" and not able.transfers:
         found.append(
             "Prefill and decode are separate services: moving the cache between them is not an option of dsjax serve."
         )
-    if candidate.decode.overlapped(candidate.batch):
+    if candidate.decode.overlapped(candidate.batch) and not able.overlaps:
         found.append("The estimate overlaps two half batches, which is not an option of dsjax serve.")
-    if candidate.decode.options.drafts:
+    if candidate.decode.options.drafts and not able.drafts:
         found.append("The estimate drafts with the MTP module, which is not an option of dsjax serve.")
-    if candidate.decode.options.precision.expert < 1:
+    if candidate.decode.layout.redundant and not able.balances and candidate.decode.options.engine.balances:
+        found.append("The estimate places experts by their load, which is not an option of dsjax serve.")
+    if candidate.decode.options.precision.expert < 1 and not able.fp4:
         found.append("The estimate has FP4 experts, which dsjax does not load.")
     return found
+
+
+def published_beside(candidate: Candidate | None, other: Candidate | None) -> str | None:
+    """What engines with published kernels and overlaps would give beside a runnable plan, and by what; None where there is nothing."""
+    if other is None:
+        return None
+    reasons = ["DeepEP's kernels for dispatch"] if other.decode.layout.mesh.ep_size > 1 else []
+    if other.mode == "separated":
+        reasons.append("prefill and decode on instances of their own")
+    if other.decode.overlapped(other.batch):
+        reasons.append("two half batches that overlap")
+    if other.decode.layout.redundant:
+        reasons.append("experts placed by their load")
+    rate = other.throughput
+    more = "" if candidate is None else f", {rate.value / candidate.throughput.value:.2f} × as many"
+    return (
+        f"Engines with published kernels and overlaps (--engine published): {other.name()}, {rate.value:,.0f} tokens/s "
+        f"[{rate.low:,.0f} … {rate.high:,.0f}]{more}" + (f", by {', '.join(reasons)}." if reasons else ".")
+    )
 
 
 def _contradicted(candidate: Candidate) -> list[str]:
@@ -83,7 +119,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     services = [_service(model, candidate.decode, candidate.batch, candidate.prefill_tokens, candidate.count)]
     services[0]["role"] = "prefill and decode" if candidate.mode == "aggregated" else "decode"
     if candidate.mode == "separated":
-        other = _service(model, candidate.prefill, 1, candidate.prefill_tokens, candidate.prefill_count)
+        other = _service(model, candidate.prefill, 1, candidate.prefill_tokens, candidate.prefill_count, True)
         services.insert(0, {**other, "role": "prefill"})
     work, objective = question.workload, question.objective
     return {
@@ -107,8 +143,10 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     }
 
 
-def _service(model: str, instance: Instance, batch: float, tokens: float, count: int) -> dict[str, Any]:
-    options = serve_options(model, instance, batch, tokens)
+def _service(
+    model: str, instance: Instance, batch: float, tokens: float, count: int, prefill_only: bool = False
+) -> dict[str, Any]:
+    options = serve_options(model, instance, batch, tokens, prefill_only)
     return {
         "instances": count,
         "devices_each": instance.layout.devices,

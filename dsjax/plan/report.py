@@ -68,6 +68,7 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
         "memory and one request",
         highlight=False,
     )
+    console.print(asked(plan), highlight=False)
     show_usages(console, plan.usages)
     if any(found.used for found in plan.usages) and len(plan.considered) > 1:
         console.print(
@@ -76,7 +77,12 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
             style="dim",
         )
     if plan.winner:
-        _table(console, "meet the objectives, best first", plan, plan.ranked[:rows])
+        _table(
+            console,
+            "meet the objectives, best first" if _bounded(plan) else "most tokens a second first",
+            plan,
+            plan.ranked[:rows],
+        )
         _show_winner(console, plan, model)
         return
     for reason in forbidden(plan):
@@ -95,18 +101,17 @@ def show_usages(console: Console, usages: Sequence[Usage]) -> None:
 
 
 def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("deployment")
     device = "GPU" if plan.question.cluster.hardware.platform == "cuda" else "chip"
-    for name in (f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("first bottleneck")
     objective = plan.question.bounds
+    # Name, cells, and the order in which columns give way on a narrow terminal; the deployment never does.
+    columns: list[tuple[str, list[str], int]] = [
+        ("", [], 0), ("deployment", [], 0), (f"{device}s", [], 3), ("batch", [], 5), ("TTFT s", [], 6), ("TPOT ms", [], 7),
+        ("tokens/s", [], 8), (f"/{device}", [], 2), ("/user", [], 4), ("first bottleneck", [], 1),
+    ]  # fmt: skip
     for number, candidate in enumerate(candidates, 1):
         sure = "✓" if candidate.meets(objective, sure=True) else "~" if candidate.meets(objective) else "✗"
-        table.add_row(
-            f"{number} {sure}",
+        cells = (
+            f"{number} {sure}" if _bounded(plan) else f"{number}",
             f"{candidate.name()}\n{candidate.decode.layout.kind}"
             + (", two batches" if candidate.decode.overlapped(candidate.batch) else "")
             + (", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""),
@@ -119,12 +124,62 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
             f"{candidate.per_user.value:.1f}",
             str(bottlenecks(candidate)[0]),
         )
+        for (_, column, _), cell in zip(columns, cells, strict=True):
+            column.append(cell)
+    shown = _that_fit(columns, console.width)
+    table = Table(title=title, title_justify="left")
+    for name, _, _ in shown:
+        table.add_column(
+            name, justify="left" if name in ("", "deployment", "first bottleneck") else "right", no_wrap=True
+        )
+    for row in zip(*(column for _, column, _ in shown), strict=True):
+        table.add_row(*row)
     console.print(table)
+    left = [name for name, _, _ in columns if name not in [kept for kept, _, _ in shown]]
+    narrow = f" Not shown at {console.width} columns: {', '.join(left)}." if left else ""
+    holds = (
+        "✓ holds at the unfavourable end of the interval, ~ at the middle estimate, ✗ does not; second lines: interval, kind. "
+        if _bounded(plan)
+        else "Second lines: interval, kind. "
+    )
     console.print(
-        "✓ holds with every assumption at its unfavourable end, ~ at the middle estimate, ✗ does not; second lines: interval, "
-        "kind. Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.",
+        f"{holds}Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.{narrow}",
         style="dim",
     )
+
+
+def _that_fit(columns: list[tuple[str, list[str], int]], width: int) -> list[tuple[str, list[str], int]]:
+    """Those that stand side by side; the first to give way are left out."""
+    kept = list(columns)
+
+    def needed() -> int:
+        widest = (max(len(line) for cell in [name, *cells] for line in cell.split("\n")) for name, cells, _ in kept)
+        return sum(one + 3 for one in widest) + 1
+
+    while needed() > width and any(order for *_, order in kept):
+        kept.remove(min((column for column in kept if column[2]), key=lambda column: column[2]))
+    return kept
+
+
+def _bounded(plan: Plan) -> bool:
+    """Whether there is any objective to meet."""
+    bounds = plan.question.bounds
+    return any(value is not None for value in (bounds.ttft, bounds.tpot, bounds.throughput))
+
+
+def asked(plan: Plan) -> str:
+    """The workload and the objectives in one line."""
+    work, bounds = plan.question.workload, plan.question.objective
+    parts = [f"{work.input.mean:g} tokens in, {work.output.mean:g} out"]
+    parts += [f"{work.prefix_hit:.0%} of prompts cached"] if work.prefix_hit else []
+    parts += [f"{work.concurrency:g} requests in flight"] if work.concurrency is not None else []
+    parts += [f"{work.rate:g} requests/s"] if work.rate is not None else []
+    parts += [f"TTFT within {bounds.ttft * 1e3:,.0f} ms"] if bounds.ttft is not None else []
+    parts += [f"TPOT within {bounds.tpot * 1e3:,.0f} ms"] if bounds.tpot is not None else []
+    parts += [f"{bounds.throughput:,.0f} tokens/s"] if bounds.throughput is not None else []
+    if not _bounded(plan):
+        parts.append("no objectives: most tokens a second")
+    return "; ".join(parts) + f"; engine {plan.question.options.engine.name}"
 
 
 def _ranged(figure: Figure, factor: float, digits: int) -> str:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, PrefillPool, aggregated, prefill_pool, separated
+from dsjax.plan.candidate import Candidate, PrefillPool, in_full, prefill_pool, quick_aggregated, quick_separated
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.dry_runs import Usage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import Layout, layouts
 from dsjax.plan.precision import FP8_BLOCK
-from dsjax.plan.prompts import best_step
 from dsjax.plan.workload import Objective, Options, Workload
 
-_POOLS, _DECODERS = 10, 400
+_POOLS, _DECODERS = 6, 400
 """Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
-_RELIEVED = (0.83, 0.8, 0.75, 0.7, 0.6, 0.4)
-"""Shares of the time that prefill may be busy which are tried where the TTFT forbids the 0.85 that it is kept below."""
-_TYPICAL_BATCH = 64
-"""Requests of a DP rank at which the size of a step's prompts is chosen for all batches."""
+_FEW_DEVICES = 64
+"""Up to which every size of a prefill instance is paired; among more the best sizes are enough."""
+_SHOWN = 60
+"""Candidates of a list that get intervals and derivations."""
 
 
 @dataclass(frozen=True)
@@ -139,20 +140,28 @@ def search(question: Question) -> Plan:
 def _search(question: Question) -> Plan:
     found, fitting, too_large = instances(question)
     candidates: list[Candidate] = []
-    if "aggregated" in question.options.modes:
+    if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
-    if "separated" in question.options.modes:
+    if "separated" in question.options.possible_modes:
         candidates += _separated(question, fitting)
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]
-    ranked = _best_of_each(sorted(met, key=_order(question)))
-    missed = _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *_order(question)(c))))
+    ranked = _shown(_best_of_each(sorted(met, key=_order(question))))
+    missed = _shown(
+        _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *_order(question)(c))))
+    )
     every = [] if ranked else candidates
     bound = objective.ttft
     front = frontier([c for c in candidates if bound is None or c.ttft.value <= bound])
     late = [] if bound is None else [c for c in frontier(candidates) if c.ttft.value > bound]
-    return Plan(question, ranked, missed, front, late, found, fitting, too_large, every)
+    full = ([in_full(c) for c in some] for some in (front, late))
+    return Plan(question, ranked, missed, *full, found, fitting, too_large, every)
+
+
+def _shown(candidates: list[Candidate]) -> list[Candidate]:
+    """With intervals and derivations, as many as anybody will look at."""
+    return [in_full(c) for c in candidates[:_SHOWN]]
 
 
 def _order(question: Question):
@@ -194,65 +203,133 @@ def _counts(question: Question, instance: Instance) -> list[int]:
 def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     found = []
     for instance in fitting:
-        tokens = _prefill_size(question, instance)
+        sizes = instance.prefill_sizes(chunks=True)
         for count in _counts(question, instance):
             for batch in _batches(question, instance, count):
-                found.append(aggregated(instance, count, batch, tokens))
+                some = [quick_aggregated(instance, count, batch, size) for size in sizes]
+                met = [c for c in some if c.meets(question.bounds)]
+                found.append(min(met or some, key=_order(question)))
+    if question.workload.concurrency is None:
+        found += _filled(question, [(c, partial(_best_size, question, c)) for c in found])
     return found
 
 
-def _prefill_size(question: Question, instance: Instance) -> float:
-    """The step size with which decodes wait least for prompts, among those that leave half of the TTFT's budget for waiting."""
-    sizes = instance.prefill_sizes(chunks=True)
-    bound = question.objective.ttft
-    short = [s for s in sizes if bound is None or instance.prefill_step(s).value <= 0.5 * bound] or sizes[:1]
-    return best_step(instance, min(instance.max_batch, _TYPICAL_BATCH), short)
+def _best_size(question: Question, like: Candidate, batch: float) -> Candidate:
+    """With another batch, and the size of a step's prompts that is best at it."""
+    instance, bounds = like.decode, question.bounds
+    some = [quick_aggregated(instance, like.count, batch, s) for s in instance.prefill_sizes(chunks=True)]
+    met = [c for c in some if c.meets(bounds)]
+    return min(met or some, key=_order(question))
+
+
+def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], Candidate]]]) -> list[Candidate]:
+    """Between the batches that were tried, the largest that meets the objectives: by bisection, where it may be the best answer.
+
+    known: what was tried, with a function that makes the same with another batch. Throughput grows with the batch, so that what
+    meets the objectives between two batches is not better than the upper one; where that is no better than the best so far,
+    nothing is tried. With a given rate the least batch that keeps up, the fastest, is looked for in the same way.
+    """
+    objective, order = question.bounds, _order(question)
+    groups: dict[tuple, list] = {}
+    for candidate, make in known:
+        key = (candidate.mode, id(candidate.decode), candidate.count, id(candidate.prefill), candidate.prefill_count)
+        groups.setdefault((*key, candidate.prefill_tokens if candidate.mode == "separated" else 0), []).append(
+            (candidate.batch, candidate, make)
+        )
+    best = min((c for c, _ in known if c.meets(objective)), key=order, default=None)
+    pairs = []
+    for tried in groups.values():
+        tried.sort(key=lambda one: one[0])
+        for (low, below, make), (high, above, _) in itertools.pairwise(tried):
+            if below.meets(objective) != above.meets(objective) and high - low > 1:
+                pairs.append((above if below.meets(objective) else below, low, high, below.meets(objective), make))
+        if tried[0][0] > 1 and not tried[0][1].meets(objective):
+            pairs.append((tried[0][1], 0.0, tried[0][0], True, tried[0][2]))
+    found = []
+    for bound, low, high, rising, make in sorted(pairs, key=lambda pair: order(pair[0])):
+        if best is not None and order(bound) >= order(best):
+            continue
+        good = None
+        while high - low > 1:
+            middle = float((low + high) // 2)
+            here = make(middle)
+            if here.meets(objective):
+                good = here
+            if here.meets(objective) == rising:
+                low = middle
+            else:
+                high = middle
+        if good is not None:
+            found.append(good)
+            best = good if best is None or order(good) < order(best) else best
+    return found
 
 
 def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     if question.devices < 2:
         return []
-    pools = [prefill_pool(i, size) for i in fitting for size in _pool_sizes(question, i)]
-    chosen = _best(
-        pools, lambda p: p.rate.value / p.instance.layout.devices, lambda p: p.instance.layout.devices, _POOLS
-    )
+    chosen = _pools(question, fitting)
     points = [(i, b) for i in fitting for b in _decode_batches(question, i)]
     rate = {(id(i), b): b * i.replicas / i.tpot(b).value / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
-    found = []
+    # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
+    decoders += _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: p[0].layout.devices, _DECODERS)
+    found, tried = [], set()
     for pool in chosen:
         for instance, batch in decoders:
             for left, right in _splits(question, pool, instance, batch):
                 users = question.workload.concurrency
                 here = batch if users is None else users / (instance.replicas * right)
-                if here > instance.max_batch:
+                key = (id(pool), left, id(instance), right, here)
+                if here > instance.max_batch or key in tried:
                     continue
-                found.append(separated(pool, left, instance, right, here))
+                tried.add(key)
+                found.append(quick_separated(pool, left, instance, right, here))
                 bound = question.objective.ttft
                 if users is None and bound is not None and found[-1].ttft.value > bound:
                     found += _relieved(pool, left, instance, right, here, bound)
     return found
 
 
+def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
+    """For each size of an instance those that no other beats: in prompts a second, and in a prompt's time alone and in full steps."""
+    bound = question.objective.ttft
+    best: dict[int, list[PrefillPool]] = {}
+    for instance in fitting:
+        for size in instance.prefill_sizes():
+            pool = prefill_pool(instance, size)
+            if bound is not None and pool.alone.value > bound and size > instance.prefill_sizes()[0]:
+                continue
+            best.setdefault(instance.layout.devices, []).append(pool)
+    kept = []
+    for pools in best.values():
+        pools.sort(key=lambda p: -p.rate.value)
+        front: list[PrefillPool] = []
+        for pool in pools:
+            better = (p for p in front if p.seconds.value <= pool.seconds.value and p.alone.value <= pool.alone.value)
+            if next(better, None) is None:
+                front.append(pool)
+        # Without a bound on the TTFT only the rate counts; with one, slower but sooner ones too.
+        kept += front[:1] if bound is None else front[:_POOLS] + front[max(_POOLS, len(front) - _POOLS) :]
+    kept.sort(key=lambda p: -p.rate.value / p.instance.layout.devices)
+    return kept if question.devices <= _FEW_DEVICES else kept[: 4 * _POOLS]
+
+
 def _relieved(
     pool: PrefillPool, left: int, instance: Instance, right: int, batch: float, ttft: float
 ) -> list[Candidate]:
     """Where prefill is too busy for the TTFT: the same with the most requests that leave it time enough, if any do."""
-    output = max(instance.workload.output.mean - 1, 1.0)
-
-    def served(batch: float) -> float:
-        return batch * instance.replicas * right / (instance.tpot(batch).value * output)
-
-    if served(batch) <= _RELIEVED[0] * pool.rate.value * left or pool.alone.value > ttft:
+    if pool.alone.value > ttft:
         return []
-    for share in _RELIEVED:
-        # Two steps of a fixed point; rounded, so that others ask for the same batch.
-        for _ in range(2):
-            batch = max(1.0, round(batch * share * pool.rate.value * left / served(batch)))
-        found = separated(pool, left, instance, right, batch)
+    low, high, good = 0, math.ceil(batch), None
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = quick_separated(pool, left, instance, right, float(middle))
         if found.ttft.value <= ttft:
-            return [found]
-    return []
+            low, good = middle, found
+        else:
+            high = middle
+    return [good] if good else []
 
 
 def _rung(batch: float) -> int:
@@ -260,21 +337,29 @@ def _rung(batch: float) -> int:
     return round(2 * math.log2(batch))
 
 
-def _pool_sizes(question: Question, instance: Instance) -> list[float]:
-    bound = question.objective.ttft
-    sizes = instance.prefill_sizes()
-    return [s for s in sizes if bound is None or instance.prefill_step(s).value <= bound] or sizes[:1]
-
-
 def _decode_batches(question: Question, instance: Instance) -> list[float]:
+    """Batches that keep the objective, the largest of all among them, found by bisection between two that were tried."""
     bound = question.objective.tpot
     wanted = question.workload.concurrency
     if wanted is not None:
         most = max(1, 3 * question.devices // (4 * instance.layout.devices))
         batch = wanted / (instance.replicas * most)
         return [batch] if batch <= instance.max_batch else []
-    held = [float(b) for b in instance.batches() if bound is None or instance.tpot(b).value <= bound]
-    return held or [1.0]
+    if bound is None:
+        return [float(b) for b in instance.batches()]
+    held = [b for b in instance.batches() if instance.tpot(float(b)).value <= bound]
+    last = max(held, default=0)
+    high = next((b for b in instance.batches() if b > last), None)
+    if high is not None and (last or instance.tpot(1.0).value <= bound):
+        low = last
+        while high - low > 1:
+            middle = (low + high) // 2
+            if instance.tpot(float(middle)).value <= bound:
+                low = middle
+            else:
+                high = middle
+        held.append(low)
+    return [float(b) for b in sorted(set(held))] or [1.0]
 
 
 def _best(items: list, rate, group, most: int) -> list:
@@ -299,6 +384,8 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
         needed = served / (0.85 * pool.rate.value)  # prefill instances for each decode instance
         rights = devices / (other + needed * own)
         lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
+    # Where the TTFT forbids prefill to be as busy, one or two more instances of it relieve the rest.
+    lefts |= {left + more for left in tuple(lefts) for more in (1, 2)}
     found = []
     for left in sorted(lefts):
         right = (devices - left * own) // other

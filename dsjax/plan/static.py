@@ -73,8 +73,25 @@ def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
     return StaticResult(instance, batch, ttft, tpot, rate)
 
 
-def show_static(console: Console, found: list[StaticResult], mode: str, rows: int) -> None:
-    """The table."""
+def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | None) -> str:
+    """How much is missing where no layout holds the batch, and what would fit."""
+    if not fitting:
+        least = min(too_large, key=lambda i: i.memory.weights_total)
+        missing = -least.memory.cache.value + least.workload.held * least.memory.cache_per_token
+        return (
+            f"no layout has room for one request: the smallest, {least.layout}, lacks {missing / 1e9:.1f} GB a device; its weights are "
+            f"{least.memory.weights_total / 1e9:.1f} of {least.memory.device / 1e9:.1f} GB"
+        )
+    most = max(fitting, key=lambda i: i.max_batch)
+    missing = (batch or 1) * most.workload.held * most.memory.cache_per_token - most.memory.cache.value
+    return (
+        f"no layout has room for {batch} requests of a DP rank: {most.layout} holds most, {most.max_batch}, and lacks "
+        f"{missing / 1e9:.1f} GB a device; give --batch {most.max_batch} or less, or shorter --input and --output"
+    )
+
+
+def show_static(console: Console, found: list[StaticResult], mode: str, rows: int, missing: str) -> None:
+    """The table, or what is missing."""
     table = Table(title=f"{mode}: most tokens a second a device first", title_justify="left")
     table.add_column("layout")
     for name in (
@@ -97,7 +114,7 @@ def show_static(console: Console, found: list[StaticResult], mode: str, rows: in
             _ranged(result.tpot, 1e3, 1),
             _ranged(result.rate, 1, 0),
         )
-    console.print(table if found else "no layout has room for that batch")
+    console.print(table if found else missing)
 
 
 def _ranged(figure: Figure | None, factor: float, digits: int) -> str:

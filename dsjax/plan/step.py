@@ -9,10 +9,12 @@ from dsjax.config import ModelConfig
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.figure import Figure, assumed, exact, largest, total
+from dsjax.plan.figure import Figure, Kind, assumed, exact, largest, total
+from dsjax.plan.host_time import OVERLAPPED, HostTime
 from dsjax.plan.layout import Layout
 from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange, own_exchange
 from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables
 from dsjax.plan.precision import BF16, Precision
 from dsjax.plan.program import excess, exchange_run, exchanges, nearest, tensor_parallel_sums
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
@@ -25,8 +27,10 @@ class StepModel:
     """What a step of one instance costs. All sizes are of one DP rank, all times seconds.
 
     overlap: two-batch overlap: the halves of a batch alternate between computing and communicating.
-    balanced: experts are placed by their load (any redundant experts imply it). dispatch: `deepep`, DeepEP's kernels as
+    balanced: experts are placed by their load; with redundant experts they are wherever the engine can (balancing).
+    dispatch: `deepep`, DeepEP's kernels as
     published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
+    operators: tables of operations. host: what a step waits for its host.
     shared: results that layouts on one cluster and precision have in common; give the same dict to all of them.
     """
 
@@ -37,13 +41,19 @@ class StepModel:
     skew: Skew = DEFAULT_SKEW
     overlap: bool = False
     balanced: bool = False
+    balancing: bool = True
     dispatch: str = "deepep"
     dry_runs: tuple[DryRun, ...] = ()
+    operators: OperatorTables = BUNDLED
+    host: HostTime = OVERLAPPED
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "chip", Chip(self.cluster.hardware, self.precision))
+        key = ("chip", id(self.operators))
+        if key not in self.shared:
+            self.shared[key] = Chip(self.cluster.hardware, self.precision, self.operators)
+        object.__setattr__(self, "chip", self.shared[key])
 
     def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> Figure:
         """One decode step.
@@ -58,7 +68,8 @@ class StepModel:
         parts = {**layers, "head": self.head(tokens), **self.beside(tokens, batch, True)}
         if drafts:
             parts["MTP module"] = self._draft(batch, context, wait) * drafts
-        return _named_total(parts, "step")
+            parts["host, drafts"] = self.host.draft() * drafts
+        return self._whole(parts)
 
     def prefill(self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0) -> Figure:
         """One prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` cached ones.
@@ -73,20 +84,44 @@ class StepModel:
         uneven = assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
         layers = {name: (part * uneven).named(name, "s") for name, part in layers.items()}
         rows = max(1.0, tokens / prompt)
-        return _named_total({**layers, "head": self.head(rows), **self.beside(tokens, rows, False)}, "step")
+        parts = {**layers, "head": self.head(rows)}
+        done = _named_total(parts, "device")
+        launched = self.launches()
+        if launched.high > done.low:
+            done = largest(done, launched).named("device, or what launches take", "s")
+        return self._whole({"device": done, **self.beside(tokens, rows, False)})
+
+    def _whole(self, parts: dict[str, Figure]) -> Figure:
+        """The step that these parts make: the middle is their sum, the ends have what operations timed alone leave out."""
+        found = total(list(parts.values()))
+        return (found * whole_engine()).named("step", "s")
+
+    def launches(self) -> Figure:
+        """Seconds in which a prefill step's kernels can be started one by one: no graph holds a step of any shape."""
+        config = self.config
+        if self.cluster.hardware.platform != "cuda":
+            return exact(0.0)
+        key = ("launches", self.layout.mesh.ep_size > 1)
+        if key not in self.shared:
+            layer = assumed(150e-6, 90e-6, 250e-6, "launches of a layer", "about 30 at 5 µs, not captured", "s")
+            time = layer * config.num_hidden_layers
+            if config.is_moe and self.layout.mesh.ep_size > 1:
+                found = self.chip.operators.grouped_prefill("h200")
+                least = found.least if found else 0.37e-3
+                time = time + Figure(
+                    least * config.num_moe_layers, 0.8 * least * config.num_moe_layers, 1.1 * least * config.num_moe_layers,
+                    Kind.MEASURED, name="launches of the experts", unit="s", source=AICONFIGURATOR,
+                )  # fmt: skip
+            self.shared[key] = time.named("launches", "s")
+        return self.shared[key]
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        return {"host": self.host(decode)}
+        return {"host": self.host.step(decode)}
 
     def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, Figure]:
         """What all layers of a step cost, by name, before two-batch overlap; nothing waits for another replica."""
         return self._parts(tokens, read, context, decode, self.config.num_hidden_layers, Figure(1.0), None)
-
-    def host(self, decode: bool) -> Figure:
-        """Seconds of a step that the device waits for the host."""
-        ends = (0.001, 0.0002, 0.004) if decode else (0.004, 0.001, 0.015)
-        return assumed(*ends, "host", "scheduling and launching that the device waits for", "s")
 
     def hidden(self) -> Figure:
         """With two-batch overlap: the share of the shorter of computation and communication that the longer hides."""
@@ -98,6 +133,23 @@ class StepModel:
             return None
         why = f"{DEEPEP}: 24 of 132 by default"
         return assumed(NORMAL_SMS / H800_SMS, 0.1, 0.2, "multiprocessors that communicate", why)
+
+    def beside_routed(self) -> Figure:
+        """In decode: the share of the shared experts' time that is not hidden beside the routed ones, on a second stream."""
+        if self.cluster.hardware.platform != "cuda":
+            return exact(1.0)
+        why = "SGLang and TensorRT-LLM run them beside the routed experts, with which they share the memory"
+        return assumed(0.5, 0.0, 1.0, "share of the shared experts that is not hidden", why)
+
+    def copying(self) -> Figure | None:
+        """With two-batch overlap in decode: the share of an exchange in which it copies on the multiprocessors.
+
+        The low-latency kernels leave them free only while rows travel.
+        """
+        if self.cluster.hardware.platform != "cuda":
+            return None
+        why = "sending and receiving take 0.06 of 0.17 ms of a dispatch, as published"
+        return assumed(0.35, 0.25, 0.5, "share of an exchange that is copies", why)
 
     def _layers(
         self,
@@ -120,8 +172,10 @@ class StepModel:
         talk = total([half[n] * 2 for n in _COMMUNICATION]).named("communication of two half batches", "s")
         work = total([p * 2 for n, p in half.items() if n not in _COMMUNICATION])
         work = work.named("computation of two half batches", "s")
-        share = None if decode else self.beside_communication()
-        if share:
+        share = self.copying() if decode else self.beside_communication()
+        if share and decode:
+            work = (work + talk * share).named("computation and the exchanges' copies", "s")
+        elif share:
             work = (work / (1 - share)).named("computation beside communication", "s")
         hidden = self.hidden()
         return {
@@ -151,7 +205,12 @@ class StepModel:
             beyond = excess(self.chip, config, run, tokens / tp)
             if beyond:
                 found["products beyond the model's own"] = beyond
-        return found | self._experts(tokens, decode, moe, busy) if moe else found
+        if not moe:
+            return found
+        found |= self._experts(tokens, decode, moe, busy)
+        if decode and "shared experts" in found and not self.overlap:
+            found["shared experts"] = found["shared experts"] * self.beside_routed()
+        return found
 
     def _shared(
         self, tokens: float, read: float, context: float, decode: bool, layers: int, dense: int
@@ -169,8 +228,9 @@ class StepModel:
         }
         if decode:
             floor = assumed(
-                40e-6, 20e-6, 80e-6, "small kernels of a layer", "about 20 launches of a CUDA graph, 1 to 4 µs each"
-            )
+                28e-6, 14e-6, 56e-6, "small kernels of a layer",
+                "about 14 launches of a CUDA graph, 1 to 4 µs each; quantisation is in the products' times",
+            )  # fmt: skip
             found["small kernels"] = floor * layers
         if tp > 1:
             found["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
@@ -201,15 +261,19 @@ class StepModel:
         return time + chip.product(tokens + read, heads * both, rank)
 
     def attention(self, tokens: float, read: float, context: float, decode: bool) -> Figure:
-        """Seconds in one layer, proportional to `read` and to `tokens × context`."""
+        """Seconds in one layer of `tokens` that attend to `context` positions each; decode reads `read` positions in all."""
         config = self.config
         heads = config.num_attention_heads // self.layout.mesh.tp_size
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
         if not decode:
-            per_pair = config.qk_head_dim + config.v_head_dim
-            return self.chip.prefill_attention(2.0 * heads * per_pair * tokens * context)
-        cache = read * (rank + rope) * self.precision.cache
-        return self.chip.decode_attention(2.0 * heads * (2 * rank + rope) * tokens * context, cache)
+            # The prompts that the tokens are of: read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2.
+            prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
+            return self.chip.prefill_attention(
+                heads, tokens, tokens / prompt, context, config.qk_head_dim + config.v_head_dim
+            )
+        # Drafts of a request are further query rows on the same cached positions.
+        rows = read / context if context else tokens
+        return self.chip.decode_attention(heads * max(1.0, tokens / max(rows, 1e-9)), rows, context, rank + rope, rank)
 
     def _streamed(self, tokens: float, decode: bool) -> float:
         """Bytes that a layer's small operations read and write: a count of their operands, each once."""
@@ -219,9 +283,8 @@ class StepModel:
         rotation = 4 * heads * config.qk_head_dim
         keys = 0 if decode else 2 * heads * (config.qk_head_dim + config.qk_nope_head_dim)
         output = 3 * heads * config.v_head_dim
-        rows = config.num_experts_per_tok / (mesh.tp_size if not mesh.splits_expert_width else 1)
-        experts = rows * (4 * width + 5 * F / mesh.expert_width_shards) + 5 * F * config.n_shared_experts / mesh.tp_size
-        return tokens * (norms + rotation + keys + output + experts)
+        shared = 5 * F * config.n_shared_experts / mesh.tp_size  # the routed experts' are in their products' times
+        return tokens * (norms + rotation + keys + output + shared)
 
     def _mlp(self, tokens: float, hidden: int) -> Figure:
         width = self.config.hidden_size
@@ -237,7 +300,7 @@ class StepModel:
         width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
         own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
         split = mesh.tp_size if mesh.splits_expert_width else 1
-        balanced = self.balanced or self.layout.redundant > 0
+        balanced = self.balanced or (self.balancing and self.layout.redundant > 0)
         key = ("experts", own, devices, mesh.ep_size, split, self.layout.redundant, balanced, decode, layers, busy)
         if key in self.shared and not self.dry_runs:
             return self.shared[key]
@@ -246,11 +309,17 @@ class StepModel:
         rows = own * busy * top_k * mesh.expert_width_shards
         slowest = self.skew.slowest(mesh.ep_size, slots, rows, balanced)
         arriving = exact(rows, "rows of the mean rank", "rows") * slowest
-        used = slots * (1 - (1 - top_k / physical) ** (own * busy * devices))
+        everyone = own * busy * devices
+        touched = self.skew.touched(everyone, top_k, config.n_routed_experts)
+        used = slots * touched / config.n_routed_experts
         inner = hidden // mesh.expert_width_shards
-        flags = {"contiguous": not decode}
-        products = chip.grouped(used, arriving, 2 * inner, width, gate_up=True, **flags)
-        products = products + chip.grouped(used, arriving, width, inner, gate_up=False, **flags)
+        products = None
+        if mesh.splits_expert_width and self.chip.hardware.same_die and (width, hidden, top_k) == (7168, 2048, 8):
+            # Only V3's own widths were timed.
+            products = chip.fused_experts(everyone, touched, mesh.expert_width_shards, mesh.ep_size)
+        if products is None:
+            received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
+            products = chip.experts(used, arriving, received * slowest.value, slots, width, inner, decode)
         there, back = self._exchanges(own, decode, slowest)
         if mesh.splits_expert_width and mesh.ep_size > 1:
             size = tokens * top_k * width * BF16
@@ -273,12 +342,12 @@ class StepModel:
             return tuple(own_exchange(cluster, self.dispatch, ranks, own, top_k, row, slowest) for row in rows)
         if decode:
             return (
-                low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False),
-                low_latency_exchange(cluster, ranks, own, top_k, back, slowest, True),
+                low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False, self.operators),
+                low_latency_exchange(cluster, ranks, own, top_k, back, slowest, True, self.operators),
             )
         return (
-            normal_exchange(cluster, config, ranks, own, there, slowest),
-            normal_exchange(cluster, config, ranks, own, back, slowest),
+            normal_exchange(cluster, config, ranks, own, there, slowest, False, self.operators),
+            normal_exchange(cluster, config, ranks, own, back, slowest, True, self.operators),
         )
 
     def head(self, tokens: float) -> Figure:
@@ -312,6 +381,12 @@ def _longest(ranks: int, batch: float, variation: float) -> Figure:
     if ranks == 1 or variation == 0:
         return Figure(1.0)
     return exact(1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1)), "longest contexts ÷ mean")
+
+
+def whole_engine() -> Figure:
+    """What a step of a whole engine takes ÷ the sum of its operations' times."""
+    why = "operations were timed alone and warm, by one version of one engine: gaps, contention and other versions are left out"
+    return assumed(1.0, 0.85, 1.18, "whole engine ÷ its operations", why)
 
 
 def _named_total(parts: dict[str, Figure], name: str) -> Figure:

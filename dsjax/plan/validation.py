@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from dsjax.config import load_config
 from dsjax.plan.candidate import aggregated
@@ -12,6 +13,7 @@ from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.operator_tables import BUNDLED, TABLES, OperatorTables
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, UNIFORM, Skew
 from dsjax.plan.step import StepModel
@@ -27,8 +29,9 @@ DAY_6 = "DeepSeek open-infra-index, day 6"
 class Point:
     """One measurement: what, by whom, and how it is predicted.
 
-    comparable: False where the source leaves out a quantity that the prediction depends on, or averages over idle hours: shown,
-    not counted. caveat: why, or what had to be assumed.
+    kind: `prefill`, `decode` or `serving` (a rate), `gain` (of an ablation), or `ttft`. comparable: False where the source leaves out
+    a quantity that the prediction depends on, averages over idle hours, or is the same run as another point: shown, not
+    counted. caveat: why, or what had to be assumed.
     """
 
     key: str
@@ -37,23 +40,36 @@ class Point:
     unit: str
     measured: float
     predict: Callable[[], Figure]
+    kind: str
     comparable: bool = True
     caveat: str = ""
+
+    @cached_property
+    def figure(self) -> Figure:
+        """The prediction."""
+        return self.predict()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the interval has the measured value."""
+        return self.figure.low <= self.measured <= self.figure.high
 
     @property
     def error(self) -> float:
         """Predicted ÷ measured - 1."""
-        return self.predict().value / self.measured - 1
+        return self.figure.value / self.measured - 1
 
 
-def _step(cluster: str, mesh: str, precision: str, skew: Skew, overlap: bool, hosts: int | None) -> StepModel:
+def _step(
+    cluster: str, mesh: str, precision: str, skew: Skew, overlap: bool, hosts: int | None, operators: OperatorTables
+) -> StepModel:
     config, found = load_config("deepseek-v3"), load_cluster(cluster)
     if hosts:
         found = found.resized(hosts)
     layout = parse_layout(mesh, None, config)
     if layout.redundant == 0 and overlap:
         layout = parse_layout(mesh, layout.mesh.ep_size, config)
-    return StepModel(config, found, layout, PRECISIONS[precision], skew, overlap)
+    return StepModel(config, found, layout, PRECISIONS[precision], skew, overlap, operators=operators)
 
 
 def _prefill(
@@ -67,9 +83,10 @@ def _prefill(
     skew: Skew = DEFAULT_SKEW,
     overlap: bool = False,
     devices: int = 1,
+    operators: OperatorTables,
 ) -> Figure:
     """Prompt tokens computed a second on `devices` devices."""
-    model = _step(cluster, mesh, precision, skew, overlap, None)
+    model = _step(cluster, mesh, precision, skew, overlap, None, operators)
     each = tokens * model.layout.mesh.dp_size / model.layout.devices
     return each * devices / model.prefill(tokens, prompt=prompt, cached=cached)
 
@@ -84,18 +101,21 @@ def _decode(
     overlap: bool = False,
     hosts: int | None = None,
     devices: int = 1,
+    operators: OperatorTables,
 ) -> Figure:
     """Output tokens a second on `devices` devices."""
-    model = _step(cluster, mesh, precision, DEFAULT_SKEW, overlap, hosts)
+    model = _step(cluster, mesh, precision, DEFAULT_SKEW, overlap, hosts, operators)
     each = batch * model.layout.mesh.dp_size / model.layout.devices
     return each * devices / model.decode(batch, context)
 
 
-def _serving(cluster: str, mesh: str, batch: float, prompt: float, output: float) -> dict[str, Figure]:
+def _serving(
+    cluster: str, mesh: str, batch: float, prompt: float, output: float, operators: OperatorTables
+) -> dict[str, Figure]:
     """Aggregated serving at a batch of each DP rank: seconds a token, and output tokens a second a device."""
     config = load_config("deepseek-v3")
     work = Workload(Lengths(prompt), Lengths(output))
-    options = Options(overlap="off", prefill_tokens=8192)
+    options = Options(overlap="off", prefill_tokens=8192, operators=operators)
     layout = parse_layout(mesh, 0, config)
     instance = Instance(config, load_cluster(cluster), layout, options, work)
     found = aggregated(instance, 1, batch, prompt)
@@ -103,27 +123,26 @@ def _serving(cluster: str, mesh: str, batch: float, prompt: float, output: float
 
 
 def _gain(fast: Figure, slow: Figure) -> Figure:
-    """Ratio of two times that share their assumptions: taken end by end."""
-    ends = [slow.value / fast.value, slow.low / fast.low, slow.high / fast.high]
-    return Figure(ends[0], min(ends), max(ends), fast.kinds | slow.kinds)
+    """Ratio of two times. They share most of their assumptions, so that the interval, of independent times, is on the wide side."""
+    return slow / fast
 
 
-def _h100(mesh: str, hosts: int, *, overlap: bool, skew: Skew = DEFAULT_SKEW) -> StepModel:
+def _h100(mesh: str, hosts: int, operators: OperatorTables, *, overlap: bool, skew: Skew = DEFAULT_SKEW) -> StepModel:
     config = load_config("deepseek-v3")
     cluster, layout = load_cluster("h100-32").resized(hosts), parse_layout(mesh, 32, config)
-    return StepModel(config, cluster, layout, PRECISIONS["fp8"], skew, overlap)
+    return StepModel(config, cluster, layout, PRECISIONS["fp8"], skew, overlap, operators=operators)
 
 
-def _overlap_gain(batch: float | None) -> Figure:
+def _overlap_gain(batch: float | None, operators: OperatorTables) -> Figure:
     """Of two-batch overlap, in decode at a batch, or (None) in prefill of 4 K prompts."""
     if batch is None:
-        on, off = (_h100("dp=32", 4, overlap=o).prefill(16384, prompt=4096) for o in (True, False))
+        on, off = (_h100("dp=32", 4, operators, overlap=o).prefill(16384, prompt=4096) for o in (True, False))
     else:
-        on, off = (_h100("dp=72", 9, overlap=o).decode(batch, 2050) for o in (True, False))
+        on, off = (_h100("dp=72", 9, operators, overlap=o).decode(batch, 2050) for o in (True, False))
     return _gain(on, off)
 
 
-def _balancing_gain(decode: bool) -> Figure:
+def _balancing_gain(decode: bool, operators: OperatorTables) -> Figure:
     """Of placing experts by their load, on the same redundant experts: the whole skew against what a balancer leaves."""
     whole = Skew(
         DEFAULT_SKEW.variation / DRIFT[0],
@@ -132,186 +151,157 @@ def _balancing_gain(decode: bool) -> Figure:
         f"{DEFAULT_SKEW.source}; unbalanced",
     )
     if decode:
-        times = [_h100("dp=72", 9, overlap=True, skew=s).decode(256, 2050) for s in (DEFAULT_SKEW, whole)]
+        times = [_h100("dp=72", 9, operators, overlap=True, skew=s).decode(256, 2050) for s in (DEFAULT_SKEW, whole)]
     else:
-        times = [_h100("dp=32", 4, overlap=True, skew=s).prefill(16384, prompt=4096) for s in (DEFAULT_SKEW, whole)]
+        times = [
+            _h100("dp=32", 4, operators, overlap=True, skew=s).prefill(16384, prompt=4096)
+            for s in (DEFAULT_SKEW, whole)
+        ]
     return _gain(*times)
 
 
-def points() -> list[Point]:
-    """All of them, in the order of the reference table."""
+def points(operators: OperatorTables = BUNDLED) -> list[Point]:
+    """All of them, in the order of the reference table. operators: tables that the predictions are made with."""
+    with_tables = {"operators": operators}
+
+    def prefill(*arguments, **options):
+        return lambda: _prefill(*arguments, **options, **with_tables)
+
+    def decode(*arguments, **options):
+        return lambda: _decode(*arguments, **options, **with_tables)
+
     found = [
         Point(
-            "1",
-            "H800, prefill EP32 + 32, production, computed tokens/s a node",
-            DAY_6,
-            "tokens/s",
-            32_200,
-            lambda: _prefill("h800-32", "dp=32", 1915, cached=2468, overlap=True, devices=NODE),
-            False,
+            "1", "H800, prefill EP32 + 32, production, computed tokens/s a node", DAY_6, "tokens/s", 32_200,
+            prefill("h800-32", "dp=32", 1915, cached=2468, overlap=True, devices=NODE), "prefill", False,
             "mean over a day of production, idle hours included, not a saturated system; prompts of 4,383 tokens "
             "follow from the page's totals",
         ),
         Point(
-            "2",
-            "H800, prefill EP32, prompts of 4K, even routing, two-batch overlap",
-            "DeepSeek profile-data",
-            "tokens/s",
-            62_713,
-            lambda: _prefill("h800-32", "dp=32", 4096, skew=UNIFORM, overlap=True, devices=NODE),
+            "2", "H800, prefill EP32, prompts of 4K, even routing, two-batch overlap", "DeepSeek profile-data", "tokens/s",
+            62_713, prefill("h800-32", "dp=32", 4096, skew=UNIFORM, overlap=True, devices=NODE), "prefill",
         ),
         *(
             Point(
-                f"3 ({prompt // 1024}K)",
-                f"H100, prefill EP32, prompts of {prompt // 1024}K, expert balancer",
-                LMSYS,
-                "tokens/s",
-                rate,
-                lambda prompt=prompt: _prefill("h100-32", "dp=32", prompt, overlap=True, devices=NODE),
+                f"3 ({prompt // 1024}K)", f"H100, prefill EP32, prompts of {prompt // 1024}K, expert balancer", LMSYS,
+                "tokens/s", rate, prefill("h100-32", "dp=32", prompt, overlap=True, devices=NODE), "prefill",
             )
             for prompt, rate in ((1024, 57_674), (2048, 54_543), (4096, 50_302))
         ),
         Point(
-            "3 (even)",
-            "H100, prefill EP32, prompts of 4K, perfect balance",
-            LMSYS,
-            "tokens/s",
-            59_337,
-            lambda: _prefill("h100-32", "dp=32", 4096, skew=UNIFORM, overlap=True, devices=NODE),
+            "3 (even)", "H100, prefill EP32, prompts of 4K, perfect balance", LMSYS, "tokens/s", 59_337,
+            prefill("h100-32", "dp=32", 4096, skew=UNIFORM, overlap=True, devices=NODE), "prefill",
         ),
         Point(
-            "4",
-            "H100, decode EP72, batch 256, context 2K, two-batch overlap",
-            LMSYS,
-            "tokens/s",
-            22_282,
-            lambda: _decode("h100-32", "dp=72", 256, 2050, hosts=9, overlap=True, devices=NODE),
+            "4", "H100, decode EP72, batch 256, context 2K, two-batch overlap", LMSYS, "tokens/s", 22_282,
+            decode("h100-32", "dp=72", 256, 2050, hosts=9, overlap=True, devices=NODE), "decode",
         ),
         Point(
-            "4 (ITL)",
-            "the same, gap between two tokens",
-            LMSYS,
-            "ms",
-            100,
-            lambda: 256 / _decode("h100-32", "dp=72", 256, 2050, hosts=9, overlap=True) * 1e3,
-            False,
-            'given as "about 100"; the rate says 92',
+            "4 (ITL)", "the same, gap between two tokens", LMSYS, "ms", 100,
+            lambda: 256 / _decode("h100-32", "dp=72", 256, 2050, hosts=9, overlap=True, operators=operators) * 1e3,
+            "decode", False, 'the same run as the rate; given as "about 100", the rate says 92',
         ),
         Point(
-            "5",
-            "H20, prefill TP8, prompts of 4K",
-            "LMSYS 2025-09-26",
-            "tokens/s",
-            16_500,
-            lambda: _prefill("h20-32", "tp=8,ep=1", 4096, devices=NODE),
+            "5", "H20, prefill TP8, prompts of 4K", "LMSYS 2025-09-26", "tokens/s", 16_500,
+            prefill("h20-32", "tp=8,ep=1", 4096, devices=NODE), "prefill",
         ),
         Point(
-            "6",
-            "H200, DEP8, 1K/2K, batch 128, output tokens/s a GPU",
-            "TensorRT-LLM best practices",
-            "tokens/s",
-            1_436,
-            lambda: _serving("h200-8", "dp=8", 128, 1024, 2048)["rate"],
-            caveat="software of early 2025; DeepEP's and DeepGEMM's speeds assumed",
+            "6", "H200, DEP8, 1K/2K, batch 128, output tokens/s a GPU", "TensorRT-LLM best practices", "tokens/s", 1_436,
+            lambda: _serving("h200-8", "dp=8", 128, 1024, 2048, operators)["rate"], "serving",
+            caveat="software of early 2025; DeepEP's and SGLang's speeds assumed",
         ),
         Point(
-            "6 (user)",
-            "the same, tokens/s a user",
-            "TensorRT-LLM best practices",
-            "tokens/s",
-            11.35,
-            lambda: 1 / _serving("h200-8", "dp=8", 128, 1024, 2048)["tpot"],
-            False,
+            "6 (user)", "the same, tokens/s a user", "TensorRT-LLM best practices", "tokens/s", 11.35,
+            lambda: 1 / _serving("h200-8", "dp=8", 128, 1024, 2048, operators)["tpot"], "serving", False,
             "the same run as the rate",
         ),
         Point(
-            "7 (prefill)",
-            "GB200, prefill 2 GPUs, NVFP4, prompts of 2K, tokens/s a GPU",
-            "vLLM blog 2026-02-03",
-            "tokens/s",
-            26_200,
-            lambda: _prefill("gb200-nvl72-36", "dp=2", 2048, precision="nvfp4"),
+            "7 (prefill)", "GB200, prefill 2 GPUs, NVFP4, prompts of 2K, tokens/s a GPU", "vLLM blog 2026-02-03", "tokens/s",
+            26_200, prefill("gb200-nvl72-36", "dp=2", 2048, precision="nvfp4"), "prefill",
         ),
         Point(
-            "7 (decode)",
-            "GB200, decode 8 GPUs, NVFP4, 2K/2K, tokens/s a GPU",
-            "vLLM blog 2026-02-03",
-            "tokens/s",
-            10_100,
-            lambda: _decode("gb200-nvl72-36", "dp=8", 512, 3072, precision="nvfp4"),
-            False,
+            "7 (decode)", "GB200, decode 8 GPUs, NVFP4, 2K/2K, tokens/s a GPU", "vLLM blog 2026-02-03", "tokens/s", 10_100,
+            decode("gb200-nvl72-36", "dp=8", 512, 3072, precision="nvfp4"), "decode", False,
             "the batch is not given; 512 a GPU assumed",
         ),
-    ]
+    ]  # fmt: skip
     for batch, tpot, rate in ((8, 12.8, 74.6), (16, 17.2, 111.9), (32, 25.6, 151.1), (64, 34.6, 223.6)):
         what = f"H200, TP8, 1K/1K, {batch} concurrent"
-        found.append(
-            Point(
-                f"8 ({batch}, TPOT)",
-                f"{what}, TPOT",
-                INFERENCEX,
-                "ms",
-                tpot,
-                lambda batch=batch: _serving("h200-8", "tp=8,ep=1", batch, 1024, 1024)["tpot"] * 1e3,
-            )
-        )
-        found.append(
-            Point(
-                f"8 ({batch}, rate)",
-                f"{what}, output tokens/s a GPU",
-                INFERENCEX,
-                "tokens/s",
-                rate,
-                lambda batch=batch: _serving("h200-8", "tp=8,ep=1", batch, 1024, 1024)["rate"],
-            )
-        )
+        for key, unit, value, factor in (("rate", "tokens/s", rate, 1), ("tpot", "ms", tpot, 1e3)):
+            found.append(
+                Point(
+                    f"8 ({batch}{', TPOT' if key == 'tpot' else ''})",
+                    f"{what}, {'TPOT' if key == 'tpot' else 'output tokens/s a GPU'}", INFERENCEX, unit, value,
+                    lambda b=batch, k=key, f=factor: _serving("h200-8", "tp=8,ep=1", b, 1024, 1024, operators)[k] * f,
+                    "serving", key == "rate", "" if key == "rate" else "the same run as the rate",
+                )
+            )  # fmt: skip
     found.append(
         Point(
-            "8 (64, TTFT)",
-            "H200, TP8, 1K/1K, 64 concurrent, TTFT",
-            INFERENCEX,
-            "ms",
-            423,
-            lambda: _serving("h200-8", "tp=8,ep=1", 64, 1024, 1024)["ttft"] * 1e3,
-            False,
-            "a mean that holds the burst of 64 prompts at the start; how many requests followed is not given",
+            "8 (64, TTFT)", "H200, TP8, 1K/1K, 64 concurrent, TTFT", INFERENCEX, "ms", 423,
+            lambda: _serving("h200-8", "tp=8,ep=1", 64, 1024, 1024, operators)["ttft"] * 1e3, "ttft",
+            caveat="a mean that holds the burst of 64 prompts at the start; how many requests followed is not given",
         )
-    )
-    for batch, gain in ((32, 0.73), (256, 1.255)):
+    )  # fmt: skip
+    for batch, gain in ((32, 0.73), (256, 1.255), (None, 1.31)):
+        what = f"decode EP72, gain of two-batch overlap at batch {batch}"
         found.append(
             Point(
-                f"ablation ({batch})",
-                f"H100, decode EP72, gain of two-batch overlap at batch {batch}",
-                LMSYS,
-                "×",
-                gain,
-                lambda batch=batch: _overlap_gain(batch),
+                f"overlap ({batch or 'prefill'})",
+                f"H100, {what if batch else 'prefill EP32, prompts of 4K, gain of two-batch overlap (1.27 to 1.35)'}", LMSYS,
+                "×", gain, lambda b=batch: _overlap_gain(b, operators), "gain",
             )
-        )
-    found.append(
-        Point(
-            "ablation (prefill)",
-            "H100, prefill EP32, prompts of 4K, gain of two-batch overlap (1.27 to 1.35)",
-            LMSYS,
-            "×",
-            1.31,
-            lambda: _overlap_gain(None),
-        )
-    )
-    for decode, gain in ((False, 1.49), (True, 2.54)):
+        )  # fmt: skip
+    for decode_side, gain in ((False, 1.49), (True, 2.54)):
+        where = "decode EP72, batch 256" if decode_side else "prefill EP32, prompts of 4K"
         found.append(
             Point(
-                f"balancing ({'decode' if decode else 'prefill'})",
-                f"H100, {'decode EP72, batch 256' if decode else 'prefill EP32, prompts of 4K'}, gain of the expert balancer",
-                LMSYS,
-                "×",
-                gain,
-                lambda decode=decode: _balancing_gain(decode),
-                False,
-                "the skew of the data is not given; the default is assumed",
+                f"balancing ({'decode' if decode_side else 'prefill'})", f"H100, {where}, gain of the expert balancer", LMSYS,
+                "×", gain, lambda d=decode_side: _balancing_gain(d, operators), "gain", False,
+                "the skew of the data is not given; that of another data set is taken",
             )
-        )
+        )  # fmt: skip
     return found
+
+
+KINDS = {
+    "prefill": "prefill rates",
+    "decode": "decode rates",
+    "serving": "serving rates",
+    "gain": "gains",
+    "ttft": "TTFT",
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of counted points: how many, mean of |predicted ÷ measured - 1|, mean of predicted ÷ measured - 1, share inside, median width."""
+
+    count: int
+    error: float
+    bias: float
+    covered: float
+    width: float
+
+    def cells(self) -> str:
+        """Of a Markdown table."""
+        return f"{self.count} | {self.error:.1%} | {self.bias:+.1%} | {self.covered:.0%} | {self.width:.2f}"
+
+
+def score(counted: list[Point]) -> Score:
+    """Of at least one point."""
+    return Score(
+        len(counted),
+        mean_absolute_error(counted),
+        statistics.mean(p.error for p in counted),
+        sum(p.inside for p in counted) / len(counted),
+        statistics.median(p.figure.high / p.figure.low for p in counted),
+    )
+
+
+def rates(every: list[Point]) -> list[Point]:
+    """The points that are counted: comparable ones, each run once, TTFT apart."""
+    return [point for point in every if point.comparable and point.kind != "ttft"]
 
 
 def mean_absolute_error(counted: list[Point]) -> float:
@@ -319,37 +309,53 @@ def mean_absolute_error(counted: list[Point]) -> float:
     return statistics.mean(abs(point.error) for point in counted)
 
 
-def table() -> str:
-    """Markdown: every point, predicted beside measured, the interval, the error; then the means."""
-    every = points()
-    lines = [
-        "| # | what | measured | predicted | interval | error | |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def rows(every: list[Point]) -> list[str]:
+    """A Markdown table of points."""
+    lines = ["| # | what | measured | predicted | interval | error | |", "|---|---|---|---|---|---|---|"]
     for point in every:
-        figure = point.predict()
-        inside = "inside" if figure.low <= point.measured <= figure.high else "outside"
+        figure, shown = point.figure, "inside" if point.inside else "outside"
         shown = (
-            "not counted: " + point.caveat
-            if not point.comparable
-            else inside + (f"; {point.caveat}" if point.caveat else "")
+            shown + (f"; {point.caveat}" if point.caveat else "")
+            if point.comparable
+            else f"not counted: {point.caveat}"
         )
         lines.append(
             f"| {point.key} | {point.what} ({point.source}) | {_number(point.measured)} {point.unit} | {_number(figure.value)} | "
             f"{_number(figure.low)} – {_number(figure.high)} | {point.error:+.0%} | {shown} |"
         )
-    comparable = [point for point in every if point.comparable]
-    held = sum(p.predict().low <= p.measured <= p.predict().high for p in comparable)
-    one_each = {p.key.split(" ")[0] for p in comparable}
-    by_system = statistics.mean(
-        mean_absolute_error([p for p in comparable if p.key.split(" ")[0] == k]) for k in one_each
-    )
-    lines += [
-        "",
-        f"Mean absolute error: **{mean_absolute_error(comparable):.1%}** over the {len(comparable)} comparable figures, "
-        f"{by_system:.1%} with each numbered point counted once, {mean_absolute_error(every):.1%} with those that are not "
-        f"comparable. {held} of {len(comparable)} measured values lie inside the predicted interval.",
+    return lines
+
+
+def summary(every: list[Point]) -> list[str]:
+    """A Markdown table: all counted points, and each kind."""
+    lines = [
+        "| | points | mean absolute error | mean error | inside | median high ÷ low |",
+        "|---|---|---|---|---|---|",
     ]
+    lines.append(f"| **all but TTFT** | {score(rates(every)).cells()} |")
+    for kind, name in KINDS.items():
+        counted = [p for p in every if p.comparable and p.kind == kind]
+        if counted:
+            lines.append(f"| {name} | {score(counted).cells()} |")
+    return lines
+
+
+def table() -> str:
+    """Markdown: every point, predicted beside measured, the interval, the error; then the means."""
+    every = points()
+    return "\n".join([*rows(every), "", *summary(every)])
+
+
+def leave_one_out() -> str:
+    """Markdown: the counted points with each table of operations left out in turn, and with all of them."""
+    lines = ["| without | mean absolute error | mean error | inside |", "|---|---|---|---|"]
+    for name, left in (
+        ("nothing", ()),
+        *((f"`{table}.csv`", (table,)) for table in TABLES),
+        ("any of them: the tables of the projects' READMEs alone", TABLES),
+    ):
+        found = score(rates(points(BUNDLED.without(*left) if left else BUNDLED)))
+        lines.append(f"| {name} | {found.error:.1%} | {found.bias:+.1%} | {found.covered:.0%} |")
     return "\n".join(lines)
 
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.plan.compiled import DryRun
+from dsjax.plan.engine import PUBLISHED, Engine
 from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.measured import Measured
+from dsjax.plan.operator_tables import BUNDLED, OperatorTables
 from dsjax.plan.precision import PRECISIONS, Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 from sharding.mesh import MeshSpec
@@ -121,7 +124,8 @@ class Options:
     overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
     most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of
     dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
-    instance; None searches. measured: times of modules, taken where they are of a layout.
+    instance; None searches. measured: times of modules, taken where they are of a layout. operators: tables of operations. host:
+    `overlapped` with the device's work, or `serial`. engine: what the program that serves can do.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -137,8 +141,13 @@ class Options:
     compiled: tuple[DryRun, ...] = ()
     mesh: MeshSpec | None = None
     measured: Measured | None = None
+    operators: OperatorTables = BUNDLED
+    host: str = "overlapped"
+    engine: Engine = PUBLISHED
 
     def __post_init__(self):
+        if self.host not in HOST_TIMES:
+            raise UserError(f"--host-scheduling is {self.host!r}, expected one of {', '.join(HOST_TIMES)}")
         if self.dispatch not in DISPATCHES:
             raise UserError(f"--dispatch is {self.dispatch!r}, expected one of {', '.join(DISPATCHES)}")
         if self.overlap not in ("auto", "on", "off"):
@@ -156,8 +165,21 @@ class Options:
             if value is not None and value < least:
                 raise UserError(f"{flag} is {value}, expected at least {least}")
 
+    @property
+    def possible_modes(self) -> tuple[str, ...]:
+        """Of `modes`, those that the engine has."""
+        return tuple(mode for mode in self.modes if mode != "separated" or self.engine.transfers)
+
     def check(self, config: ModelConfig, workload: Workload) -> None:
-        """Raise `UserError` where the model has no MTP module for drafts, or no positions for the mean request."""
+        """Raise `UserError` where the model has no MTP module for drafts, no positions for the mean request, or the engine lacks it."""
+        self.engine.check(
+            separated=self.modes == ("separated",),
+            overlap=self.overlap == "on",
+            drafts=self.drafts > 0,
+            fp4=self.precision.expert < 1,
+            fp8_cache=self.precision.cache < 2,
+            dispatch=self.dispatch,
+        )
         if workload.held > config.max_position_embeddings:
             raise UserError(
                 f"--input and --output are {workload.held:g} tokens together, but the model has positions for "

@@ -1,14 +1,16 @@
-"""The parts of an answer that completions and chat share: usage, ids, log-probabilities, completions that failed."""
+"""The parts of an answer: completions that failed, usage, and log-probabilities in OpenAI's and vLLM's shapes."""
 
+import codecs
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from dsjax.engine.request import FinishReason
+from dsjax.engine.request import ErrorKind, FinishReason
+from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import Usage
+from dsjax.serve.responses import CompletionLogprobs, Usage
 
 # JSON has no -inf. OpenAI's clients know this number, which vLLM also sends.
 _LEAST_LOGPROB = -9999.0
@@ -26,7 +28,11 @@ async def gather(stream: OutputStream) -> list[RequestOutput]:
 def refuse_failed(completion: CompletionOutput) -> None:
     """Raise for a completion that did not end by itself: OpenAI's API has no finish reason for that."""
     if completion.finish_reason is FinishReason.ERROR:
-        raise ApiError(500, str(completion.stop_reason), type="server_error", code="non_finite_values")
+        if completion.error is ErrorKind.NON_FINITE:
+            raise ApiError(500, str(completion.stop_reason), type="server_error", code=completion.error)
+        # What the request asked for came to nothing. Clients repeat a 5xx by themselves, which would not help here.
+        param = "structured_outputs" if completion.error is ErrorKind.STRUCTURED_OUTPUT else None
+        raise ApiError(400, str(completion.stop_reason), param=param, code=completion.error)
     if completion.finish_reason is FinishReason.ABORT:
         raise ApiError(503, "the request was aborted", type="server_error", code="aborted")
 
@@ -85,3 +91,50 @@ def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None]) -> list[dict[s
         }
         for entry in entries
     ]
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's text where it stands alone, as OpenAI writes it.
+
+    A token that is no whole characters is written as its bytes, `bytes:\\xe2\\x80`, so that two are never taken for one.
+    """
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class CompletionLogprobLists:
+    """The log-probabilities of a `/v1/completions` choice as lists over its tokens, the prompt's too with `echo`.
+
+    A stream makes them piece by piece: `text_offset` goes on where the last piece ended.
+
+    Args:
+        skip_special_tokens: whether the text is without special tokens, so that they take no place in it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
+        """One entry a token; None, for the first token of a prompt, stays None."""
+        body: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            body["text_offset"].append(self._characters)
+            body["tokens"].append(token_name(self._tokenizer, token_id))
+            body["token_logprobs"].append(None if entry is None else finite(entry[token_id].logprob))
+            body["top_logprobs"].append(None if entry is None else self._top(entry))
+            if not (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
+                self._characters += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return body
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """By text, most probable first; where two tokens have one text, the greater value is kept."""
+        top: dict[str, float] = {}
+        for token_id, one in sorted(entry.items(), key=lambda pair: -pair[1].logprob):
+            top.setdefault(token_name(self._tokenizer, token_id), finite(one.logprob))
+        return top

@@ -10,17 +10,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from dsjax.errors import UserError
+from dsjax.serve.bodies import ClientGoneError, error_response
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.event_stream import ClientGoneError
-from dsjax.serve.json_bodies import BodyLimits, error_response
-from dsjax.serve.keys import Keys
-from dsjax.serve.metrics_routes import create_metrics_routes
+from dsjax.serve.guards import BodyLimits, Keys, RequestIds, ResponseCounts
 from dsjax.serve.page.routes import create_page_routes
-from dsjax.serve.request_ids import RequestIds
-from dsjax.serve.response_counts import ResponseCounts
 from dsjax.serve.routes.admin import admin_routes
 from dsjax.serve.routes.openai import openai_routes
-from dsjax.serve.routes.status import status_routes
+from dsjax.serve.routes.status import create_metrics_routes, status_routes
 from dsjax.serve.routes.tokenizer import tokenizer_routes
 from dsjax.serve.serving import Serving
 
@@ -28,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(serving: Serving) -> FastAPI:
-    """The application. The engine's thread begins with the server's readiness, and ends with the application."""
+    """Make the application. `Server` starts the engine's thread once it is ready; the application ends it at its own end."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: outputs as an answer or its chunks."""
+"""`/v1/chat/completions`: a request checked and queued, and its outputs made into an answer or the chunks of a stream."""
 
 import asyncio
 import time
@@ -13,17 +13,17 @@ from dsjax.serve.answers import UsageCounter, finite, gather, prompt_logprobs_bo
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
-from dsjax.serve.message_parser import MessageParser
-from dsjax.serve.reasoning import CLOSE, OPEN, ReasoningSplitter, Section
+from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.responses import ChatChoice, ChatLogprobs, ChatResponse, Usage
 from dsjax.serve.serving import Serving
-from dsjax.serve.tool_calls import ToolCallParser
-from dsjax.serve.tool_format import MARKERS
-from dsjax.serve.tool_grammar import tool_grammar
+from dsjax.serve.tool_calls import MARKERS, ToolCallParser, tool_grammar
 
 
 class ChatAnswer:
-    """One request on its way: `start` checks and queues it, then either `whole`, or the chunks of a stream."""
+    """One request, from its body to its answer.
+
+    `start` checks and queues it. Then `whole` gives the answer, or `first_chunks`, `chunks_of` and `last_chunks` a stream's.
+    """
 
     def __init__(self, serving: Serving, body: ChatRequest, request_id: str):
         self.id = f"chatcmpl-{request_id}"
@@ -125,7 +125,7 @@ class ChatAnswer:
         return MessageParser(splitter, tools, self._body.include_reasoning is not False, close)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:
-        """The answer when all is done."""
+        """Wait for all completions, and give the whole answer."""
         (output,) = await gather(stream)
         choices: list[ChatChoice] = []
         counter = UsageCounter()
@@ -151,7 +151,7 @@ class ChatAnswer:
         return answer
 
     def first_chunks(self) -> list[ChatResponse]:
-        """Each choice's role."""
+        """The first chunk of each choice, which tells its role."""
         self._parsers = [self._parser() for _ in range(self._body.n)]
         return [
             {**self._chunk_head, "choices": [_delta(index, {"role": "assistant", "content": ""})], **self._usage()}
@@ -159,7 +159,7 @@ class ChatAnswer:
         ]
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[ChatResponse]:
-        """A chunk for each completion of which there is something to tell.
+        """The chunks of one output: one for each completion that has something new.
 
         Raises:
             ApiError: a completion failed.
@@ -178,7 +178,7 @@ class ChatAnswer:
         return chunks
 
     def last_chunks(self) -> list[ChatResponse]:
-        """The usage, where it was asked for."""
+        """A chunk with the usage, where the request asks for it."""
         return [{**self._chunk_head, "choices": [], "usage": self._counter.usage()}] if self._body.include_usage else []
 
     def usage(self) -> Usage:

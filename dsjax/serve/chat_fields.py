@@ -8,10 +8,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
+from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
 from dsjax.serve.openai_fields import Effort
 from dsjax.serve.sampling_fields import Count, Name, SamplingFields
-from dsjax.serve.strict_model import StrictModel
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -49,14 +49,14 @@ Content = Annotated[
 
 
 class CalledFunction(StrictModel):
-    """What an earlier answer called. `arguments` are JSON text."""
+    """The function that an earlier answer called; `arguments` are JSON text."""
 
     name: FunctionName
     arguments: str
 
 
 class ToolCall(StrictModel):
-    """A call of an earlier answer, as it was given."""
+    """A tool call in an earlier answer of the conversation, as that answer had it."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -65,7 +65,7 @@ class ToolCall(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One message. A developer's is taken as the system's, as OpenAI's reasoning models do."""
+    """One message. The role `developer` is taken as `system`, as OpenAI's reasoning models take it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -109,7 +109,7 @@ class Function(StrictModel):
 
 
 class Tool(StrictModel):
-    """OpenAI's tool: only functions."""
+    """A tool as OpenAI writes it; functions are the only kind."""
 
     type: Literal["function"]
     function: Function
@@ -142,7 +142,7 @@ class PromptFields(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's own template")
 
     def check_prompt_fields(self) -> None:
-        """Raise for messages and tools that cannot be."""
+        """Raise for messages and tools that contradict each other or are too large."""
         for index, message in enumerate(self.messages):
             message.check(index)
         if self.continue_final_message and self.add_generation_prompt:
@@ -223,7 +223,7 @@ class ChatRequest(SamplingFields, PromptFields):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools one of which this answer must call; none: it may also be text."""
+        """The tools of which this answer must call one; empty where it may also be text."""
         if self.tool_choice == "required":
             return self.tool_dicts()
         if isinstance(self.tool_choice, ToolChoice):
@@ -231,7 +231,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return []
 
     def token_limit(self) -> int | None:
-        """`max_completion_tokens`, or its older name.
+        """The most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
 
         Raises:
             ApiError: both are given and differ.
@@ -241,7 +241,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        """How many log-probabilities beside each token's own; None for none at all.
+        """How many of the most probable tokens to give beside each token; None where no log-probabilities are asked for.
 
         Raises:
             ApiError: `top_logprobs` without `logprobs`.

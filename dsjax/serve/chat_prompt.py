@@ -7,7 +7,7 @@ from typing import Any
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.chat_fields import ChatMessage, PromptFields, names
 from dsjax.serve.errors import ApiError
-from dsjax.serve.tool_format import ToolFormat, tool_outputs
+from dsjax.serve.tool_calls import ToolFormat, tool_outputs
 
 _RESERVED_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
 
@@ -28,11 +28,11 @@ class ChatPrompt:
 def render_prompt(
     tokenizer: Tokenizer | None, fields: PromptFields, tools: Sequence[Mapping[str, Any]], form: ToolFormat | None
 ) -> ChatPrompt:
-    """Make the prompt. Runs long for long conversations: call it in a thread.
+    """Render messages and tools into a prompt, and tokenise it. A long conversation takes long: call it in a thread.
 
     Args:
-        tools: those to offer.
-        form: in which tool calls are written.
+        tools: the tools to offer to the model.
+        form: how tool calls are written; None where this server has no format for them.
 
     Raises:
         ApiError, ChatTemplateError: there is no template, or it refuses these messages.

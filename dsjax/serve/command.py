@@ -4,7 +4,7 @@ import dataclasses
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 from rich.console import Console
@@ -12,15 +12,17 @@ from rich.console import Console
 from dsjax.cli.options import engine_options, prepare_devices
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.facts import EngineFacts
 from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
+
+if TYPE_CHECKING:  # it brings JAX in, which `--help` does not need
+    from dsjax.engine.loading import EngineFacts
 
 
 class LoadedModel(Protocol):
     """What serving needs of `dsjax.LLM`."""
 
     engine: LLMEngine
-    facts: EngineFacts
+    facts: "EngineFacts"
 
 
 @engine_options
@@ -81,7 +83,7 @@ def serve(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.")] = False,
 ) -> None:
     """Serve a model behind OpenAI's API."""
-    from dsjax.serve.logging_setup import configure_logging
+    from dsjax.serve.logs import configure_logging
     from dsjax.serve.server import bind
 
     options = ServeOptions(
@@ -155,6 +157,7 @@ def serve_model(
         facts.max_model_len,
         experts_per_device=facts.physical_experts_per_device,
         device_memory=device_memory,
+        most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
     )
     serving = Serving(
         AsyncEngine(model.engine),

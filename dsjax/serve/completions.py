@@ -1,4 +1,4 @@
-"""`/v1/completions`: the request's fields, and outputs as its answer or its chunks."""
+"""`/v1/completions`: the request's fields, and its outputs made into an answer or the chunks of a stream."""
 
 import dataclasses
 import time
@@ -11,8 +11,14 @@ from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.request import FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.serve import bounds
-from dsjax.serve.answers import UsageCounter, gather, prompt_logprobs_body, refuse_failed, usage_of
-from dsjax.serve.completion_logprobs import CompletionLogprobLists
+from dsjax.serve.answers import (
+    CompletionLogprobLists,
+    UsageCounter,
+    gather,
+    prompt_logprobs_body,
+    refuse_failed,
+    usage_of,
+)
 from dsjax.serve.errors import ApiError
 from dsjax.serve.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from dsjax.serve.sampling_fields import Count, SamplingFields
@@ -35,7 +41,7 @@ class CompletionRequest(SamplingFields):
     best_of: Count | None = Field(None, description="not supported; only n")
 
     def check(self) -> None:
-        """Raise for fields that do not go together, or that nothing here can do."""
+        """Raise for fields that exclude each other, and for those that this server does not support."""
         self.check_stream_fields()
         if self.suffix:
             reason = "suffix is not supported: chat models are not trained to fill in; leave it out"
@@ -82,7 +88,10 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionAnswer:
-    """One request on its way: `start` checks and queues it, then either `whole`, or the chunks of a stream."""
+    """One request, from its body to its answer.
+
+    `start` checks and queues it. Then `whole` gives the answer, or `first_chunks`, `chunks_of` and `last_chunks` a stream's.
+    """
 
     def __init__(self, serving: Serving, body: CompletionRequest, request_id: str):
         self.id = f"cmpl-{request_id}"
@@ -119,7 +128,7 @@ class CompletionAnswer:
             return await submit(self.id, prompts, params, session)
 
     async def whole(self, stream: OutputStream) -> CompletionResponse:
-        """The answer when all is done."""
+        """Wait for all completions, and give the whole answer."""
         outputs = [self._scored_only(output) for output in await gather(stream)]
         choices = [
             self._choice(index, output, completion, first=True)
@@ -129,11 +138,11 @@ class CompletionAnswer:
         return {**self._head, "choices": choices, "usage": usage_of(outputs)}
 
     def first_chunks(self) -> list[CompletionResponse]:
-        """Nothing is told before the first token."""
+        """No chunk: nothing is sent before the first token."""
         return []
 
     def chunks_of(self, prompt_index: int, whole_output: RequestOutput) -> list[CompletionResponse]:
-        """A chunk for each completion of which there is something to tell.
+        """The chunks of one output: one for each completion that has something new.
 
         Raises:
             ApiError: a completion failed.
@@ -152,7 +161,7 @@ class CompletionAnswer:
         return chunks
 
     def last_chunks(self) -> list[CompletionResponse]:
-        """The usage, where it was asked for."""
+        """A chunk with the usage, where the request asks for it."""
         return [{**self._head, "choices": [], "usage": self._counter.usage()}] if self._body.include_usage else []
 
     def _is_told(self, completion: CompletionOutput) -> bool:

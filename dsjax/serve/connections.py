@@ -6,8 +6,8 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from dsjax.serve.bodies import to_json
 from dsjax.serve.errors import ApiError
-from dsjax.serve.json_bodies import to_json
 
 MAX_HEAD_BYTES = 64 * 1024
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")

@@ -1,12 +1,17 @@
-"""Families of metrics kept as plain numbers, which become samples only when somebody scrapes.
+"""Families of metrics kept as plain numbers, which become samples, and then text, only when somebody scrapes.
 
 prometheus_client's own histograms take a lock and walk their buckets for each observation, which adds up to a millisecond a
 step with 1,024 running requests. These take a count with each value, so that requests which waited equally long are
 entered together, and gauges are read from the engine's latest state at the scrape.
+
+Its encoders take 0.15 to 0.2 s for the 8,500 samples of 32 ranks, in which neither the engine's thread nor the streams get far;
+`exposition` takes an eighth of that (tools/bench_metrics.py). And in OpenMetrics theirs (0.26) writes the colon of `vllm:` as
+`_` unless told otherwise. A test holds the two equal.
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import lru_cache
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
@@ -40,7 +45,7 @@ class Family(Collector):
         registry.register(self)
 
     def samples(self) -> Iterable[Sample]:
-        """All of them, as they are now. May be called while another thread adds some."""
+        """All samples, as they are now. May be called while another thread adds some."""
         raise NotImplementedError
 
     def describe(self) -> Iterable[Metric]:
@@ -70,13 +75,13 @@ class Counter(Family):
         self._values[labels] = self._values.get(labels, 0) + amount
 
     def samples(self) -> Iterable[Sample]:
-        """The sums."""
+        """A sample for each sum."""
         for labels, value in self._values.copy().items():
             yield "_total", labels, value
 
 
 class Gauge(Family):
-    """What is so now: `read` gives pairs of label values and a number at the scrape."""
+    """Values that rise and fall: `read` is called at the scrape, and gives pairs of label values and a number."""
 
     kind = "gauge"
     _suffix = ""
@@ -99,7 +104,7 @@ class Gauge(Family):
 
 
 class Total(Gauge):
-    """Sums that somebody else keeps, read at the scrape."""
+    """A counter whose sums are kept elsewhere and read at the scrape."""
 
     kind = "counter"
     _suffix = "_total"
@@ -156,3 +161,38 @@ def one_two_five(most: int) -> list[int]:
         bounds += [each * power for each in (1, 2, 5) if each * power <= most]
         power *= 10
     return bounds
+
+
+def exposition(families: Iterable[Family], names: Set[str] = frozenset(), *, openmetrics: bool = False) -> bytes:
+    """Families as Prometheus's text format, or as OpenMetrics: all samples, or those with these names (`x_total`, `x_bucket`, …)."""
+    lines: list[str] = []
+    for family in families:
+        written = list(_sample_lines(family, names))
+        if written or not names:
+            # OpenMetrics calls a counter what its samples are called without `_total`.
+            title = f"{family.name}_total" if family.kind == "counter" and not openmetrics else family.name
+            lines += [f"# HELP {title} {_escaped(family.documentation)}", f"# TYPE {title} {family.kind}", *written]
+    if openmetrics:
+        lines.append("# EOF")
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _sample_lines(family: Family, names: Set[str]) -> Iterable[str]:
+    name, labelnames = family.name, family.labelnames
+    for suffix, labels, value in family.samples():
+        if names and name + suffix not in names:
+            continue
+        number = str(value) if type(value) is int else floatToGoString(value)
+        yield f"{name}{suffix}{_label_text(labelnames, labels)} {number}"
+
+
+@lru_cache(maxsize=65536)
+def _label_text(labelnames: Labels, labels: Labels) -> str:
+    """`{a="1",le="0.5"}`; made once for each time series."""
+    pairs = zip((*labelnames, "le"), labels, strict=False)
+    return "{" + ",".join(f'{name}="{_escaped(value, quotes=True)}"' for name, value in pairs) + "}"
+
+
+def _escaped(text: str, *, quotes: bool = False) -> str:
+    text = text.replace("\\", r"\\").replace("\n", r"\n")
+    return text.replace('"', r"\"") if quotes else text

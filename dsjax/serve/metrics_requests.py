@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from dsjax.engine.plan import NO_TOKEN
-from dsjax.engine.request import FinishReason, Request
+from dsjax.engine.output_processor import error_kind
+from dsjax.engine.request import ErrorKind, FinishReason, Request
 from dsjax.engine.scheduler import Update
 from dsjax.serve.metrics_families import Counter, Histogram, Labels, Registry, one_two_five
 
@@ -69,6 +69,7 @@ class RequestMetrics:
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens made.")
         self._success = counter("vllm:request_success", "Completions that ended, by reason.", "finished_reason")
         self._corrupted = counter("vllm:corrupted_requests", "Completions failed because logits were not finite.")
+        self._failed = counter("dsjax_requests_failed", "Completions that ended with an error, by its kind.", "error")
         self._first_token = histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_SECONDS
         )
@@ -107,6 +108,8 @@ class RequestMetrics:
                 each.add(rank, 0)
             for reason in FinishReason:
                 self._success.add((*rank, reason.value), 0)
+            for kind in ErrorKind:
+                self._failed.add((*rank, kind.value), 0)
 
     def enter(self, updates: Sequence[Update]) -> None:
         """Enter what a step did to each completion."""
@@ -115,11 +118,9 @@ class RequestMetrics:
         gaps: dict[tuple[int, float], int] = {}
         made: dict[int, int] = {}
         for request, result, reason in updates:
-            if result is None:
-                pass
-            elif not result.finite:
+            if result is not None and not result.finite:
                 self._corrupted.add(self._ranks[request.rank])
-            elif result.error is None and result.token_id != NO_TOKEN:
+            if result is not None and result.token_ids:
                 track = tracks.get(request.request_id)
                 rank = request.rank
                 if track is None:
@@ -130,8 +131,10 @@ class RequestMetrics:
                     gap = (rank, track.last)
                     gaps[gap] = gaps.get(gap, 0) + 1
                 track.last = now
-                track.tokens += 1
-                made[rank] = made.get(rank, 0) + 1
+                track.tokens += len(result.token_ids)
+                made[rank] = made.get(rank, 0) + len(result.token_ids)
+            if reason is FinishReason.ERROR:
+                self._failed.add((*self._ranks[request.rank], error_kind(request.params, result).value))
             if reason is not None:
                 self._end(request, tracks.pop(request.request_id, None), reason, now)
         for (rank, before), count in gaps.items():

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dsjax.serve import bounds
+from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
-from dsjax.serve.strict_model import StrictModel
 
 logger = logging.getLogger(__name__)
 

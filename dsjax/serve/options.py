@@ -17,7 +17,7 @@ class ServeOptions:
     """Options of the server, beside the engine's.
 
     Attributes:
-        api_keys: any of them opens everything but admin endpoints; none: those are open to all.
+        api_keys: any of them opens everything but the admin endpoints; without any, all of that is open to everybody.
         admin_api_key: opens everything; None: admin endpoints are closed to all.
         max_queued_requests, max_queued_tokens: what may wait for a slot over all ranks; None: no limit.
         max_body_bytes: largest body of a request.

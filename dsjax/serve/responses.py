@@ -1,4 +1,4 @@
-"""The shapes of the server's answers, for the code that builds them and for the OpenAPI schema."""
+"""The shapes of the server's answers, errors among them, for the code that builds them and for the OpenAPI schema."""
 
 from typing import Any, NotRequired
 
@@ -176,7 +176,7 @@ class Version(TypedDict):
 
 
 class RankLoadBody(TypedDict):
-    """What a DP rank has to do: `RankLoad` of `dsjax/engine/stats.py`."""
+    """What a DP rank has to do: `RankLoad` of `dsjax/engine/rank.py`."""
 
     rank: int
     running: int
@@ -195,7 +195,7 @@ class Load(TypedDict):
 
 
 class ExpertLoad(TypedDict):
-    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/stats.py`."""
+    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/executor.py`."""
 
     tokens_per_expert: list[list[int]]
     rows_sent: list[int]
@@ -244,3 +244,24 @@ class Aborted(TypedDict):
     """Answer of `/abort_request`."""
 
     aborted: int
+
+
+_MEANINGS = {
+    400: "not JSON, or a value that cannot be",
+    401: "no valid key",
+    403: "admin endpoints are closed",
+    404: "no such model, or no such path",
+    405: "not this method",
+    408: "the request did not arrive in time",
+    413: "the body is too large",
+    422: "fields that are not those of the schema",
+    429: "too much waits",
+    500: "the engine failed",
+    503: "warming up, or shutting down",
+}
+_ALWAYS = (400, 401, 404, 405, 408, 413)
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """A route's `responses`: the given statuses, and those that any request may get (a bad header, a missing key, no body)."""
+    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in sorted({*_ALWAYS, *statuses})}

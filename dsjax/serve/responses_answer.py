@@ -6,11 +6,10 @@ from typing import Any
 
 from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.outputs import RequestOutput
+from dsjax.serve.bodies import EventStream, to_json
 from dsjax.serve.chat import ChatAnswer
-from dsjax.serve.errors import to_api_error
-from dsjax.serve.event_stream import EventStream
-from dsjax.serve.json_bodies import to_json
-from dsjax.serve.request_ids import new_id
+from dsjax.serve.errors import ApiError
+from dsjax.serve.guards import new_id
 from dsjax.serve.responses_request import ChosenFunction, ResponsesRequest
 from dsjax.serve.serving import Serving
 
@@ -180,10 +179,9 @@ class ResponsesAnswer:
         done = self._response(self._status, self._chat.usage())
         return self._numbered([*events, {"type": f"response.{self._status}", "response": done}])
 
-    def failure(self, error: Exception) -> Event:
+    def failure(self, error: ApiError) -> Event:
         """An event for an error after the stream has begun."""
-        told = to_api_error(error)
-        event = {"type": "error", "code": told.code or told.type, "message": told.message, "param": told.param}
+        event = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
         return self._numbered([event])[0]
 
     @property
@@ -243,7 +241,7 @@ class ResponsesEvents(EventStream):
     def _event(self, chunk: Mapping[str, Any]) -> bytes:
         return b"event: " + chunk["type"].encode() + b"\ndata: " + to_json(chunk) + b"\n\n"
 
-    def _failure(self, error: Exception) -> Mapping[str, Any]:
+    def _failure(self, error: ApiError) -> Mapping[str, Any]:
         return self._answer.failure(error)
 
 

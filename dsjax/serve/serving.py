@@ -1,4 +1,4 @@
-"""`Serving`: the engine, its names and options, whether it admits, and which requests are under way."""
+"""`Serving`: the engine, its names and options, which requests it admits, and which are under way."""
 
 import asyncio
 import enum
@@ -6,26 +6,30 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsjax.engine.async_engine import AsyncEngine, OutputStream
 from dsjax.engine.core import EngineCore
-from dsjax.engine.facts import EngineFacts
+from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.input_processor import Prompt
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.stats import ExpertCounts
-from dsjax.serve.admission import QueueGate
 from dsjax.serve.errors import ApiError
+from dsjax.serve.guards import new_id
+from dsjax.serve.message_parser import ReasoningParser
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.reasoning import ReasoningParser
-from dsjax.serve.request_ids import new_id
 from dsjax.serve.sampling_fields import SamplingFields
-from dsjax.serve.tool_format import ToolFormat
+from dsjax.serve.tool_calls import ToolFormat
+
+if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
+    from dsjax.engine.loading import EngineFacts
 
 Answer = TypeVar("Answer")
 Submit = Callable[[str, Sequence[Prompt], SamplingParams, str | None], Awaitable[OutputStream]]
 """Called with the answer's id, prompts, parameters and session."""
+
+_CHARACTERS_PER_TOKEN = 4
+_RETRY_SECONDS = 2
 
 
 class Phase(enum.Enum):
@@ -34,6 +38,57 @@ class Phase(enum.Enum):
     WARMING_UP = "warming up"
     READY = "ready"
     CLOSING = "shutting down"
+
+
+class QueueGate:
+    """Turns requests away, before they are tokenised, when too much waits already.
+
+    What waits is counted in the engine, and on the way from this gate to the engine. `reject` is told of each refusal.
+    """
+
+    def __init__(self, engine: AsyncEngine, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
+        self._engine = engine
+        self._reject = reject
+        self._most_requests = options.max_queued_requests
+        self._most_tokens = options.max_queued_tokens
+        self._entering_requests = self._entering_tokens = 0
+
+    @contextmanager
+    def through(self, prompts: Sequence[str | Sequence[int]], completions: int) -> Iterator[None]:
+        """Let a request in, or raise. Inside the block it is tokenised and submitted; from then on the engine counts it.
+
+        Args:
+            completions: how many each prompt gets.
+
+        Raises:
+            ApiError: 429, with its time to retry.
+        """
+        requests = completions * len(prompts)
+        tokens = completions * sum(
+            len(prompt) // _CHARACTERS_PER_TOKEN if isinstance(prompt, str) else len(prompt) for prompt in prompts
+        )
+        self._check(requests, tokens)
+        self._entering_requests += requests
+        self._entering_tokens += tokens
+        try:
+            yield
+        finally:
+            self._entering_requests -= requests
+            self._entering_tokens -= tokens
+
+    def _check(self, requests: int, tokens: int) -> None:
+        # What would wait alone may always come in: a limit below one request's size must not refuse it for ever.
+        waiting = self._engine.num_waiting + self._entering_requests
+        if waiting and self._most_requests is not None and waiting + requests > self._most_requests:
+            raise self._full(f"{waiting} requests wait, and this server lets {self._most_requests} wait")
+        waiting = self._engine.waiting_tokens + self._entering_tokens
+        if waiting and self._most_tokens is not None and waiting + tokens > self._most_tokens:
+            raise self._full(f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait")
+
+    def _full(self, reason: str) -> ApiError:
+        message, code = f"{reason}; try again later", "queue_full"
+        error = ApiError(429, message, type="rate_limit_error", code=code, retry_after=_RETRY_SECONDS)
+        return self._reject(code, error)
 
 
 @dataclass
@@ -51,7 +106,7 @@ class Serving:
     model_root: str
     max_model_len: int
     options: ServeOptions = field(default_factory=ServeOptions)
-    facts: EngineFacts | None = None
+    facts: "EngineFacts | None" = None
     metrics: Metrics | None = None
     orders_by_priority: bool = False
     phase: Phase = Phase.READY
@@ -127,7 +182,7 @@ class Serving:
             yield submit
 
     async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
-        """What `function` gives, called in the engine's thread between two steps.
+        """Call `function` in the engine's thread, between two steps, and give its result.
 
         Raises:
             ApiError: 503, there is no engine to ask, or a step takes too long.
@@ -150,7 +205,7 @@ class Serving:
         self._under_way.setdefault(answer_id, []).append(stream)
 
     def forget(self, answer_id: str, stream: OutputStream) -> None:
-        """The stream is closed."""
+        """Forget a request whose stream is closed."""
         streams = self._under_way.get(answer_id, [])
         if stream in streams:
             streams.remove(stream)
@@ -175,7 +230,7 @@ class Serving:
 
 @contextmanager
 def followed(serving: Serving, answer_id: str, stream: OutputStream) -> Iterator[OutputStream]:
-    """While an answer is under way: it can be aborted by its id, and ends in any case."""
+    """Make an answer abortable by its id while the block runs; at its end the stream is closed, however it ends."""
     serving.follow(answer_id, stream)
     try:
         yield stream

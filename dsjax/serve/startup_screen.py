@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -10,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dsjax.engine import plan
-from dsjax.engine.facts import EngineFacts
+from dsjax.engine import executor
+from dsjax.engine.loading import EngineFacts
 from dsjax.progress import Tenths
 
 _MOST_ROWS = 4
@@ -26,6 +27,11 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     )
     console.print(_bytes_table(facts))
     console.print(_capacity(facts), highlight=False)
+    if facts.speculation is not None:
+        console.print(_speculation_line(facts.speculation), highlight=False)
+    if facts.kernels:
+        names = ", ".join(f"{operation} {name}" for operation, name in facts.kernels.items())
+        console.print(f"kernels: {names}{f' ({facts.kernels_note})' if facts.kernels_note else ''}", highlight=False)
 
 
 def _capacity(facts: EngineFacts) -> str:
@@ -38,6 +44,17 @@ def _capacity(facts: EngineFacts) -> str:
         f"up to {facts.max_num_seqs} running requests a rank, up to {longest:,} tokens a request; "
         f"the cache of a rank holds {min(of_a_rank / longest, facts.max_num_seqs):.1f} of that length at once"
     )
+
+
+def _speculation_line(speculation: dict[str, Any]) -> str:
+    """How many tokens the MTP module drafts, and under which load."""
+    ranges = speculation["num_speculative_tokens_per_batch_size"]
+    if ranges is None:
+        count = speculation["num_speculative_tokens"]
+        return f"speculative decoding: the MTP module drafts {count} token{'s' if count > 1 else ''} a row"
+    parts = [f"{count} with {low} to {high}" for low, high, count in ranges[:-1]]
+    parts.append(f"{ranges[-1][2]} with {ranges[-1][0]} or more")
+    return f"speculative decoding: tokens that the MTP module drafts a row: {', '.join(parts)} running on a rank"
 
 
 def _mesh_picture(facts: EngineFacts) -> Group:
@@ -81,8 +98,8 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 
 @contextlib.contextmanager
-def warm_up_bar(console: Console) -> Iterator[plan.Progress]:
-    """A progress bar for `Runner.warm_up`; where the console is no terminal, a line at each tenth."""
+def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
+    """A progress bar for `Executor.warm_up`; where the console is no terminal, a line at each tenth."""
     if not console.is_terminal:
         tenths: list[Tenths] = []
 

@@ -1,11 +1,150 @@
-"""`ToolCallParser`: DeepSeek's tool calls out of text that comes in pieces."""
+"""DeepSeek's tool calls: how they are written, the grammar of an answer that must be some, and their parser.
 
+`ToolFormat` writes calls and tells a prompt of the tools; `tool_grammar` is in the Lark dialect of llguidance;
+`ToolCallParser` takes calls out of text that comes in pieces.
+"""
+
+import json
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsjax.serve.markers import find_first, num_undecided
-from dsjax.serve.tool_format import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR, ToolFormat
+from dsjax.engine.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
+from dsjax.engine.text import find_first, num_undecided
+from dsjax.engine.tokenizer import Tokenizer
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+_OUTPUTS_BEGIN, _OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"
+_OUTPUT_BEGIN, _OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One of DeepSeek's two ways to write a call, between `CALL_BEGIN` and `CALL_END`.
+
+    `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced block of JSON;
+    `deepseek_v31` the name, the separator and the bare arguments.
+    """
+
+    name: str
+    before_name: str
+    after_name: str
+    after_arguments: str
+    between_calls: str
+
+    @classmethod
+    def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ToolFormat | None":
+        """The format of this name; None for `none`, and for a model without tokenizer.
+
+        `auto` takes the format that the model's template writes, or else V3.1's where the model has the separator as a token.
+        """
+        if name == "none" or tokenizer is None:
+            return None
+        if name != "auto":
+            return FORMATS[name]
+        source = tokenizer.chat_template.source if tokenizer.chat_template else ""
+        if SEPARATOR in source:
+            return FORMATS["deepseek_v3" if "```json" in source else "deepseek_v31"]
+        return FORMATS["deepseek_v31"] if tokenizer.token_id(SEPARATOR) is not None else None
+
+    def call(self, name: str, arguments: str) -> str:
+        """One call as text."""
+        return f"{CALL_BEGIN}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{CALL_END}"
+
+    def calls(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls of (name, arguments) as text."""
+        return CALLS_BEGIN + self.between_calls.join(self.call(*call) for call in calls) + CALLS_END
+
+    def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """What the system message says of the functions, for templates that do not say it themselves."""
+        lines = ["## Tools", "You have access to the following tools:", ""]
+        for tool in tools:
+            function = tool["function"]
+            lines += [f"### {function['name']}", f"Description: {function.get('description') or ''}", ""]
+            lines += [f"Parameters: {json.dumps(function.get('parameters') or {}, ensure_ascii=False)}", ""]
+        example = self.calls([("tool_name", '{"argument": "value"}')])
+        lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
+        return "\n".join(lines)
+
+
+FORMATS = {
+    "deepseek_v3": ToolFormat("deepseek_v3", f"function{SEPARATOR}", "\n```json\n", "\n```", "\n"),
+    "deepseek_v31": ToolFormat("deepseek_v31", "", SEPARATOR, "", ""),
+}
+
+
+def tool_outputs(contents: Sequence[str]) -> str:
+    """Answers of tools as text, for templates that have no place for them."""
+    return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{_OUTPUT_END}" for each in contents) + _OUTPUTS_END
+
+
+def tool_grammar(
+    form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
+) -> str:
+    """The grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
+
+    compact: arguments have no blanks between JSON's parts.
+
+    Markers are written as token numbers where the model has them as tokens, so that the model cannot spell them in letters.
+    """
+    options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
+    between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
+    more = f" ({between}call)*" if several else ""
+    rules = [
+        "%llguidance {}",
+        f"start: {_marker(CALLS_BEGIN, tokenizer)} call{more} {_marker(CALLS_END, tokenizer)}",
+        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
+    ]
+    before, name_end = _texts(form.before_name, tokenizer), _texts(form.after_name, tokenizer)
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        parts = [_marker(CALL_BEGIN, tokenizer), *before, json.dumps(function["name"]), *name_end, f"arguments_{index}"]
+        parts += [*_texts(form.after_arguments, tokenizer), _marker(CALL_END, tokenizer)]
+        schema = _closed(function.get("parameters") or {"type": "object"})
+        rules += [
+            f"call_{index}: {' '.join(parts)}",
+            f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
+        ]
+    return "\n".join(rules) + "\n"
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, whose objects hold what they name and nothing else, unless they say otherwise.
+
+    So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
+    on with them for ever.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            found[name] = {key: _closed(each) for key, each in value.items()}  # names of the user's, not of JSON Schema
+        else:
+            found[name] = value if name in ("enum", "const", "default", "examples") else _closed(value)
+    composed = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+    if isinstance(schema.get("properties"), dict) and not composed:
+        found["additionalProperties"] = False
+    return found
+
+
+def _marker(text: str, tokenizer: Tokenizer) -> str:
+    token_id = tokenizer.token_id(text)
+    return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
+
+
+def _texts(text: str, tokenizer: Tokenizer) -> list[str]:
+    """A text that may hold the separator, as terminals."""
+    before, marker, after = text.partition(SEPARATOR)
+    parts = [json.dumps(before)] if before else []
+    parts += [_marker(SEPARATOR, tokenizer)] if marker else []
+    return parts + ([json.dumps(after)] if after else [])
 
 
 @dataclass
@@ -23,7 +162,7 @@ class ToolCallParser:
     inside a call's name is dropped.
 
     Args:
-        most: calls beyond so many are passed over.
+        most: how many calls are given; later ones are dropped.
     """
 
     def __init__(self, form: ToolFormat, most: int):

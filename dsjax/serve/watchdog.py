@@ -19,7 +19,7 @@ _FLUSH_SECONDS = 1.0
 
 
 class Watchdog:
-    """Looks every so often at when the engine's step began, from a thread that needs neither the engine's nor the event loop's.
+    """A thread that checks every so often how long the engine's step has run; it needs neither the engine's thread nor the loop.
 
     Args:
         step_started: when the step under way began, in seconds of `time.monotonic`; None between steps.

@@ -31,6 +31,10 @@ _OTHERS = (
     "dsjax_host_seconds_total",
     "dsjax_compilations_after_warm_up_total",
     "dsjax_requests_rejected_total",
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "dsjax_expert_tokens_total",
     "dsjax_expert_balancedness",
 )

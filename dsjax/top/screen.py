@@ -37,8 +37,8 @@ class Screen:
         yield _summary(self._url, view)
         yield Columns([_latencies(view["latency"]), _experts(view["experts"])], padding=(0, 3))
         # A file or a pipe has no height.
-        lines = max((options.height or console.height) - 18, 4) if console.is_terminal else len(view["ranks"])
-        yield _ranks(view["ranks"], lines)
+        room = (options.height or console.height) - 18 - (view["drafts"] is not None)
+        yield _ranks(view["ranks"], max(room, 4) if console.is_terminal else len(view["ranks"]))
 
 
 def _summary(url: str, view: dict[str, Any]) -> Group:
@@ -56,6 +56,8 @@ def _summary(url: str, view: dict[str, Any]) -> Group:
     )
     host = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in steps["host_seconds"].items())
     lines = [title, Text(work), Text(memory + (f"   ms a step: {host}" if host else ""))]
+    if view["drafts"] is not None:
+        lines.append(Text(_drafts(view["drafts"])))
     troubles = {
         "rejected": requests["rejected"],
         "preempted": requests["preempted"],
@@ -64,6 +66,15 @@ def _summary(url: str, view: dict[str, Any]) -> Group:
     }
     found = [f"{name} {count:,.0f}" for name, count in troubles.items() if count]
     return Group(*lines, *([Text("   ".join(found), "bold yellow")] if found else []), Text(""))
+
+
+def _drafts(drafts: dict[str, Any]) -> str:
+    shares = ", ".join(_percent(share) for share in drafts["per_position"])
+    length = "–" if drafts["length"] is None else f"{drafts['length']:.2f}"
+    return (
+        f"drafts {drafts['per_second']:,.0f}/s, accepted {_percent(drafts['acceptance'])} (by position {shares})   "
+        f"{length} tokens a row"
+    )
 
 
 def _latencies(latency: dict[str, dict[str, float | None]]) -> Table:

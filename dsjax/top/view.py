@@ -21,6 +21,8 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
     - `cache`: `usage` now; `hit_share` of the prompt tokens in the window.
     - `latency`: by name `count`, `mean`, `p50`, `p90`, `p99`, of the window.
     - `steps`: `per_second`, `padding_share`, `host_seconds` of a step by part, `compilations_after_warm_up` in all.
+    - `drafts`: None where the server drafts nothing; `per_second` (drafted tokens), `acceptance` of them, `length` (tokens that a row
+      with drafts made), and `per_position`: of rows with drafts, the share whose first, second, … draft was accepted.
     - `experts`: None before anything was recorded; `balancedness`, and `hottest`: `expert`, `ep_rank`, `share` of all tokens,
       `times_mean`, in the window, or since recording began where the window has none.
     """
@@ -57,6 +59,7 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
         },
         "latency": {name: _latency(old, new, metric) for name, metric in HISTOGRAMS.items()},
         "steps": _steps(old, new, seconds, steps["count"]),
+        "drafts": _drafts(old, new, seconds),
         "experts": _experts(old, new),
     }
 
@@ -112,6 +115,23 @@ def _steps(old: Exposition, new: Exposition, seconds: float, count: float) -> di
         "padding_share": _share(tokens.get("padding", 0.0), sum(tokens.values())),
         "host_seconds": {part: grown / count for part, grown in host.items()} if count else {},
         "compilations_after_warm_up": new.total("dsjax_compilations_after_warm_up_total"),
+    }
+
+
+def _drafts(old: Exposition, new: Exposition, seconds: float) -> dict[str, Any] | None:
+    name = "vllm:spec_decode_num"
+    if not new.by(f"{name}_drafts_total"):
+        return None
+    rows, drafted, accepted = (
+        _grown(old, new, f"{name}_{what}_total") for what in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    positions = _growth(old, new, f"{name}_accepted_tokens_per_pos_total", "position")
+    more = _share(accepted, rows)
+    return {
+        "per_second": drafted / seconds,
+        "acceptance": _share(accepted, drafted),
+        "length": None if more is None else 1 + more,
+        "per_position": [_share(positions[key], rows) for key in sorted(positions, key=lambda key: int(key[0]))],
     }
 
 

@@ -3,7 +3,7 @@
 from sharding.dispatch.choice import choose_method
 from sharding.dispatch.config import DispatchConfig, default_capacity
 from sharding.dispatch.cost import Collective, dispatch_collectives
-from sharding.dispatch.entry import dispatch
+from sharding.dispatch.entry import dispatch, resolved_method
 from sharding.dispatch.statistics import DispatchStatistics
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "default_capacity",
     "dispatch",
     "dispatch_collectives",
+    "resolved_method",
 ]

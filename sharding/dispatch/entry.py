@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -99,6 +100,22 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
     return method, chunk, chunks, capacity
 
 
+def resolved_method(
+    spec: MeshSpec, config: DispatchConfig, *, tokens: int, top_k: int, experts: int, platform: str
+) -> str:
+    """What ``dispatch`` does where a DP rank has ``tokens`` tokens: ``gather``, ``padded``, ``ragged``, or ``local``.
+
+    ``local`` is said of a mesh where one device holds all experts, so that nothing is sent, whatever ``config`` asks for.
+
+    Args:
+        top_k: experts that a token uses.
+        experts: physical experts in all.
+        platform: of the mesh's devices: ``cpu``, ``gpu`` or ``tpu``.
+    """
+    group = ExpertGroup.of(spec, experts, platform)
+    return exchange_plan(config, -(-tokens // spec.tp_size), top_k, group)[0]
+
+
 def _on_one_rank(
     group: ExpertGroup, config: DispatchConfig, local_experts: LocalExperts, x_TD, slots_TK, weights_TK, params
 ) -> tuple[jax.Array, Counts]:
@@ -150,12 +167,13 @@ def _pad_per_dp_rank(array: jax.Array, *, dp: int, multiple: int, fill: int) -> 
     extra = -t % multiple
     if not extra:
         return array
-    split = array.reshape(dp, t, *array.shape[1:])
+    split = rearrange(array, "(dp t) ... -> dp t ...", dp=dp)
     padded = jnp.pad(split, ((0, 0), (0, extra)) + ((0, 0),) * (array.ndim - 1), constant_values=fill)
-    return padded.reshape(-1, *array.shape[1:])
+    return rearrange(padded, "dp t ... -> (dp t) ...")
 
 
 def _unpad_per_dp_rank(array: jax.Array, tokens: int, dp: int) -> jax.Array:
     if array.shape[0] == tokens:
         return array
-    return array.reshape(dp, -1, *array.shape[1:])[:, : tokens // dp].reshape(tokens, *array.shape[1:])
+    whole = rearrange(array, "(dp t) ... -> dp t ...", dp=dp)
+    return rearrange(whole[:, : tokens // dp], "dp t ... -> (dp t) ...")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange, reduce
 
 from sharding.dispatch.config import DispatchConfig
 from sharding.dispatch.cost import dispatch_collectives
@@ -60,11 +61,11 @@ class DispatchStatistics:
         if arrays["rounds"].ndim == 1:
             arrays = {name: value[None] for name, value in arrays.items()}
         per_rank = arrays["tokens_per_expert"]
-        layers, _, local = per_rank.shape
-        by_axis = per_rank.reshape(layers, *spec.shape, local)
+        dp, ep, tp = spec.shape
+        by_axis = rearrange(per_rank, "layer (dp ep tp) x -> layer dp ep tp x", dp=dp, ep=ep, tp=tp)
         if spec.splits_expert_width:
-            by_axis = by_axis[:, :, :, :1]
-        per_expert = by_axis.sum(axis=1).reshape(layers, -1)
+            by_axis = by_axis[:, :, :, :1]  # devices that share an expert's width counted the same pairs
+        per_expert = reduce(by_axis, "layer dp ep tp x -> layer (ep tp x)", "sum")
         shape = {"tokens": tokens, "width": width, "top_k": top_k, "dtype": dtype, "platform": platform}
         shape["experts"] = per_expert.shape[1]
         wire = WireFormat(width, top_k, jnp.dtype(dtype), config.wire == "fp8")

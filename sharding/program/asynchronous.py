@@ -39,17 +39,17 @@ def collective_of(program: Program, operation: Operation) -> tuple[str, Operatio
 
 
 def is_start(program: Program, operation: Operation) -> bool:
-    """Whether it hands something over that a done will wait for."""
+    """Whether the operation starts something that a later ``done`` waits for."""
     return operation.opcode.endswith("-start") or _calls(program, operation, _START)
 
 
 def is_done(program: Program, operation: Operation) -> bool:
-    """Whether it waits for a start."""
+    """Whether the operation waits for what a ``start`` began."""
     return operation.opcode.endswith("-done") or _calls(program, operation, _DONE)
 
 
 def start_of(program: Program, computation: Computation, done: Operation) -> str:
-    """The name of the start that a done of the same computation waits for; of its operand where there is none."""
+    """The name of the ``start`` in the same computation that a ``done`` waits for; without one, the name of its operand."""
     if done.opcode == "fusion":
         channel = _channel(program, done)
         for operation in computation.operations.values():

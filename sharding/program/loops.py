@@ -8,7 +8,7 @@ _SAME = ("bitcast", "copy", "copy-done", "copy-start", "reshape")
 
 
 def known_trip_count(program: Program, computation: Computation, loop: Operation) -> int | None:
-    """Turns of a loop of ``computation``; None where they hang on values.
+    """How many turns a loop of ``computation`` makes; None where that depends on values.
 
     GPU and CPU programs carry XLA's ``known_trip_count``. TPU programs do not: there the condition compares a counter with a
     constant, the body adds one to it, and it starts at a constant.

@@ -44,7 +44,7 @@ class Prices(Protocol):
         """The start of anything else that is asynchronous."""
 
     def turn(self, loop: Operation, known: bool) -> Work:
-        """What going round a loop costs once, beside the operations in it. known: whether its length is, before it runs."""
+        """What one turn of a loop costs beside the operations in it. known: whether the number of turns is known before it runs."""
 
 
 @dataclass(frozen=True, eq=False)

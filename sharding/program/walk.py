@@ -16,7 +16,7 @@ TripCount = Callable[[Operation], float | None]
 class Executed:
     """An operation of the schedule with the computation it stands in.
 
-    times: how often it runs in one run of the program. data_dependent: whether that hangs on values (a loop whose trip
+    times: how often it runs in one run of the program. data_dependent: whether that depends on values (a loop whose trip
     count was assumed, a branch of a conditional).
     """
 

@@ -83,8 +83,8 @@ def test_fp8_weights_are_kept_and_the_logits_near_the_dequantised_twin(tmp_path_
         folder = write_model(tmp_path_factory.mktemp("fp8"), RAGGED, kept)
         llm = LLM(str(folder), weights=weights, dtype="float32", **OPTIONS)
         try:
-            quantised = [path for path, info in llm.runner.step.table.infos.items() if info.quantised]
-            kinds = {llm.runner.params[path].dtype for path in quantised}
+            quantised = [path for path, info in llm.executor.model.table.infos.items() if info.quantised]
+            kinds = {llm.executor.params[path].dtype for path in quantised}
             return llm.logits([tokens])[0], kinds
         finally:
             llm.shutdown()

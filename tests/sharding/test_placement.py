@@ -21,7 +21,8 @@ def test_identity_returns_ids_unchanged_and_drops_inactive_tokens():
     ids = jnp.array([[3, 1], [0, 7], [2, 2]])
     slots = assign_copies(placement.tables, ids, jnp.array([True, False, True]))
     np.testing.assert_array_equal(slots, [[3, 1], [-1, -1], [2, 2]])
-    assert placement.tables is None
+    np.testing.assert_array_equal(placement.tables.physical_EC, np.arange(8)[:, None])
+    np.testing.assert_array_equal(placement.tables_of(3).copies_E, np.ones((3, 8)))
 
 
 @pytest.mark.parametrize(

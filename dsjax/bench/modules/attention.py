@@ -98,7 +98,9 @@ class AttentionInputs:
 def paged_attention(setting: Setting, form: Form) -> PagedAttention:
     """As the step's, with the cache in the layout that the form reads."""
     step, layout = setting.step, common_layout(form, form)
-    return PagedAttention(step.mesh, step.spec, setting.config, layout, step.cache_dtype, step.block_tokens)
+    return PagedAttention(
+        step.mesh, step.spec, setting.config, layout, step.cache_dtype, step.block_tokens, step.kernels
+    )
 
 
 def cache_for(setting: Setting, form: Form, rows: int, context: int) -> Cache:

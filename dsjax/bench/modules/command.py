@@ -26,8 +26,7 @@ def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
     from dsjax.bench.modules.grid import cases
     from dsjax.bench.modules.one_rank import RankPlan, extrapolate, one_rank_cases
     from dsjax.bench.modules.prepare import make_setting
-    from dsjax.bench.modules.progress import case_progress
-    from dsjax.bench.modules.report import show, show_extrapolation, to_json
+    from dsjax.bench.modules.report import case_progress, show, show_extrapolation, to_json
     from dsjax.bench.modules.run import run_cases
     from dsjax.bench.modules.timing import Budget
 

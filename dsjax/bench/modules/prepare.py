@@ -12,8 +12,7 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig, load_config
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step, weights_format
-from dsjax.engine.compile_cache import enable_compile_cache
-from dsjax.engine.host_memory import keep_freed_memory
+from dsjax.engine.process import enable_compile_cache, keep_freed_memory
 from dsjax.errors import UserError
 from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec
@@ -39,6 +38,7 @@ def make_setting(options: ModelOptions) -> Setting:
         dtype=options.dtype,
         weights="fp8" if options.weights == "fp8" else "auto",
         kv_dtype=options.kv_dtype,
+        kernels=options.kernels,
         page_size=options.page_size,
     )
     step = make_step(args, config, spec, mesh)

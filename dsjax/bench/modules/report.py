@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jaxlib
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dsjax.bench.modules.case import Row
+from dsjax.bench.modules.case import Case, Row
 from dsjax.bench.modules.ceilings import Ceilings, Device
 from dsjax.bench.modules.one_rank import Extrapolation, RankPlan
 from dsjax.bench.modules.run import Found
 from dsjax.bench.modules.setting import Setting
 from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths
+from dsjax.progress import Tenths
 
 
 def show(console: Console, found: Found, ceilings: Ceilings, device: Device) -> None:
@@ -116,6 +119,7 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
         "dtype": str(setting.dtype),
         "weights": setting.weights,
         "kv_dtype": str(step.cache_dtype),
+        "kernels": step.kernels.names(step.prefill_form, step.decode_form),
         "page_size": step.page_size,
         "max_model_len": setting.max_model_len,
         "seed": setting.seed,
@@ -136,3 +140,26 @@ def _versions() -> Mapping[str, str]:
         "jaxlib": jaxlib.__version__,
         "system": platform.platform(),
     }
+
+
+@contextlib.contextmanager
+def case_progress(console: Console, shown: bool, total: int) -> Iterator[Callable[[Case], None]]:
+    """A progress bar over cases, with the name of the one that is being timed; gives a function to call when one begins.
+
+    The bar goes away at the end. Where the console is no terminal, a line is written at each tenth instead.
+    """
+    tenths = None
+    if shown and not console.is_terminal:
+        tenths = Tenths("timing cases", total, lambda line: console.print(line, highlight=False))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=total)
+        begun = [0]
+
+        def on_start(case: Case) -> None:
+            if tenths is not None:
+                tenths.reach(begun[0])
+            bar.update(task, completed=begun[0], description=case.title)
+            begun[0] += 1
+
+        yield on_start

@@ -1,7 +1,8 @@
 """`Benchmark`: from options to points: ask the server, choose the prompts' form, warm up, measure."""
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from dsjax.bench.serve.arrivals import arrival_times
 from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.datasets import Dataset
 from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
+from dsjax.bench.serve.drafts import Counters, DraftFigures, read_counters
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.options import LoadOptions, OptionError, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.bench.serve.progress import PointProgress
@@ -69,13 +71,14 @@ class Benchmark:
             dataset = await self._first_that_is_taken(client, source, facts)
             on_ready(facts)
             await self._warm_up(client, dataset, facts, stop)
+            read = functools.partial(read_counters, session, url)
             if self.load.search:
-                await self._search(client, dataset, facts, stop, on_point)
+                await self._search(client, dataset, facts, stop, on_point, read)
                 return facts
             for number, (rate, concurrency) in enumerate(self.load.points(), 1):
                 if stop.is_set():
                     break
-                on_point(await self._point(client, dataset, facts, stop, number, rate, concurrency))
+                on_point(await self._point(client, dataset, facts, stop, number, rate, concurrency, read))
         return facts
 
     async def _search(
@@ -85,13 +88,14 @@ class Benchmark:
         facts: ServerFacts,
         stop: asyncio.Event,
         on_point: Callable[[PointResult], None],
+        read_drafts: Callable[[], Awaitable[Counters | None]],
     ) -> None:
         """Measure the points that lead to the largest load that meets the objectives, and say which that is."""
         objectives, wanted = self.report.objectives, self.load.search_share
         search, number = Search(self.load.search), 0
         while (load := search.next()) is not None:
             number += 1
-            point = await self._point(client, dataset, facts, stop, number, *self.load.point_of(load))
+            point = await self._point(client, dataset, facts, stop, number, *self.load.point_of(load), read_drafts)
             on_point(point)
             if stop.is_set():
                 self.say("interrupted: the search has not ended")
@@ -150,6 +154,7 @@ class Benchmark:
         number: int,
         rate: float,
         concurrency: int | None,
+        read_drafts: Callable[[], Awaitable[Counters | None]],
     ) -> PointResult:
         requests, left_out = draw_requests(dataset, self.workload, number, facts.max_model_len)
         if left_out:
@@ -157,6 +162,7 @@ class Benchmark:
         arrivals = self._arrivals(requests, rate)
         title = f"point {number}" if self.load.search else f"point {number} of {len(self.load.points())}"
         duration = self.load.duration
+        before = await read_drafts()
         with self.progress(title, len(requests)) as bar:
             result = await run_load(
                 client, requests, arrivals, concurrency, duration=duration, stop=stop, on_done=bar.advance
@@ -165,6 +171,7 @@ class Benchmark:
             self.say(
                 f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts"
             )
+        drafts = DraftFigures.between(before, await read_drafts())
         statistics = summarise(result, self.report.percentiles, self.report.objectives)
         bound = dataset.cached_share_bound(len(requests)) if isinstance(dataset, PrefixRepetition) else None
         point = Point(
@@ -174,7 +181,7 @@ class Benchmark:
             concurrency,
             bound,
         )
-        return PointResult(point, result, statistics)
+        return PointResult(point, result, statistics, drafts)
 
     def _arrivals(self, requests: list[BenchRequest], rate: float) -> list[float]:
         own = [request.arrival for request in requests]

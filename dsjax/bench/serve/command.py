@@ -71,7 +71,7 @@ async def _measure(
 
     def on_point(one: "PointResult") -> None:
         points.append(one)
-        print(render(one.point, one.statistics, report.latencies, devices[0]), file=out, flush=True)
+        print(render(one.point, one.statistics, report.latencies, devices[0], one.drafts), file=out, flush=True)
 
     stop = asyncio.Event()
 

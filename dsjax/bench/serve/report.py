@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsjax.bench.serve.drafts import DraftFigures
 from dsjax.bench.serve.statistics import Statistics
 
 _WIDTH = 50
@@ -31,7 +32,13 @@ class Point:
     cached_share_bound: float | None = None
 
 
-def report(point: Point, statistics: Statistics, latencies: Sequence[str], devices: int | None) -> str:
+def report(
+    point: Point,
+    statistics: Statistics,
+    latencies: Sequence[str],
+    devices: int | None,
+    drafts: DraftFigures | None = None,
+) -> str:
     """The block of one point, without a newline at its end.
 
     Args:
@@ -39,6 +46,7 @@ def report(point: Point, statistics: Statistics, latencies: Sequence[str], devic
         statistics: what came of it.
         latencies: which of `LATENCIES` to print.
         devices: of the server; None where nobody knows.
+        drafts: what came of the server's speculative decoding; None where there is none.
     """
     s = statistics
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
@@ -75,6 +83,7 @@ def report(point: Point, statistics: Statistics, latencies: Sequence[str], devic
         lines.append(_line("Output tokens a chunk:", s.tokens_per_chunk))
     for name in latencies:
         lines += _latency_lines(name, s)
+    lines += [] if drafts is None else _draft_lines(drafts)
     lines.append("=" * _WIDTH)
     return "\n".join(lines + _notes(s))
 
@@ -85,6 +94,19 @@ def _latency_lines(name: str, statistics: Statistics) -> list[str]:
     lines = [title.center(_WIDTH, "-"), _line(f"Mean {short} (ms):", values.mean)]
     lines.append(_line(f"Median {short} (ms):", values.median))
     return lines + [_line(f"P{p:g} {short} (ms):", value) for p, value in values.percentiles.items()]
+
+
+def _draft_lines(drafts: DraftFigures) -> list[str]:
+    lines = [
+        "Speculative Decoding".center(_WIDTH, "-"),
+        _line("Acceptance rate (%):", drafts.acceptance_rate),
+        _line("Acceptance length:", drafts.acceptance_length),
+        _line("Drafts:", drafts.num_drafts),
+        _line("Draft tokens:", drafts.draft_tokens),
+        _line("Accepted tokens:", drafts.accepted_tokens),
+        "Per-position acceptance (%):",
+    ]
+    return lines + [_line(f"  Position {i}:", share * 100) for i, share in enumerate(drafts.per_position)]
 
 
 def _line(label: str, value: float | None) -> str:

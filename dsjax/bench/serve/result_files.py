@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsjax.bench.serve.drafts import DraftFigures
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.report import LATENCIES, Point
@@ -21,6 +22,7 @@ class PointResult:
     point: Point
     result: LoadResult
     statistics: Statistics
+    drafts: DraftFigures | None = None
 
 
 def result_json(head: dict[str, Any], one: PointResult, devices: int | None, detailed: bool) -> dict[str, Any]:
@@ -57,6 +59,15 @@ def result_json(head: dict[str, Any], one: PointResult, devices: int | None, det
         "output_throughput_per_device": s.output_throughput / devices if devices else None,
         "output_throughput_per_user": s.tokens_per_second_per_user,
         "error_counts": dict(s.errors),
+    }
+    drafts = one.drafts
+    body |= {
+        "spec_decode_acceptance_rate": drafts and drafts.acceptance_rate,
+        "spec_decode_acceptance_length": drafts and drafts.acceptance_length,
+        "spec_decode_num_drafts": drafts and drafts.num_drafts,
+        "spec_decode_draft_tokens": drafts and drafts.draft_tokens,
+        "spec_decode_accepted_tokens": drafts and drafts.accepted_tokens,
+        "spec_decode_per_position_acceptance_rates": drafts and drafts.per_position,
     }
     for name in LATENCIES:
         values = s.latencies[name]

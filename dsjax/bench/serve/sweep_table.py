@@ -15,6 +15,7 @@ _COLUMNS = (
     ("TPOT ms, median", "median_tpot_ms", ".2f"),
     ("E2EL ms, median", "median_e2el_ms", ".1f"),
     ("good req/s", "request_goodput", ".2f"),
+    ("accepted %", "spec_decode_acceptance_rate", ".1f"),
 )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dsjax.plan.figure import exact
+from dsjax.plan.operator_tables import Curve, Surface
 from dsjax.plan.step import StepModel
 
 _FINEST = 2**0.25
@@ -77,15 +78,23 @@ class StepPrices:
             for table, column in zip((self._local, self._experts, self._talk), zip(*rows, strict=True), strict=True):
                 table[decode] = _Table(sizes, list(column))
         layers = model.config.num_hidden_layers
-        self._decode_position = model.attention(1.0, 1.0, 1.0, True).value * layers
-        self._prefill_pair = model.attention(1.0, 0.0, 1.0, False).value * layers
+        lengths = [float(2**power) for power in range(5, 21)]
+        self._decode_attention = _surface(
+            sizes, lengths, lambda rows, each: model.attention(rows, rows * each, each, True).value * layers
+        )
+        self._prefill_attention = _surface(
+            sizes, lengths, lambda tokens, each: model.attention(tokens, 0.0, each, False).value * layers
+        )
         # A cached position of a prompt is expanded anew: the difference that 4,096 of them make.
         both = (model.parts(4096, 4096, 0.0, False), model.parts(4096, 0.0, 0.0, False))
         self._expansion = (both[0]["projections"].value - both[1]["projections"].value) / 4096
         share = model.beside_communication()
         self._beside = {True: 1.0, False: 1 / (1 - share.value) if share else 1.0}
         self._unhidden = 1 - model.hidden().value
-        self._host = {decode: model.host(decode).value for decode in (True, False)}
+        copies = model.copying()
+        self._copies = copies.value if copies else 0.0
+        self._launches = model.launches().value
+        self._host = {decode: model.host.step(decode).value for decode in (True, False)}
         self._head = _Table(sizes, [model.head(size).value for size in sizes])
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
@@ -95,21 +104,33 @@ class StepPrices:
             return 0.0
         mean = sum(work.tokens for work in ranks) / len(ranks)
         decode = not any(work.prompts for work in ranks)
-        attention = max(
-            work.context * self._decode_position + work.pairs * self._prefill_pair + work.cached * self._expansion
-            for work in ranks
-        )
+        attention = max(self._attention(work) for work in ranks)
         work = self._halved(self._local, decode, tokens) + self._halved(self._experts, decode, mean) + attention
         talk = self._halved(self._talk, decode, tokens)
         if self._overlap:
-            work *= self._beside[decode]
+            work = work * self._beside[decode] + (self._copies * talk if decode else 0.0)
             layers = max(work, talk) + min(work, talk) * self._unhidden
         else:
             layers = work + talk
-        return layers + self._head(max(one.decodes for one in ranks) or 1) + self._host[decode]
+        device = layers + self._head(max(one.decodes for one in ranks) or 1)
+        return (device if decode else max(device, self._launches)) + self._host[decode]
+
+    def _attention(self, work: RankWork) -> float:
+        """Of one rank: its decodes at their mean context, its prompts' tokens at what they attend to on average."""
+        found = work.cached * self._expansion
+        if work.decodes:
+            found += self._decode_attention(work.decodes, work.context / work.decodes)
+        if work.prompts:
+            found += self._prefill_attention(work.prompts, work.pairs / work.prompts)
+        return found
 
     def _halved(self, table: dict[bool, _Table], decode: bool, tokens: float) -> float:
         return 2 * table[decode](tokens / 2) if self._overlap else table[decode](tokens)
+
+
+def _surface(firsts: Sequence[float], seconds: Sequence[float], price: Callable[[float, float], float]) -> Surface:
+    # Every fourth of the sizes: a factor of two apart.
+    return Surface({first: Curve((second, price(first, second)) for second in seconds) for first in firsts[::4]})
 
 
 def _split(model: StepModel, tokens: float, decode: bool) -> tuple[float, float, float]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
-from dsjax.engine.plan import RankPlan, RowResult
+from dsjax.engine.executor import RankResults, RowResult
+from dsjax.engine.plan import RankPlan
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig
@@ -37,14 +38,12 @@ class Served:
         return (self.finished - self.first) / (self.asked.output - 1) if self.asked.output > 1 else None
 
 
-class _Tokens(dict):
-    """What every row of a step yields: some token."""
-
-    def __missing__(self, request_id: str) -> RowResult:
-        return _SOME
+_SOME, _NONE = RowResult((0,)), RowResult()
 
 
-_SOME = RowResult(0)
+def _results(rank: RankPlan) -> RankResults:
+    """Some token for every row that makes one."""
+    return RankResults([_SOME] * len(rank.decodes), [_SOME if row.sampled else _NONE for row in rank.prefills])
 
 
 class Engine:
@@ -79,7 +78,6 @@ class Engine:
         self._serving: dict[str, Served] = {}
         self._count = 0
         self._plan = None
-        self._results = _Tokens()
         self.gaps: list[tuple[float, float, int]] = []
 
     @property
@@ -114,7 +112,9 @@ class Engine:
     def end(self, now: float) -> list[Served]:
         """Enter the step's tokens; give the requests that finished."""
         done = []
-        for request, _, reason in self._scheduler.update(self._plan, self._results, now):
+        for request, _, reason in self._scheduler.update(
+            self._plan, [_results(rank) for rank in self._plan.ranks], now
+        ):
             if reason is not None:
                 served = self._serving.pop(request.request_id)
                 served.first, served.finished = request.first_token_time, now
@@ -123,10 +123,10 @@ class Engine:
 
 
 def _work(rank: RankPlan) -> RankWork:
-    decodes, prefills = rank
-    context = sum(start for _, start, _ in decodes) + len(decodes)
+    decodes, prefills = rank.decodes, rank.prefills
+    context = sum(row.start for row in decodes) + len(decodes)
     prompts = pairs = cached = 0
-    for _, start, length in prefills:
+    for _, start, length, _ in prefills:
         prompts += length
         pairs += length * (start + (length + 1) / 2)
         cached += start

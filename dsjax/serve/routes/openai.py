@@ -5,18 +5,16 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
+from dsjax.serve.bodies import EventStream, JsonResponse, StrictRoute, unless_client_leaves
 from dsjax.serve.bounds import MAX_NAME_CHARACTERS
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.completions import CompletionAnswer, CompletionRequest
-from dsjax.serve.event_stream import EventStream, unless_client_leaves
-from dsjax.serve.json_bodies import JsonResponse, StrictRoute
+from dsjax.serve.guards import request_id_of
 from dsjax.serve.openai_fields import warning_headers
-from dsjax.serve.request_ids import request_id_of
-from dsjax.serve.responses import ChatResponse, CompletionResponse, ModelCard, ModelList
+from dsjax.serve.responses import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
 from dsjax.serve.responses_answer import ResponsesAnswer, ResponsesEvents
 from dsjax.serve.responses_request import ResponsesRequest
-from dsjax.serve.routes.documented import errors
 from dsjax.serve.serving import Serving, followed
 
 Session = Annotated[
@@ -31,7 +29,7 @@ Session = Annotated[
 
 
 def openai_routes(serving: Serving) -> APIRouter:
-    """`/v1/…`."""
+    """The routes under `/v1`."""
     router = APIRouter(prefix="/v1", route_class=StrictRoute)
     stream = {"description": "the answer, or its events", "content": {"text/event-stream": {}}}
     generating = {200: stream, **errors(422, 429, 500, 503)}

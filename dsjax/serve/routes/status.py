@@ -1,16 +1,23 @@
-"""How the server is: alive, ready, loaded."""
+"""How the server is: alive, ready, loaded, and what it has measured."""
 
+import asyncio
+import contextlib
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI, Request
+from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
-from dsjax.engine.stats import ExpertCounts, RankLoad
+from dsjax.engine.executor import ExpertCounts
+from dsjax.engine.output_stream import EngineDeadError
+from dsjax.engine.rank import RankLoad
+from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.errors import ApiError
-from dsjax.serve.json_bodies import JsonResponse
-from dsjax.serve.responses import ExpertLoad, Load, RankLoadBody, ServerInfo, State, Version
-from dsjax.serve.routes.documented import errors
+from dsjax.serve.responses import ExpertLoad, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
+
+_LOADS_SECONDS = 0.5
 
 
 def status_routes(serving: Serving) -> APIRouter:
@@ -59,8 +66,35 @@ def status_routes(serving: Serving) -> APIRouter:
     return router
 
 
+def create_metrics_routes(app: FastAPI, serving: Any) -> None:
+    """Add `GET /metrics`, the text format or OpenMetrics, whichever the scraper prefers. `serving.metrics` is a `Metrics`.
+
+    `?name[]=NAME`, as often as wanted, gives the samples of these names alone: the live views read a few of thousands.
+    """
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics(request: Request) -> Response:
+        _, content_type = choose_encoder(request.headers.get("accept", ""))
+        openmetrics = content_type.startswith("application/openmetrics-text")
+        await _refresh_loads(serving)
+        names = request.query_params.getlist("name[]")
+        # Some 8,500 samples with 32 ranks: tens of milliseconds that streams should not wait for.
+        body = await asyncio.to_thread(serving.metrics.render, names, openmetrics=openmetrics)
+        return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
+
+
+async def _refresh_loads(serving: Any) -> None:
+    """Steps tell of the ranks' load, but the last request may end by an abort, after which there is no step to tell of it.
+
+    Where the engine does not answer soon, because a step takes long or it is dead, the last known loads stand.
+    """
+    with contextlib.suppress(EngineDeadError, TimeoutError):
+        loads = await asyncio.wait_for(serving.engine.call(lambda core: core.loads()), _LOADS_SECONDS)
+        serving.metrics.show_loads(loads)
+
+
 async def _loads(serving: Serving) -> list[RankLoadBody]:
-    """As they are between two steps."""
+    """What each DP rank has to do, as it is between two steps of the engine."""
     loads: list[RankLoad] = await serving.ask(lambda core: core.loads())
     return [load._asdict() for load in loads]
 

@@ -6,16 +6,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 
 from dsjax.engine.tokenizer import Tokenizer
+from dsjax.serve.answers import token_name
+from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.chat_fields import PromptFields
 from dsjax.serve.chat_prompt import render_prompt
 from dsjax.serve.errors import ApiError
-from dsjax.serve.json_bodies import StrictRoute
-from dsjax.serve.responses import Text, TokenizerInfo, Tokens
-from dsjax.serve.routes.documented import errors
+from dsjax.serve.responses import Text, TokenizerInfo, Tokens, errors
 from dsjax.serve.sampling_fields import Name
 from dsjax.serve.serving import Serving
-from dsjax.serve.strict_model import StrictModel
-from dsjax.serve.token_text import token_name
 
 
 class TokenizeText(StrictModel):

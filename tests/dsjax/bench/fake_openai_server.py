@@ -25,6 +25,7 @@ class Script:
         drop_after: chunks after which the connection is closed.
         hang: never answer.
         not_ready: times that `/ready` says 503 before it says that there is no such path.
+        metrics: what `/metrics` says, given the number of answered requests; None: there is no such path.
         info: what `/server_info` says; None: there is no such path.
     """
 
@@ -38,6 +39,7 @@ class Script:
     fail_after: int | None = None
     drop_after: int | None = None
     hang: bool = False
+    metrics: Callable[[int], str] | None = None
     info: dict[str, Any] | None = None
     not_ready: int = 0
     root: str = "tiny"
@@ -76,6 +78,7 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/ready", self._is_ready)
         app.router.add_get("/server_info", self._info)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -98,6 +101,11 @@ class FakeServer:
         if self.script.info is None:
             raise web.HTTPNotFound
         return web.json_response(self.script.info)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if self.script.metrics is None:
+            raise web.HTTPNotFound
+        return web.Response(text=self.script.metrics(len(self.script.bodies)))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

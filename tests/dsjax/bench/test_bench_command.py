@@ -44,6 +44,49 @@ def test_it_prints_what_vllm_prints(start_fake):
     assert not set(prompts[:4]) & set(prompts[4:]), "the warm-up must not fill a prefix cache for what is measured"
 
 
+def drafting(answered: int) -> str:
+    """vLLM's counters of two engines: each request brings 10 rows with 2 drafts, of which 7 and 4 are accepted."""
+    name = "vllm:spec_decode_num"
+    lines = ["# TYPE vllm:generation_tokens counter", "vllm:generation_tokens_total 5.0"]
+    for engine, share in (("0", answered - 1), ("1", 1)):
+        labels = f'model_name="tiny",engine="{engine}"'
+        for what, count in (("drafts", 10), ("draft_tokens", 20), ("accepted_tokens", 11)):
+            lines += [f"# TYPE {name}_{what} counter"] if engine == "0" else []
+            lines.append(f"{name}_{what}_total{{{labels}}} {count * share}")
+        for position, count in ((0, 7), (1, 4)):
+            lines.append(f'{name}_accepted_tokens_per_pos_total{{{labels},position="{position}"}} {count * share}')
+    return "\n".join(lines) + "\n"
+
+
+def test_acceptance_of_drafts_is_that_of_the_point(start_fake, tmp_path):
+    """The test request before the point is not in it."""
+    server = start_fake(metrics=drafting)
+    done = bench(server.url, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    body = json.loads((tmp_path / "out.json").read_text())
+    found = {key: value for key, value in body.items() if key.startswith("spec_decode_")}
+    assert found == {
+        "spec_decode_acceptance_rate": pytest.approx(55.0),
+        "spec_decode_acceptance_length": pytest.approx(2.1),
+        "spec_decode_num_drafts": 80,
+        "spec_decode_draft_tokens": 160,
+        "spec_decode_accepted_tokens": 88,
+        "spec_decode_per_position_acceptance_rates": pytest.approx([0.7, 0.4]),
+    }
+    assert "Speculative Decoding" in done.stdout
+    lines = dict(re.findall(r"^ *(.*?):? {2,}([\d.]+)$", done.stdout, re.MULTILINE))
+    assert (lines["Acceptance rate (%)"], lines["Acceptance length"]) == ("55.00", "2.10")
+    assert (lines["Position 0"], lines["Position 1"]) == ("70.00", "40.00")
+
+
+@pytest.mark.parametrize("metrics", [None, lambda answered: "# TYPE a counter\na_total 1.0\n"])
+def test_a_server_that_drafts_nothing_has_no_figures_of_drafts(start_fake, metrics):
+    done = bench(start_fake(metrics=metrics).url, "--json", "-")
+    body = json.loads(done.stdout)
+    assert {value for key, value in body.items() if key.startswith("spec_decode_")} == {None}
+    assert "Speculative" not in done.stderr
+
+
 def test_json_on_standard_output_has_vllm_s_names(start_fake):
     done = bench(start_fake().url, "--json", "-", "--save-detailed", "--metric-percentiles", "50,99.9")
     body = json.loads(done.stdout)

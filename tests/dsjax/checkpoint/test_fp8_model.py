@@ -58,8 +58,8 @@ def test_kept_fp8_in_memory_the_logits_are_those_of_the_dequantised_checkpoint(d
         found, reference = llm.logits([TOKENS])[0], plain_logits[config, mesh]
         # In float32, fp8 × scale is what was read at load: at most the order of sums differs.
         assert np.abs(found - reference).max() <= 1e-5 * np.abs(reference).max()
-        quantised = [path for path, info in llm.runner.step.table.infos.items() if info.quantised]
-        assert {llm.runner.params[path].dtype for path in quantised} == {np.dtype(np.uint8)}
+        quantised = [path for path, info in llm.executor.model.table.infos.items() if info.quantised]
+        assert {llm.executor.params[path].dtype for path in quantised} == {np.dtype(np.uint8)}
         assert "moe_layers.moe.experts.down.weight" in quantised
     finally:
         llm.shutdown()

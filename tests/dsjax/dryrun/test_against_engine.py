@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,9 +14,9 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.run import dry_run
 from dsjax.dryrun.scopes import model_part
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.buckets import Rectangle
+from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.commands import TOKEN_MADE, Admission, PageChange, PrefillRow, RankStep, Sampling, Step, int32s
 from dsjax.engine.loading import load_model
-from dsjax.model.rows import RowGroup
 from sharding.program import Program, program_collectives
 
 # float32 by name: the engine's own choice on a CPU, where a dry run would stand in for an accelerator.
@@ -33,34 +34,33 @@ STEPS = {"decode": Rectangle(4, 1), "prefill": Rectangle(2, 16)}
 
 @pytest.fixture(params=[("dp=2,tp=2", "auto"), ("dp=4", "padded")], ids=lambda layout: "-".join(layout), scope="module")
 def engine(request):
-    """Options, and the runner that serves by them."""
+    """Options, and the model that serves by them."""
     mesh, dispatch = request.param
     args = dataclasses.replace(ARGS, mesh=mesh, dispatch=dispatch)
     model = load_model(args)
     yield args, model
-    model.runner.shutdown()
+    model.executor.shutdown()
 
 
-def program_of(runner, step):
-    """The shapes of the full batch of a step, and the compiled program that serves it."""
+def program_of(executor, step):
+    """The compiled program that serves the full batch of a step."""
     decode, prefill = (STEPS[step] if step == name else None for name in ("decode", "prefill"))
-    shapes = runner.programs.shapes(decode, prefill)
-    return shapes, runner.programs.step(shapes)
+    return executor.programs.step(executor.programs.shape(decode, prefill))
 
 
 def test_the_running_demo_holds_and_runs_what_its_dry_run_says(engine):
     args, model = engine
     report = dry_run(DryRunArgs(engine=args))
     assert (report.request["batch"], report.request["context"]) == (4, 64)
-    runner, device = model.runner, model.runner.step.mesh.devices.flat[-1]
-    arrays = [*runner.params.values(), *runner.cache.values()]
+    executor, device = model.executor, model.executor.model.mesh.devices.flat[-1]
+    arrays = [*executor.params.values(), *jax.tree.leaves(executor.state)]
     held = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards if shard.device == device)
-    assert runner.limits.pages_per_rank * args.page_size == report.cache_tokens + args.page_size
+    assert executor.limits.pages_per_rank * args.page_size == report.cache_tokens + args.page_size
     assert held == report.memory.arguments - report.memory.inputs
     assert model.facts.weight_bytes == report.memory.weights
     assert model.facts.parameters == sum(report.parameters.values())
-    program = Program.parse(program_of(runner, "decode")[1].as_text())
-    running = program_collectives(program, dict(runner.step.mesh.shape), host_devices=8)
+    program = Program.parse(program_of(executor, "decode").as_text())
+    running = program_collectives(program, dict(executor.model.mesh.shape), host_devices=8)
 
     def tally(collectives):
         return sorted(
@@ -79,21 +79,43 @@ def test_the_profile_of_a_running_step_shows_the_collectives_that_its_dry_run_co
     for one in report.collectives:
         counted[one.kind, model_part(one.op_name)] += one.times
     assert counted.total() >= 8  # there and back, in each of four MoE layers
-    devices = executed_collectives(model.runner, step)
+    devices = executed_collectives(model.executor, step)
     assert sorted(devices) == list(range(4))
     for seen in devices.values():
         assert seen == counted
 
 
-def executed_collectives(runner, step):
-    """Device → ``(kind, part of the model)`` → how often JAX's profiler saw it run, in one step of full rows."""
-    shapes, program = program_of(runner, step)
+def full_step(limits, step):
+    """A command whose launch is the full batch of a step, on every rank."""
     rows, chunk = STEPS[step]
-    ranks, pages = runner.limits.num_ranks, shapes[0].pages
-    tables = np.broadcast_to(1 + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages), (ranks, rows, pages))
-    tokens = np.random.default_rng(0).integers(3, 256, (ranks, rows, chunk))
-    positions = np.full((ranks, rows), 20 if step == "decode" else 0)
-    inputs = RowGroup.pack(tokens, positions, np.full((ranks, rows), chunk, np.int32), tables)
+    tokens = np.random.default_rng(0).integers(3, 256, (limits.num_ranks, rows, chunk))
+    start = 20 if step == "decode" else 0
+
+    def rank(tokens):
+        sampling = Sampling(start + chunk, 0)
+        admissions = [Admission(slot, start, int(tokens[slot, 0]), sampling) for slot in range(rows)]
+        pages = [
+            PageChange(slot, 0, list(range(1 + slot * limits.max_pages, 1 + (slot + 1) * limits.max_pages)))
+            for slot in range(rows)
+        ]
+        if step == "decode":
+            decodes = int32s(value for slot in range(rows) for value in (slot, limits.max_model_len))
+            return RankStep(admissions, pages, decodes, [], [])
+        prefills = [
+            PrefillRow(slot, 0, int32s(tokens[slot].tolist()), TOKEN_MADE, limits.max_model_len) for slot in range(rows)
+        ]
+        return RankStep(admissions, pages, b"", prefills, [])
+
+    return Step([rank(own) for own in tokens])
+
+
+def executed_collectives(executor, step):
+    """Device → ``(kind, part of the model)`` → how often JAX's profiler saw it run, in one step of full rows."""
+    program = program_of(executor, step)
+    executor.buckets = Buckets((STEPS["decode"].rows,), (STEPS["prefill"],), mixed=False)
+    command = full_step(executor.limits, step)
+    executor.collect(executor.launch(command))  # the slots are given by a program of its own
+    command = Step([msgspec.structs.replace(rank, admissions=[], pages=[]) for rank in command.ranks])
     operations = {
         operation.name: operation
         for computation in Program.parse(program.as_text()).computations.values()
@@ -101,14 +123,11 @@ def executed_collectives(runner, step):
     }
     kinds = {
         c.name
-        for c in program_collectives(Program.parse(program.as_text()), dict(runner.step.mesh.shape), host_devices=8)
+        for c in program_collectives(Program.parse(program.as_text()), dict(executor.model.mesh.shape), host_devices=8)
     }
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            found, _, runner.cache, _ = program(
-                runner.params, runner.cache, jax.device_put(inputs, runner.programs.rows)
-            )
-            jax.block_until_ready(found)
+            executor.collect(executor.launch(command))
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
         seen = {}

@@ -16,6 +16,7 @@ from dsjax.dryrun.assumptions import expected_tiles
 from dsjax.dryrun.run import dry_run
 from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
+from dsjax.model.experts import default_tile
 
 TENSORS = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.tensors.json.gz"
 ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
@@ -49,6 +50,10 @@ def test_parameters_are_those_of_deepseek_v3(full_size):
     assert full_size.parameters["embedding"] == full_size.parameters["head"] == 926_679_040
 
 
+def test_the_dispatch_is_told_as_what_auto_came_to(full_size):
+    assert full_size.request["dispatch"] == "gather", "8 tokens of a device: padded would have room for all of them too"
+
+
 @pytest.mark.skipif(not TENSORS.is_file(), reason="the list of the real checkpoint's tensors is not here")
 def test_weights_on_a_device_are_the_real_tensors_to_the_byte(full_size):
     assert full_size.memory.weight_bytes == device_bytes_of_the_checkpoint(8, fp8=True)
@@ -58,12 +63,14 @@ def test_weights_on_a_device_are_the_real_tensors_to_the_byte(full_size):
 
 def test_the_programs_arguments_are_weights_cache_and_inputs(full_size):
     memory = full_size.memory
-    assert memory.arguments == memory.weight_bytes + memory.cache + memory.inputs
+    assert memory.arguments == memory.held == memory.weight_bytes + memory.cache + memory.state + memory.inputs
     # 61 layers of 512 + 64 bf16 values for each slot of 8 rows of 64 pages, and page 0.
     assert memory.cache == 61 * 576 * 2 * (8 * 64 + 1) * 16
     assert full_size.cache_tokens == 8 * 1024
-    assert memory.inputs == 4 * 8 * (1 + 2 + 64)
-    assert memory.aliased == memory.cache  # updated in place
+    # Of each slot a page table, 12 numbers, and counts of all tokens; for 58 layers a copy of each of 256 experts, and how many.
+    assert memory.state == 8 * (4 * (64 + 12) + 2 * 129_280) + 58 * 256 * 2 * 4
+    assert memory.inputs == 4 * (3 * 8 + 3 * 9)  # three integers a row, room for nine changes of page tables
+    assert memory.aliased == memory.cache + memory.state  # updated in place
     assert memory.outputs - memory.aliased >= 8 * (4 + 4 * 129_280)  # tokens and float32 logits
 
 
@@ -89,6 +96,66 @@ def test_products_of_a_decode_are_the_models_arithmetic():
     experts = 58 * tiles * 8 * 2 * 44_040_192
     assert costs.flops == pytest.approx(rows * (2 * outside + attention) + experts, rel=1e-12)
     assert report.expert_flops == 2 * rows * 8 * 44_040_192 * 58
+
+
+DRAFTING = dataclasses.replace(V3, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    return dry_run(DryRunArgs(engine=DRAFTING, batch=4, context=1024))
+
+
+def test_a_step_with_drafts_verifies_them_and_holds_the_mtp_module(drafting):
+    assert (drafting.request["chunk"], drafting.request["num_drafts"]) == (3, 2)
+    assert sum(drafting.parameters.values()) == 671_026_419_200 + 11_610_068_224
+    memory, slots = drafting.memory, (4 * 64 + 1) * 16
+    assert memory.cache == 71_424 * slots
+    # Beside a plain step's state two drafts of each slot, and a byte for each cache slot: whether the module has filled it.
+    assert memory.state == 4 * (4 * (64 + 12 + 2) + 2 * 129_280) + 59 * 256 * 2 * 4 + slots
+    assert memory.outputs - memory.aliased >= 12 * 4 * 129_280  # logits of each verified token
+    # The module's weights are not read by the step, but lie on the device all the same.
+    assert memory.arguments < memory.held < memory.total
+    assert drafting.expert_flops == 2 * 12 * 8 * 44_040_192 * 58
+
+
+def test_drafting_is_one_pass_over_all_tokens_and_one_more_over_the_last(drafting):
+    found = [(c.kind, c.times, c.op_name.split("/")[1]) for c in drafting.drafts.collectives]
+    assert found == [(kind, 1, f"mtp_{k}") for k in (12, 4) for kind in ("all-gather", "reduce-scatter")]
+    context, rows = 1024, 4
+    a_token = 187_107_328 - 2048 + 2 * 7168**2 + 44_040_192 + 256 * 7168
+    attention = 2 * 128 * (576 + 512) * context
+    flops = 0
+    for tokens, load in ((3 * rows, 12), (rows, 4)):  # 32 ranks choose 8 of 256 experts for each token
+        tile = default_tile(load)
+        experts = 8 * expected_tiles(load, tile) * tile * 2 * 44_040_192
+        flops += tokens * (2 * a_token + attention) + experts + rows * 2 * 926_679_040
+    assert drafting.drafts.costs.flops == pytest.approx(flops, rel=1e-12)
+    assert drafting.drafts.expert_flops == 2 * 16 * 8 * 44_040_192
+    assert drafting.to_json()["drafts"]["costs"]["flops"] == drafting.drafts.costs.flops
+
+
+def test_prompts_are_followed_by_drafts_too():
+    engine = dataclasses.replace(DRAFTING, model="demo", mesh="dp=2", dispatch="gather")
+    report = dry_run(DryRunArgs(engine=engine, step="prefill", batch=2, context=512))
+    assert (report.request["chunk"], report.request["num_drafts"]) == (256, 2)
+    rows = {c.op_name.split("/")[1]: c.operand[0].dims[0] for c in report.drafts.collectives if c.kind == "all-gather"}
+    assert rows == {"mtp_512": 512, "mtp_2": 2}
+
+
+def test_by_so_many_rows_nothing_is_drafted_but_the_module_stays_on_the_device():
+    by_load = {**DRAFTING.speculative_config, "num_speculative_tokens_per_batch_size": [[1, 3, 2], [4, 64, 0]]}
+    engine = dataclasses.replace(V3, model="demo", mesh="dp=2", cache_tokens=1024, speculative_config=by_load)
+    few, many = (dry_run(DryRunArgs(engine=engine, batch=rows, context=64)) for rows in (3, 4))
+    assert (few.request["chunk"], few.request["num_drafts"]) == (3, 2)
+    assert (many.request["chunk"], many.request["num_drafts"], many.drafts) == (1, 0, None)
+    assert (many.memory.weights, many.memory.cache) == (few.memory.weights, few.memory.cache)
+
+
+def test_a_model_without_the_module_cannot_draft():
+    engine = dataclasses.replace(DRAFTING, model="moonlight", weights="auto", mesh="dp=4")
+    with pytest.raises(UserError, match=r"--speculative-config .* has none"):
+        dry_run(DryRunArgs(engine=engine))
 
 
 def test_redundant_experts_and_72_ranks_name_what_fits():

@@ -1,7 +1,7 @@
 """One set of options, checked once."""
 
 import pytest
-from fake_runner import FakeRunner
+from fake_executor import FakeExecutor
 
 from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
@@ -18,6 +18,8 @@ from sharding.errors import MeshError
         ({"model": None}, "--model is None, expected text"),
         ({"cache_tokens": "many"}, "--cache-tokens is 'many'"),
         ({"enable_prefix_caching": "no"}, "--enable-prefix-caching is 'no', expected True or False"),
+        ({"speculative_config": 2}, "--speculative-config is 2; expected an object"),
+        ({"speculative_config": {"method": "mtp", "drafts": 2}}, "--speculative-config has the unknown field drafts"),
         ({"tensor_parallel_size": 8}, "unknown engine option tensor_parallel_size; the options are model"),
     ],
 )
@@ -26,13 +28,21 @@ def test_wrong_options_are_named_as_flags(options, message):
         EngineArgs.from_options(**options)
 
 
+@pytest.mark.parametrize(
+    "given", ['{"method": "mtp", "num_speculative_tokens": 3}', {"method": "mtp", "num_speculative_tokens": 3}]
+)
+def test_speculation_is_read_from_json_or_a_dictionary(given):
+    assert EngineArgs(speculative_config=given).speculation.num_speculative_tokens == 3
+    assert EngineArgs().speculation is None
+
+
 def test_a_mesh_that_cannot_be_is_refused_at_once():
     with pytest.raises(MeshError, match="pp=2"):
         EngineArgs(mesh="pp=2")
 
 
 def test_the_scheduler_uses_all_the_room_of_the_runner():
-    limits = FakeRunner(max_rows_decode=5, max_chunk=7, pages_per_rank=9, page_size=3).limits
+    limits = FakeExecutor(max_rows_decode=5, max_chunk=7, pages_per_rank=9, page_size=3).limits
     options = {"max_num_batched_tokens": 99, "scheduling_policy": "priority", "enable_prefix_caching": False}
     config = EngineArgs(**options).scheduler_config(limits)
     assert (config.max_num_seqs, config.prefill_chunk, config.max_tokens_in_cache) == (5, 7, 24)

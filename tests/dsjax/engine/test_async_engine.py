@@ -5,10 +5,11 @@ import threading
 import time
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
+from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError, EngineDeadError
+from dsjax.engine.commands import Step
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PromptError
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
@@ -17,10 +18,10 @@ from dsjax.engine.scheduler import SchedulerConfig
 FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
 
 
-def make(**options) -> tuple[AsyncEngine, FakeRunner]:
-    runner = FakeRunner(**options)
-    config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=16)
-    return AsyncEngine(LLMEngine(runner, tiny_tokenizer(), config)), runner
+def make(**options) -> tuple[AsyncEngine, FakeExecutor]:
+    executor = FakeExecutor(**options)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    return AsyncEngine(LLMEngine(executor, tiny_tokenizer(), config)), executor
 
 
 async def collect(engine: AsyncEngine, request_id: str, prompts, params=FINAL) -> dict[int, list[int]]:
@@ -45,7 +46,7 @@ def run(coroutine):
 
 def test_many_streams_at_once_each_get_their_own_tokens():
     async def main():
-        engine, runner = make(num_ranks=2)
+        engine, executor = make(num_ranks=2)
         engine.start()
         prompts = [[[i, i + 1], [i, 7, 7]] for i in range(30)]
         results = await asyncio.gather(*(collect(engine, str(i), prompt) for i, prompt in enumerate(prompts)))
@@ -53,23 +54,23 @@ def test_many_streams_at_once_each_get_their_own_tokens():
             assert result == {index: expected_tokens(each, 12) for index, each in enumerate(prompt)}
         assert engine.num_unfinished == 0
         await engine.shutdown()
-        assert runner.closed
+        assert executor.closed
 
     run(main())
 
 
 def test_closing_a_stream_frees_its_pages_within_two_steps():
     async def main():
-        engine, runner = make(step_seconds=0.01)
+        engine, executor = make(step_seconds=0.01)
         engine.start()
         params = SamplingParams(max_tokens=100, output_kind=OutputKind.DELTA)
         stream = await engine.submit("r", [[1, 2, 3]], params)
         await anext(stream)
         assert pages_in_use(engine) > 0
         stream.close()
-        steps = runner.steps
+        steps = executor.steps
         await until(lambda: pages_in_use(engine) == 0)
-        assert runner.steps <= steps + 2
+        assert executor.steps <= steps + 2
         assert engine.num_unfinished == 0
         await engine.shutdown()
 
@@ -78,21 +79,21 @@ def test_closing_a_stream_frees_its_pages_within_two_steps():
 
 def test_a_wrong_prompt_among_several_queues_none():
     async def main():
-        engine, runner = make()
+        engine, executor = make()
         engine.start()
         with pytest.raises(PromptError):
             await engine.submit("r", [[1], [9999]], FINAL)
         assert engine.num_unfinished == 0
         await engine.shutdown()
-        assert runner.steps == 0
+        assert executor.steps == 0
 
     run(main())
 
 
 def test_when_the_thread_dies_every_stream_gets_an_error_and_the_owner_is_told():
     async def main():
-        engine, runner = make()
-        runner.fail_at_step = 3
+        engine, executor = make()
+        executor.fail_at_step = 3
         deaths = []
         engine.on_death = lambda: deaths.append(True)
         engine.start()
@@ -111,13 +112,13 @@ def test_when_the_thread_dies_every_stream_gets_an_error_and_the_owner_is_told()
 
 def test_a_call_runs_in_the_engine_s_thread_between_steps_and_gives_its_result_or_its_error():
     async def main():
-        engine, runner = make(step_seconds=0.01)
+        engine, executor = make(step_seconds=0.01)
         engine.start()
         assert await engine.call(lambda core: core.flush_prefix_cache()) is True
         stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
         await anext(stream)
-        seen = await engine.call(lambda core: (threading.current_thread().name, runner.pending, core.loads()))
-        assert seen[:2] == ("dsjax-engine", None)
+        seen = await engine.call(lambda core: (threading.current_thread().name, executor.computing, core.loads()))
+        assert seen[:2] == ("dsjax-engine", False)
         assert seen[2][0].running == 1
         with pytest.raises(ZeroDivisionError):
             await engine.call(lambda core: 1 // 0)
@@ -132,12 +133,12 @@ def test_a_call_runs_in_the_engine_s_thread_between_steps_and_gives_its_result_o
 
 def test_a_call_that_waits_when_the_engine_dies_gets_an_error():
     async def main():
-        engine, runner = make(step_seconds=0.3)
-        runner.fail_at_step = 1
+        engine, executor = make(step_seconds=0.3)
+        executor.fail_at_step = 1
         engine.start()
         stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
         await anext(stream)
-        await until(lambda: (runner.steps == 1 and runner.pending is not None) or engine.error is not None)
+        await until(lambda: (executor.steps == 1 and executor.computing) or engine.error is not None)
         with pytest.raises(EngineDeadError):
             await engine.call(lambda core: None)
         with pytest.raises(EngineDeadError):
@@ -166,14 +167,14 @@ def test_observers_hear_of_every_step_and_of_every_output_that_was_delivered():
             self.outputs += outputs
 
     async def main():
-        engine, runner = make(num_ranks=2)
+        engine, executor = make(num_ranks=2)
         engine.observers.append(observer := Observer())
         engine.start()
         prompt = list(range(10))
         for name in ("first", "again"):
             assert (await collect(engine, name, [prompt]))[0] == expected_tokens(prompt, 12)
         await engine.shutdown()
-        assert len(observer.steps) == runner.steps
+        assert len(observer.steps) == executor.steps
         assert observer.made == 24
         assert [output.request_id for output in observer.outputs] == ["first", "again"]
         assert [output.num_cached_tokens for output in observer.outputs] == [0, 8]
@@ -192,19 +193,20 @@ def test_observers_hear_of_every_step_and_of_every_output_that_was_delivered():
     run(main())
 
 
-def test_requests_that_come_while_the_device_computes_are_in_the_next_step():
+def test_requests_that_come_while_the_device_computes_are_in_the_next_step_to_be_planned():
     async def main():
-        engine, runner = make(step_seconds=0.05)
-        runner.keep_plans = True
+        engine, executor = make(step_seconds=0.05)
+        executor.keep_commands = True
         engine.start()
         first = await engine.submit("first", [[1, 2, 3]], SamplingParams(max_tokens=100))
         await anext(first)
-        await until(lambda: runner.pending is not None)
-        steps = runner.steps
+        await until(lambda: executor.computing)
+        steps = executor.steps
         second = await engine.submit("second", [[4, 5]], SamplingParams(max_tokens=4))
         await anext(second)
-        joined = next(i for i, plan in enumerate(runner.plans) if plan.ranks[0].prefills and i)
-        assert joined <= steps + 1
+        planned = [command for command in executor.commands if isinstance(command, Step)]
+        joined = next(i for i, step in enumerate(planned) if step.ranks[0].prefills and i)
+        assert joined <= steps + 2, "one that computes, and one that was launched behind it"
         assert (engine.num_waiting, engine.waiting_tokens) == (0, 0)
         await engine.shutdown()
 
@@ -223,11 +225,11 @@ def test_what_waits_is_counted_before_the_thread_has_taken_it():
 
 def test_an_id_that_is_aborted_and_used_again_during_one_step_is_a_new_request():
     async def main():
-        engine, runner = make(step_seconds=0.05)
+        engine, executor = make(step_seconds=0.05)
         engine.start()
         stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
         await anext(stream)
-        await until(lambda: runner.pending is not None)
+        await until(lambda: executor.computing)
         stream.close()
         assert (await collect(engine, "r", [[7, 8]]))[0] == expected_tokens([7, 8], 12)
         assert pages_in_use(engine) == 0

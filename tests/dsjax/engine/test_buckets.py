@@ -13,96 +13,118 @@ from dsjax.engine.buckets import (
     SMALLEST_CHUNK,
     Buckets,
     Rectangle,
+    num_decodes,
 )
-from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.commands import TOKEN_MADE, PrefillRow, RankStep, Step, int32s
+from dsjax.engine.launch_inputs import makes_token
+from dsjax.engine.speculative import SpeculativeConfig
 
 
-def row(length: int) -> ScheduledRow:
-    request = Request("", [0] * length, length, SamplingParams(), 1, 0)
-    return ScheduledRow(request, 0, length)
+def row(length: int, **more) -> PrefillRow:
+    return PrefillRow(0, 0, int32s([0] * length), TOKEN_MADE, 9999, **more)
+
+
+def rank_of(decodes: int, prefills: list[PrefillRow]) -> RankStep:
+    return RankStep([], [], int32s(value for slot in range(decodes) for value in (slot, 9999)), prefills, [])
+
+
+def prompts_of(*lengths: int) -> RankStep:
+    return rank_of(0, [row(length) for length in lengths])
+
+
+RANGES = (None, [[1, 1, 0], [2, 5, 2], [6, 4096, 1]])
 
 
 @st.composite
 def cases(draw):
-    """Buckets, and a plan within the limits that they cover; idle ranks and idle phases are frequent."""
+    """Buckets, and a step within the limits that they cover; idle ranks and idle phases are frequent."""
     max_num_seqs, chunk = draw(st.integers(1, 40)), draw(st.integers(1, 300))
-    buckets = Buckets.covering(max_num_seqs, chunk, mixed=draw(st.booleans()))
-    ranks = []
+    speculation = None
+    if draw(st.booleans()):
+        ranges = draw(st.sampled_from(RANGES))
+        speculation = SpeculativeConfig(
+            method="mtp", num_speculative_tokens=2, num_speculative_tokens_per_batch_size=ranges
+        )
+    buckets = Buckets.covering(max_num_seqs, chunk, mixed=draw(st.booleans()), speculation=speculation)
+    ranks, most = [], 1
     for _ in range(draw(st.integers(1, 4))):
         decodes = draw(st.integers(0, max_num_seqs)) if draw(st.booleans()) else 0
         lengths = draw(st.lists(st.integers(1, chunk), max_size=max_num_seqs)) if draw(st.booleans()) else []
-        ranks.append(RankPlan([row(1) for _ in range(decodes)], [row(length) for length in lengths]))
-    return buckets, StepPlan(ranks)
+        ranks.append(rank_of(decodes, [row(length) for length in lengths]))
+        most = max(most, decodes)
+    drafts = 0 if speculation is None else speculation.drafts(draw(st.integers(most, max_num_seqs)))
+    return buckets, Step(ranks, drafts, drafts)
 
 
 @given(cases())
 def test_every_row_is_laid_once_on_its_rank_into_a_compiled_shape_that_holds_it(case):
-    buckets, plan = case
-    launches = buckets.launches(plan)
-    shapes = buckets.shapes()
-    laid = [([], []) for _ in plan.ranks]
+    buckets, step = case
+    launches = buckets.launches(step)
+    shapes = {(decode, prefill): proposals for decode, prefill, proposals in buckets.shapes()}
+    pieces, with_decodes = [[] for _ in step.ranks], 0
     for launch in launches:
         assert (launch.decode, launch.prefill) in shapes
-        assert len(launch.decode_rows) == len(launch.prefill_rows) == len(plan.ranks)
-        for rank, own in enumerate(zip(launch.decode_rows, launch.prefill_rows, strict=True)):
-            for rows, rectangle, seen in zip(own, (launch.decode, launch.prefill), laid[rank], strict=True):
-                assert len(rows) <= (rectangle.rows if rectangle else 0)
-                assert all(scheduled.length <= rectangle.chunk for scheduled in rows)
-                seen += rows
-        assert any(launch.decode_rows) or any(launch.prefill_rows)
-    for rank, (decodes, prefills) in zip(plan.ranks, laid, strict=True):
-        assert [id(r.request) for r in decodes] == [id(r.request) for r in rank.decodes]
-        assert sorted(id(r.request) for r in prefills) == sorted(id(r.request) for r in rank.prefills)
+        assert step.proposes == 0 or step.proposes in shapes[launch.decode, launch.prefill]
+        assert len(launch.pieces) == len(step.ranks)
+        if launch.decode:
+            with_decodes += 1
+            assert launch.decode.chunk == 1 + step.num_drafts
+            assert all(num_decodes(rank) <= launch.decode.rows for rank in step.ranks)
+        for rank, own in enumerate(launch.pieces):
+            assert len(own) <= (launch.prefill.rows if launch.prefill else 0)
+            assert all(piece.length <= launch.prefill.chunk for piece in own)
+            pieces[rank] += own
+        assert launch.decode or any(launch.pieces)
+    assert with_decodes == any(rank.decodes for rank in step.ranks)
+    for rank, own in zip(step.ranks, pieces, strict=True):
+        assert sorted(own) == [(index, 0, prefill.length) for index, prefill in enumerate(rank.prefills)]
 
 
 @given(cases())
 def test_decodes_come_in_the_first_launch_and_share_it_only_where_that_is_wanted(case):
-    buckets, plan = case
-    launches = buckets.launches(plan)
-    with_decodes = [i for i, launch in enumerate(launches) if any(launch.decode_rows)]
-    assert with_decodes in ([], [0])
-    if with_decodes:
-        prompts = any(rank.prefills for rank in plan.ranks)
+    buckets, step = case
+    launches = buckets.launches(step)
+    if any(rank.decodes for rank in step.ranks):
+        assert [launch.decode is not None for launch in launches] == [True] + [False] * (len(launches) - 1)
+        prompts = any(rank.prefills for rank in step.ranks)
         assert (launches[0].prefill is not None) == (buckets.mixed and prompts)
 
 
 @given(cases())
 def test_a_decode_launch_has_the_fewest_rows_that_hold_the_fullest_rank(case):
-    buckets, plan = case
-    most = max(len(rank.decodes) for rank in plan.ranks)
-    for launch in buckets.launches(plan):
+    buckets, step = case
+    most = max(num_decodes(rank) for rank in step.ranks)
+    for launch in buckets.launches(step):
         if launch.decode and not launch.prefill:
             assert launch.decode.rows == min(rows for rows in buckets.decode if rows >= most)
 
 
 @given(cases())
 def test_single_rows_never_make_a_step_cost_more(case):
-    buckets, plan = case
+    buckets, step = case
     each = ACCELERATOR_LAUNCH_TOKENS if buckets.mixed else CPU_LAUNCH_TOKENS
 
     def cost(these: Buckets) -> int:
         return sum(
-            each + launch.prefill.rows * launch.prefill.chunk for launch in these.launches(plan) if launch.prefill
+            each + launch.prefill.rows * launch.prefill.chunk for launch in these.launches(step) if launch.prefill
         )
 
     assert cost(buckets) <= cost(dataclasses.replace(buckets, single=()))
 
 
-def test_an_empty_plan_launches_nothing():
+def test_an_empty_step_launches_nothing():
     buckets = Buckets.covering(8, 64, mixed=True)
-    assert buckets.launches(StepPlan([RankPlan([], []), RankPlan([], [])])) == []
+    assert buckets.launches(Step([rank_of(0, []), rank_of(0, [])])) == []
 
 
 def test_prompts_of_like_length_share_a_rectangle():
     buckets = Buckets.covering(4, 128, mixed=False)
     assert buckets.prefill == (Rectangle(1, 128), Rectangle(2, 64), Rectangle(4, 32))
     assert buckets.single == (Rectangle(1, 64), Rectangle(1, 32))
-    plan = StepPlan([RankPlan([], [row(n) for n in (5, 100, 30, 60, 20, 10)]), RankPlan([], [row(40)])])
+    step = Step([prompts_of(5, 100, 30, 60, 20, 10), prompts_of(40)])
     found = [
-        (launch.prefill, [[r.length for r in rows] for rows in launch.prefill_rows])
-        for launch in buckets.launches(plan)
+        (launch.prefill, [[piece.length for piece in own] for own in launch.pieces])
+        for launch in buckets.launches(step)
     ]
     assert found == [
         (Rectangle(1, 128), [[100], [40]]),
@@ -122,6 +144,8 @@ def test_few_shapes_cover_everything(sequences, chunk, mixed):
     assert all(chunk <= r.rows * r.chunk < 2 * chunk or r.rows == 1 for r in buckets.prefill)
     assert buckets.prefill[-1].chunk > SMALLEST_CHUNK // 2 or chunk <= SMALLEST_CHUNK
     assert len(set(buckets.shapes())) == len(buckets.shapes())
+    assert buckets.proposals == ()
+    assert not any(proposals for _, _, proposals in buckets.shapes())
     assert len(buckets.shapes()) == len(buckets.decode) + (2 if mixed else 1) * len(buckets.prefill + buckets.single)
     assert buckets.single == tuple(Rectangle(1, r.chunk) for r in buckets.prefill[1:])
 
@@ -139,35 +163,40 @@ def test_few_shapes_cover_everything(sequences, chunk, mixed):
     ],
 )
 def test_few_short_prompts_take_a_launch_each_as_long_as_that_costs_less(prompts, on_cpu, on_accelerators):
-    plan = StepPlan([RankPlan([], [row(length) for length in prompts]), RankPlan([], [])])
+    step = Step([prompts_of(*prompts), rank_of(0, [])])
     for mixed, expected in ((False, on_cpu), (True, on_accelerators)):
         buckets = Buckets.covering(8, 256, mixed=mixed)
-        assert [launch.prefill for launch in buckets.launches(plan)] == expected
+        assert [launch.prefill for launch in buckets.launches(step)] == expected
 
 
 def test_prompts_to_be_scored_come_last_one_a_rank_in_pieces_that_follow_each_other():
     buckets = Buckets.covering(4, 200, mixed=True)
     assert buckets.scored == Rectangle(1, SCORED_CHUNK)
-    scored = SamplingParams(prompt_logprobs=1)
-    long, short = Request("a", [0] * 300, 300, scored, 1, 0), Request("b", [0] * 70, 70, scored, 1, 0)
-    again = Request("c", [0] * 90, 80, scored, 20, 0)  # preempted after its prompt was scored
-    again.num_prompt_logprobs = 79
-    plan = StepPlan(
-        [
-            RankPlan([row(1)], [ScheduledRow(long, 100, 150), row(9), ScheduledRow(short, 0, 70)]),
-            RankPlan([], [ScheduledRow(again, 0, 90)]),
-        ]
-    )
-    launches = buckets.launches(plan)
+    long, short = row(150, scored=150, top_scores=1), row(70, scored=69, top_scores=1)
+    again = row(90)  # preempted after its prompt was scored
+    step = Step([rank_of(1, [long, row(9), short]), rank_of(0, [again])])
+    launches = buckets.launches(step)
     assert [launch.scored for launch in launches] == [False, True, True, True, True, True]
-    assert [own.request.request_id for rows in launches[0].prefill_rows for own in rows] == ["", "c"]
-    pieces = [launch.prefill_rows[0][0] for launch in launches[1:]]
-    assert [(piece.request.request_id, piece.start, piece.length) for piece in pieces] == [
-        ("a", 100, 64),
-        ("a", 164, 64),
-        ("a", 228, 22),
-        ("b", 0, 64),
-        ("b", 64, 6),
-    ]
-    assert [piece.sampled for piece in pieces] == [False, False, False, False, True]
-    assert all(launch.prefill == buckets.scored and not launch.prefill_rows[1] for launch in launches[1:])
+    assert launches[0].pieces == [[(1, 0, 9)], [(0, 0, 90)]]
+    pieces = [launch.pieces[0][0] for launch in launches[1:]]
+    assert pieces == [(0, 0, 64), (0, 64, 64), (0, 128, 22), (2, 0, 64), (2, 64, 6)]
+    prefills = step.ranks[0].prefills
+    made = [makes_token(prefills[piece.row], piece.first, piece.length) for piece in pieces]
+    assert made == [False, False, True, False, True]
+    assert all(launch.prefill == buckets.scored and not launch.pieces[1] for launch in launches[1:])
+
+
+def test_only_the_numbers_of_drafts_that_a_load_can_ask_for_are_compiled():
+    speculation = SpeculativeConfig(
+        method="mtp", num_speculative_tokens=2, num_speculative_tokens_per_batch_size=[[1, 4, 2], [5, 8, 1], [9, 99, 0]]
+    )
+    buckets = Buckets((1, 8, 16), (Rectangle(1, 64),), mixed=True, speculation=speculation)
+    assert buckets.proposals == (1, 2)
+    assert set(buckets.shapes()) == {
+        # One row may be of 1 to 16 that are running; nine rows draft nothing.
+        *((Rectangle(1, 1 + n), None, (n,) if n else ()) for n in (0, 1, 2)),
+        *((Rectangle(8, 1 + n), None, (n,) if n else ()) for n in (0, 1, 2)),
+        (Rectangle(16, 1), None, ()),
+        (None, Rectangle(1, 64), (1, 2)),
+        *((Rectangle(16, 1 + n), Rectangle(1, 64), (n,) if n else ()) for n in (0, 1, 2)),
+    }

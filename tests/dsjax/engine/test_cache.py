@@ -1,29 +1,43 @@
-"""The cache on the devices: its bytes, and pages that are cleared without touching others."""
+"""The cache on the devices: its bytes, and pages that are cleared and copied without touching others."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from layouts import write_checkpoint
+from layouts import TINY, write_checkpoint
 
 from dsjax import LLM
-from dsjax.config import load_config
+from dsjax.config import ModelConfig, load_config
 from dsjax.engine import cache as device_cache
+from dsjax.engine import device_state
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Rectangle
-from dsjax.engine.host_memory import available_bytes
+from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.process import available_bytes
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
 RANKS, PAGES, G = 2, 3, 2
 
 
-def step_of(mesh="dp=1", **options):
+def tiny(mesh, **options):
+    """The step of a tiny model."""
+    spec = MeshSpec.parse(mesh)
+    args = EngineArgs(mesh=mesh, dtype="float32", page_size=G, **options)
+    return make_step(args, ModelConfig.from_dict(TINY), spec, spec.build())
+
+
+def limits_of(ranks):
+    return ExecutorLimits(4, 4, 8, G, PAGES, ranks, 8, TINY["vocab_size"])
+
+
+def step_of(mesh="dp=1", mtp=False, **options):
     spec = MeshSpec.parse(mesh)
     args = EngineArgs(model="deepseek-v3", mesh=mesh, dtype="bfloat16", page_size=16, **options)
-    return make_step(args, load_config("deepseek-v3"), spec, spec.build())
+    return make_step(args, load_config("deepseek-v3"), spec, spec.build(), mtp=mtp)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +55,14 @@ def test_a_page_of_v3_has_the_documented_bytes_on_a_device(options, bytes_of_a_t
     assert device_cache.bytes_per_page(step_of(**options)) == 61 * 16 * bytes_of_a_token_and_layer
 
 
+@pytest.mark.parametrize(("mtp", "bytes_of_a_token"), [(False, 70_272), (True, 71_424)])
+def test_a_token_of_v3_has_a_layer_more_with_the_mtp_module(mtp, bytes_of_a_token):
+    step = step_of("dp=2", mtp=mtp)
+    assert device_cache.bytes_per_page(step) == 16 * bytes_of_a_token
+    described = sum(np.prod(array.shape) * array.dtype.itemsize for array in device_cache.describe(step, 3).values())
+    assert described == 2 * 3 * device_cache.bytes_per_page(step)
+
+
 def test_the_host_s_share_bounds_the_pages_and_too_few_are_an_error():
     step = step_of()
     assert device_cache.pages_that_fit(step, 7) == 7
@@ -52,9 +74,8 @@ def test_the_host_s_share_bounds_the_pages_and_too_few_are_an_error():
 
 
 def test_what_is_allocated_is_what_was_counted():
-    step = step_of("dp=2,tp=2", mla_prefill="CD", mla_decode="CD")
-    step = dataclasses.replace(step, config=dataclasses.replace(step.config, num_hidden_layers=2))
-    cache = device_cache.allocate(step, 3)
+    step, limits = tiny("dp=2,tp=2", mla_prefill="CD", mla_decode="CD"), limits_of(RANKS)
+    cache = device_state.allocate(step, limits).cache
     for device in step.mesh.devices.flat:
         held = [
             shard.data.nbytes
@@ -62,24 +83,60 @@ def test_what_is_allocated_is_what_was_counted():
             for shard in array.addressable_shards
             if shard.device == device
         ]
-        assert sum(held) == 3 * device_cache.bytes_per_page(step)
+        assert sum(held) == PAGES * device_cache.bytes_per_page(step)
     assert not any(np.asarray(array).any() for array in cache.values())
-    assert device_cache.token_slots(step, 3) == 2 * 2 * 16  # page 0 of each rank is never used
+    assert device_cache.token_slots(step, PAGES) == RANKS * (PAGES - 1) * G  # page 0 of each rank is never used
 
 
+def filled_state(step, dtype=np.float32):
+    """A state whose cache counts up from 1, and whose MTP entries are all there."""
+    described = device_state.describe(step, limits_of(step.spec.dp_size), 1)
+    host = {
+        name: np.arange(1, 1 + np.prod(array.shape)).reshape(array.shape).astype(dtype)
+        for name, array in described.cache.items()
+    }
+    cache = {name: jax.device_put(array, described.cache[name].sharding) for name, array in host.items()}
+    filled = jax.device_put(np.ones(described.filled.shape, bool), described.filled.sharding)
+    rest = jax.tree.map(
+        lambda one: jax.device_put(np.zeros(one.shape, one.dtype), one.sharding),
+        dataclasses.replace(described, cache={}, filled=None),
+    )
+    return host, dataclasses.replace(rest, cache=cache, filled=filled)
+
+
+@pytest.mark.parametrize(("layout", "form"), [("dp=2", "A_CC"), ("dp=2,tp=2", "CD")])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
-def test_marked_pages_become_zero_in_all_layers_and_no_other_page_changes(dtype):
-    shapes = {"latent": (2, RANKS * PAGES, G, 4), "key": (2, RANKS * PAGES, G, 3, 2)}
-    before = {name: np.arange(1, 1 + np.prod(shape)).reshape(shape).astype(dtype) for name, shape in shapes.items()}
+def test_marked_pages_become_zero_in_all_layers_and_no_other_page_changes(layout, form, dtype):
+    step = tiny(layout, mla_prefill=form, mla_decode=form)
+    before, state = filled_state(step, dtype)
     if dtype is np.float32:
-        before["latent"][:, PAGES + 2] = np.nan
+        name = next(iter(before))
+        before[name][:, PAGES + 2] = np.nan
+        state.cache[name] = jax.device_put(before[name], state.cache[name].sharding)
     marked = np.array([[False, True, False], [False, False, True]])
-    after = jax.jit(device_cache.clear_pages)(before, marked)
+    after = jax.jit(partial(device_state.clear_pages, step))(state, marked)
     for name, array in before.items():
         expected = array.copy()
         expected[:, [1, PAGES + 2]] = 0
-        np.testing.assert_array_equal(after[name], expected)
-        assert after[name].dtype == dtype
+        np.testing.assert_array_equal(after.cache[name], expected)
+        assert after.cache[name].dtype == dtype
+    np.testing.assert_array_equal(after.filled, ~np.repeat(marked.reshape(-1, 1), G, axis=1))
+
+
+def test_pages_are_copied_within_their_rank_in_all_layers_with_what_the_mtp_module_has_of_them():
+    step = tiny("dp=2,tp=2", mla_prefill="CD", mla_decode="CD")
+    before, state = filled_state(step)
+    filled = np.ones((RANKS * PAGES, G), bool)
+    filled[[1, PAGES + 2]] = False
+    state = dataclasses.replace(state, filled=jax.device_put(filled, state.filled.sharding))
+    pairs = np.array([[[1, 2], [0, 0]], [[2, 1], [0, 0]]], np.int32)
+    after = jax.jit(partial(device_state.copy_pages, step))(state, pairs)
+    for name, array in before.items():
+        expected = array.copy()
+        expected[:, 2], expected[:, PAGES + 1] = array[:, 1], array[:, PAGES + 2]
+        np.testing.assert_array_equal(after.cache[name], expected)
+    filled[[2, PAGES + 1]] = False
+    np.testing.assert_array_equal(after.filled, filled)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -87,9 +144,9 @@ def test_a_decode_step_updates_the_cache_in_place(tmp_path, rows):
     """A copy of the cache would show as temporaries of its size; one row was such a case."""
     llm = LLM(str(write_checkpoint(tmp_path)), cache_tokens=65536, max_num_seqs=8, dtype="float32")
     try:
-        programs, cache_bytes = llm.runner.programs, sum(array.nbytes for array in llm.runner.cache.values())
-        memory = programs.step(programs.shapes(Rectangle(rows, 1), None)).memory_analysis()
-        assert memory.alias_size_in_bytes >= cache_bytes
+        programs, cache_bytes = llm.executor.programs, sum(array.nbytes for array in llm.executor.state.cache.values())
+        memory = programs.step(programs.shape(Rectangle(rows, 1), None)).memory_analysis()
+        assert memory.alias_size_in_bytes >= sum(array.nbytes for array in jax.tree.leaves(llm.executor.state))
         assert memory.temp_size_in_bytes < cache_bytes / 4
     finally:
         llm.shutdown()

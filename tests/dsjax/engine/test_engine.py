@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
+from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import BOS, EOS, tiny_tokenizer
 
 from dsjax.engine.engine import LLMEngine
@@ -13,10 +13,10 @@ from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingPara
 from dsjax.engine.scheduler import AdmissionError, SchedulerConfig
 
 
-def make_engine(tokenizer=None, eos=(), **runner_options) -> LLMEngine:
-    runner = FakeRunner(**runner_options)
-    config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=16)
-    return LLMEngine(runner, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
+def make_engine(tokenizer=None, eos=(), **executor_options) -> LLMEngine:
+    executor = FakeExecutor(**executor_options)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    return LLMEngine(executor, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
 
 
 def finish(engine: LLMEngine) -> dict:
@@ -46,9 +46,7 @@ def generate(engine: LLMEngine, prompt="", **params):
 
 
 def test_the_engine_imports_no_jax():
-    modules = (
-        "engine,input_processor,output_processor,scheduler,plan,tokenizer,detokenizer,stop,args,async_engine,facts"
-    )
+    modules = "engine,input_processor,output_processor,scheduler,plan,tokenizer,text,args,async_engine"
     imports = ";".join(f"import dsjax.engine.{name}" for name in modules.split(","))
     code = f"import sys;{imports};sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -175,13 +173,13 @@ def test_requests_without_a_seed_draw_different_ones_reproducibly():
     assert texts[0][0] != texts[0][1]
 
 
-def test_abort_gives_a_last_output_and_frees_pages_at_once():
+def test_abort_gives_a_last_output_and_frees_pages_when_the_step_under_way_is_done():
     engine = make_engine()
     engine.add_request("r", [1, 2, 3], SamplingParams(n=2, max_tokens=50))
     engine.step()
     engine.abort("r")
-    assert engine.core.scheduler.ranks[0].pool.num_used == 0
     (output,) = engine.step()
+    assert engine.core.scheduler.ranks[0].pool.num_used == 0
     assert output.finished
     assert [o.finish_reason for o in output.outputs] == ["abort", "abort"]
     assert not engine.has_unfinished()
@@ -189,9 +187,9 @@ def test_abort_gives_a_last_output_and_frees_pages_at_once():
 
 def test_non_finite_values_end_that_request_with_an_error_and_the_rest_go_on():
     engine = make_engine()
-    engine.core.runner.non_finite.add("bad")
-    for name in ("bad", "good"):
-        engine.add_request(name, [1, 2], SamplingParams(temperature=0, max_tokens=4))
+    engine.core.executor.non_finite.add(13)
+    for name, seed in (("bad", 13), ("good", 14)):
+        engine.add_request(name, [1, 2], SamplingParams(temperature=0, max_tokens=4, seed=seed))
     outputs = finish(engine)
     assert outputs["bad"].outputs[0].finish_reason == "error"
     assert "not finite" in outputs["bad"].outputs[0].stop_reason

@@ -25,7 +25,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_device(checkpoint):
-    return answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME")
+    # The plain forms: whatever `--kernels auto` brings to the layouts below is held to them, too.
+    return answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
 
 
 def test_one_device_gives_the_logits_of_the_model_without_cache_or_mesh(one_device):
@@ -38,6 +39,18 @@ def test_one_device_gives_the_logits_of_the_model_without_cache_or_mesh(one_devi
 @pytest.mark.parametrize(("layout", "dispatch", "prefill", "decode"), RUNS)
 def test_layout_gives_the_answer_of_one_device(checkpoint, one_device, layout, dispatch, prefill, decode):
     assert difference(answer(checkpoint, layout, dispatch, prefill, decode), one_device) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatch", "prefill", "decode"),
+    [
+        ("dp=8", "padded", "A_CC_ME", "CC"),
+        ("dp=2,tp=4", "gather", "CC", "A_CC_ME"),
+        ("dp=4,tp=8", "ragged", "A_CC", "A_CC"),
+    ],
+)
+def test_layouts_with_plain_kernels_give_it_too(checkpoint, one_device, layout, dispatch, prefill, decode):
+    assert difference(answer(checkpoint, layout, dispatch, prefill, decode, kernels="plain"), one_device) is None
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=4,tp=8"])

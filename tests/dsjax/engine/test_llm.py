@@ -12,6 +12,7 @@ from layouts import TINY, write_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.config import ModelConfig
 from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.commands import Step
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
 
@@ -33,7 +34,7 @@ def load(checkpoint, mesh="dp=1", **options) -> LLM:
 def llm(checkpoint):
     """One device; a single program for each phase."""
     made = load(checkpoint)
-    made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
+    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
     yield made
     made.shutdown()
 
@@ -42,7 +43,7 @@ def llm(checkpoint):
 def on_four(checkpoint):
     """Four devices; decodes share a program with prompts."""
     made = load(checkpoint, "dp=4", dispatch="padded")
-    made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=True)
+    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=True)
     yield made
     made.shutdown()
 
@@ -54,7 +55,7 @@ def _nothing_is_left_behind(request):
     for name in {"llm", "on_four"} & set(request.fixturenames):
         made = request.getfixturevalue(name)
         assert not made.engine.has_unfinished()
-        assert [rank.pool.num_used for rank in made.engine.core.scheduler.ranks] == [0] * made.runner.limits.num_ranks
+        assert [rank.pool.num_used for rank in made.engine.core.scheduler.ranks] == [0] * made.executor.limits.num_ranks
 
 
 def prompt(length: int, seed: int = 0) -> dict:
@@ -114,7 +115,7 @@ def test_the_number_of_parameters_must_fit(llm):
     ],
 )
 def test_one_wrong_prompt_is_named_and_nothing_runs(llm, wrong, message, monkeypatch):
-    monkeypatch.setattr(llm.runner, "execute", lambda plan: pytest.fail("a step was run"))
+    monkeypatch.setattr(llm.executor, "launch", lambda command: pytest.fail("a step was run"))
     with pytest.raises(UserError, match=message):
         llm.generate([prompt(4), wrong, prompt(2)], greedy())
 
@@ -208,23 +209,24 @@ def test_logits_wait_for_no_running_request(llm):
     assert len(llm.logits([[2, 3]])) == 1
 
 
-@pytest.mark.parametrize("steps", [0, 1, 4])
-def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, steps, monkeypatch):
+@pytest.mark.parametrize(("where", "steps"), [("launch", 0), ("launch", 1), ("launch", 4), ("wait", 0), ("wait", 3)])
+def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, where, steps, monkeypatch):
     prompts = [prompt(length) for length in LENGTHS]
     undisturbed = tokens_of(llm.generate(prompts, greedy()))
-    launch, calls = llm.runner.launch, []
+    undisturbed_call, calls = getattr(llm.executor, where), []
 
-    def interrupted(plan):
-        calls.append(plan)
-        if len(calls) > steps:
-            raise KeyboardInterrupt
-        return launch(plan)
+    def interrupted(given):
+        if where == "wait" or isinstance(given, Step):
+            calls.append(given)
+            if len(calls) == steps + 1:
+                raise KeyboardInterrupt
+        return undisturbed_call(given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, "launch", interrupted)
+        patch.setattr(llm.executor, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, greedy())
-    assert len(calls) == steps + 1
+    assert len(calls) > steps
     assert llm.engine.core.scheduler.num_unfinished == 0
     assert len(llm.logits([[2, 3]])) == 1
     assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
@@ -278,7 +280,7 @@ def test_a_cache_too_small_for_all_makes_requests_wait_and_changes_nothing(check
     expected = tokens_of(llm.generate(prompts, greedy(14)))
     small = load(checkpoint, cache_tokens=40)
     assert small.facts.max_model_len == 41, "what the cache holds, and the last token, which is never written to it"
-    small.runner.buckets = llm.runner.buckets
+    small.executor.buckets = llm.executor.buckets
     try:
         outputs = small.generate(prompts, greedy(14))
         assert tokens_of(outputs) == expected
@@ -291,10 +293,10 @@ def test_a_cache_too_small_for_all_makes_requests_wait_and_changes_nothing(check
 @pytest.fixture
 def poisoned(llm):
     """The embedding of one token is not finite."""
-    clean = llm.runner.params["embed.weight"]
-    llm.runner.params["embed.weight"] = clean.at[95].set(np.nan)
+    clean = llm.executor.params["embed.weight"]
+    llm.executor.params["embed.weight"] = clean.at[95].set(np.nan)
     yield 95
-    llm.runner.params["embed.weight"] = clean
+    llm.executor.params["embed.weight"] = clean
 
 
 def test_a_request_that_is_not_finite_fails_alone_and_leaves_nothing_in_its_pages(llm, poisoned):
@@ -360,7 +362,7 @@ def test_completions_of_one_prompt_compute_it_once(llm):
 
 def test_priorities_order_what_waits(checkpoint):
     one = load(checkpoint, max_num_seqs=1, scheduling_policy="priority")
-    one.runner.buckets = Buckets(decode=(1,), prefill=(Rectangle(1, 16),), mixed=False)
+    one.executor.buckets = Buckets(decode=(1,), prefill=(Rectangle(1, 16),), mixed=False)
     try:
         outputs = one.generate([prompt(n) for n in (9, 5, 7)], greedy(2), priority=[2, 1, 0])
         ended = [output.metrics.finish_time for output in outputs]
@@ -374,11 +376,11 @@ def test_priorities_order_what_waits(checkpoint):
 @pytest.mark.parametrize(("decode", "mixed"), [((1, 2), False), ((2,), True)])
 def test_after_warming_up_nothing_more_is_compiled(checkpoint, decode, mixed):
     warm = load(checkpoint, max_num_seqs=2)
-    warm.runner.buckets = Buckets(decode=decode, prefill=(Rectangle(2, 16),), mixed=mixed)
+    warm.executor.buckets = Buckets(decode=decode, prefill=(Rectangle(2, 16),), mixed=mixed)
     try:
         seen = []
         warm.warm_up(lambda done, total, label: seen.append((done, total, label)))
-        programs = warm.runner.programs.compiled
+        programs = warm.executor.programs.compiled
         told = [done for done, _, _ in seen]
         assert told == sorted(told), "first all is traced, then it is compiled"
         assert sorted(set(told)) == list(range(len(programs) + 1))
@@ -386,8 +388,8 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, decode, mixed):
         prompts = [prompt(length) for length in (5, 30, 8, 1, 17)]
         warm.generate(prompts, [greedy(3), SamplingParams(max_tokens=5, logprobs=2), greedy(9), greedy(2), greedy(4)])
         warm.warm_up()
-        assert warm.runner.programs.compiled == programs
-        warm.runner.programs.clear()
+        assert warm.executor.programs.compiled == programs
+        warm.executor.programs.drop()
         traced = []
 
         def stop_at_the_third(done, total, label):
@@ -407,7 +409,7 @@ def test_rows_follow_the_budget_of_tokens_where_nobody_gives_them(checkpoint):
     made = load(checkpoint, max_num_seqs=None, max_num_batched_tokens=20)
     try:
         # 256 running requests would leave no token for a prompt.
-        assert made.runner.limits.max_rows_decode == 20
+        assert made.executor.limits.max_rows_decode == 20
     finally:
         made.shutdown()
 

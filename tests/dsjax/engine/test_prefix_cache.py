@@ -1,12 +1,13 @@
 """Which pages are found again, which are not, and what is counted."""
 
+from zlib import crc32
+
 import pytest
-from fake_runner import FakeRunner, expected_tokens
+from fake_executor import FakeExecutor, expected_tokens
 
 from dsjax.engine.core import EngineCore
-from dsjax.engine.pages import PagePool
-from dsjax.engine.plan import NO_TOKEN, RowResult
-from dsjax.engine.prefix_cache import extend_hashes
+from dsjax.engine.executor import RankResults, RowResult
+from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig
@@ -15,18 +16,19 @@ PROMPT = list(range(100, 120))  # five pages of four tokens
 
 
 def make(*, prefix_caching: bool = True, policy: str = "fcfs", budget: int = 24, **sizes) -> EngineCore:
-    runner = FakeRunner(**{"page_size": 4, "pages_per_rank": 33, "max_chunk": 24, **sizes})
+    executor = FakeExecutor(**{"page_size": 4, "pages_per_rank": 33, "max_chunk": 24, **sizes})
     return EngineCore(
-        runner,
+        executor,
         SchedulerConfig.from_limits(
-            runner.limits, max_num_batched_tokens=budget, prefix_caching=prefix_caching, policy=policy
+            executor.limits, max_num_batched_tokens=budget, prefix_caching=prefix_caching, policy=policy
         ),
+        async_scheduling=False,  # so that a call of `step` is a step
     )
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 1, *, salt: str | None = None, **params) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
-    return Request(name, list(prompt), len(prompt), params, max_tokens, 0, cache_salt=salt)
+    return Request(name, list(prompt), len(prompt), params, max_tokens, crc32(name.encode()), cache_salt=salt)
 
 
 def run(core: EngineCore, *requests: Request) -> None:
@@ -42,10 +44,10 @@ def run(core: EngineCore, *requests: Request) -> None:
 @pytest.mark.parametrize(
     ("prompt", "cached"),
     [
-        (PROMPT, 16),  # cached whole: the last page is computed again, for the last token's logits
+        (PROMPT, 19),  # cached whole: the last page is copied, and the last token computed again for its logits
         ([*PROMPT, 1], 20),
         (PROMPT[:19], 16),
-        (PROMPT[:4], 0),
+        (PROMPT[:4], 3),
         (PROMPT[:5], 4),
         ([*PROMPT[:7], 1, *PROMPT[8:]], 4),  # one token differs: its page and all after it are others
         ([1, *PROMPT], 0),
@@ -67,7 +69,7 @@ def test_pages_of_decoded_tokens_are_found_too():
     assert again.num_cached_tokens == 16
 
 
-@pytest.mark.parametrize(("salts", "cached"), [(("a", "a"), 16), (("a", "b"), 0), (("a", None), 0), (("", None), 0)])
+@pytest.mark.parametrize(("salts", "cached"), [(("a", "a"), 19), (("a", "b"), 0), (("a", None), 0), (("", None), 0)])
 def test_pages_are_shared_under_one_salt_only(salts, cached):
     core = make()
     run(core, request("first", PROMPT, salt=salts[0]))
@@ -159,7 +161,7 @@ def test_a_failed_request_takes_its_pages_out_of_the_cache_and_leaves_those_of_o
     core.add(good)
     core.step()
     assert bad.num_cached_tokens == good.num_cached_tokens == 20
-    core.runner.non_finite.add("bad")
+    core.executor.non_finite.add(crc32(b"bad"))
     run(core)
     assert bad.finish_reason is FinishReason.ERROR
     assert good.output_token_ids == expected_tokens([*PROMPT, 2], 9), "it reads pages that the other one held"
@@ -171,19 +173,24 @@ def test_a_request_that_fails_for_another_reason_leaves_its_pages_to_be_found():
     core = make()
     core.add(bad := request("bad", PROMPT, 9))
     core.step()
-    collect = core.runner.collect
-    core.runner.collect = lambda plan: {"bad": collect(plan)["bad"]._replace(token_id=NO_TOKEN, error="no legal token")}
+    collect = core.executor.collect
+
+    def refuse(pending):
+        (rank,) = collect(pending)
+        return [RankResults([RowResult(error="no legal token")], rank.prefills)]
+
+    core.executor.collect = refuse
     core.step()
-    core.runner.collect = collect
+    core.executor.collect = collect
     assert (bad.finish_reason, len(bad.token_ids), core.scheduler.ranks[0].load) == (FinishReason.ERROR, 21, 0)
     assert core.stats().num_non_finite == 0
     run(core, again := request("again", PROMPT))
-    assert again.num_cached_tokens == 16
+    assert again.num_cached_tokens == 19
 
 
 def test_a_chunk_that_is_not_finite_fails_the_prompt_before_its_pages_can_be_found():
     core = make(max_chunk=8)
-    core.runner.non_finite.add("bad")
+    core.executor.non_finite.add(crc32(b"bad"))
     core.add(bad := request("bad", PROMPT))
     core.step()
     assert bad.finish_reason is FinishReason.ERROR
@@ -192,7 +199,7 @@ def test_a_chunk_that_is_not_finite_fails_the_prompt_before_its_pages_can_be_fou
 
 
 def test_prompt_logprobs_given_again_after_a_preemption_are_passed_over():
-    config = SchedulerConfig.from_limits(FakeRunner(max_chunk=8, page_size=4).limits, max_num_batched_tokens=8)
+    config = SchedulerConfig.from_limits(FakeExecutor(max_chunk=8, page_size=4).limits, max_num_batched_tokens=8)
     scheduler = Scheduler(config, 1)
     scheduler.add(asking := request("r", PROMPT[:12], 2, prompt_logprobs=0))
     entries = [(token, -1.0, 1, []) for token in PROMPT[1:12]]
@@ -201,16 +208,17 @@ def test_prompt_logprobs_given_again_after_a_preemption_are_passed_over():
     def step(result_of):
         plan = scheduler.schedule()
         (row,) = (*plan.ranks[0].decodes, *plan.ranks[0].prefills)
-        updates = scheduler.update(plan, {"r": result_of(row)})
-        found.extend(entry for update in updates for entry in update.result.prompt_logprobs or ())
+        result = [result_of(row)]
+        updates = scheduler.update(plan, [RankResults(*((result, []) if plan.ranks[0].decodes else ([], result)))])
+        found.extend(entry for update in updates for entry in update.result.prompt_scores or ())
         return updates
 
     def chunk(row):
         some = entries[row.start : row.start + row.length]
-        return RowResult(9 if row.sampled else NO_TOKEN, prompt_logprobs=some)
+        return RowResult((9,) if row.sampled else (), prompt_scores=some)
 
     (update,) = step(chunk)
-    assert (update.result.token_id, len(asking.token_ids)) == (NO_TOKEN, 12), "no token is made before the prompt's end"
+    assert (update.result.token_ids, len(asking.token_ids)) == ((), 12), "no token is made before the prompt's end"
     scheduler.ranks[0].running.remove(asking)
     scheduler.ranks[0]._preempt(asking)
     assert step(chunk) == [], "there is nothing new to tell"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dsjax.engine.plan import RowResult
+from dsjax.engine.executor import RankResults, RowResult
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig
@@ -32,8 +32,8 @@ def request(name: str, prompt: list[int], max_tokens: int = 4, **changes) -> Req
 def step(scheduler: Scheduler) -> list[int]:
     """Compute one step; the rows of each rank."""
     plan = scheduler.schedule()
-    results = {r.request.request_id: RowResult(5) for rank in plan.ranks for rows in rank for r in rows if r.sampled}
-    scheduler.update(plan, results)
+    made = lambda rows: [RowResult((5,)) if row.sampled else RowResult() for row in rows]  # noqa: E731
+    scheduler.update(plan, [RankResults(made(rank.decodes), made(rank.prefills)) for rank in plan.ranks])
     return [len(rank.decodes) + len(rank.prefills) for rank in plan.ranks]
 
 

@@ -12,8 +12,8 @@ from worded_checkpoint import VOCABULARY, write_worded_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.engine import buckets
 from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.launch_results import NOTHING_ALLOWED
 from dsjax.engine.request import FinishReason
-from dsjax.engine.row_sampler import NOTHING_ALLOWED
 from dsjax.engine.sampling_params import OutputKind, SamplingError
 from dsjax.engine.structured_params import StructuredOutputs
 
@@ -47,12 +47,12 @@ def llm(tmp_path_factory, compilations):
         prefill_chunk=16,
         page_size=4,
     )
-    made.runner.buckets = Buckets(decode=(4,), prefill=(Rectangle(4, 16),), mixed=False)
+    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(4, 16),), mixed=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "SCORED_CHUNK", 8)  # a chunk of a prompt is scored in two pieces
         made.logits([[1]])
         made.warm_up()
-        assert compilations.count >= len(made.runner.programs.compiled) > 5
+        assert compilations.count >= len(made.executor.programs.compiled) > 5
         yield made
     made.shutdown()
 
@@ -62,7 +62,7 @@ def _nothing_compiles_and_no_page_is_kept(llm, compilations):
     before = compilations.count
     yield
     assert compilations.count == before
-    assert llm.runner.counts().compilations_after_warm_up == 0
+    assert llm.executor.counts().compilations_after_warm_up == 0
     assert [rank.pool.num_used for rank in llm.engine.core.scheduler.ranks] == [0, 0]
 
 
@@ -121,10 +121,10 @@ def test_a_prompt_that_is_not_finite_fails_at_its_first_chunk_and_alone(llm, sco
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     good = [prompt(20, 2), prompt(5, 2)]
     expected = [output.outputs[0].token_ids for output in llm.generate(good, params)]
-    clean, poison = llm.runner.params["embed.weight"], 329
+    clean, poison = llm.executor.params["embed.weight"], 329
     poisoned = np.asarray(clean).copy()
     poisoned[poison] = np.nan
-    llm.runner.params["embed.weight"] = jax.device_put(poisoned, clean.sharding)
+    llm.executor.params["embed.weight"] = jax.device_put(poisoned, clean.sharding)
     try:
         bad = {"prompt_token_ids": [5, poison, *prompt(90)["prompt_token_ids"]]}
         steps, step = [], llm.engine.core.step
@@ -134,11 +134,12 @@ def test_a_prompt_that_is_not_finite_fails_at_its_first_chunk_and_alone(llm, sco
         )
         assert failed.outputs[0].finish_reason is FinishReason.ERROR
         assert "not finite" in failed.outputs[0].stop_reason
+        assert failed.outputs[0].error == "non_finite_values"
         assert any(update.finish_reason is FinishReason.ERROR for update in steps[0])
         assert [output.outputs[0].token_ids for output in others] == expected
     finally:
         llm.engine.core.step = step
-        llm.runner.params["embed.weight"] = clean
+        llm.executor.params["embed.weight"] = clean
     assert [output.outputs[0].token_ids for output in llm.generate(good, params)] == expected
 
 
@@ -256,6 +257,7 @@ def test_a_request_that_comes_to_no_legal_token_fails_alone_and_says_why(llm):
     failed, well = llm.generate([prompt(8), prompt(9)], [impossible, free])
     assert failed.outputs[0].finish_reason is FinishReason.ERROR
     assert failed.outputs[0].stop_reason == NOTHING_ALLOWED
+    assert failed.outputs[0].error == "structured_output_failed"
     assert failed.outputs[0].token_ids == []
     assert well.outputs[0].token_ids == expected
 
@@ -268,14 +270,14 @@ def test_an_impossible_grammar_is_refused_and_nothing_of_it_stays(llm):
 
 
 def test_recorded_experts_count_every_token_on_every_layer(llm):
-    runner, config = llm.runner, llm.config
+    executor, config = llm.executor, llm.config
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    assert runner.expert_counts() is None
-    runner.set_recording(True)
+    assert executor.expert_counts() is None
+    executor.set_recording(True)
     try:
         lengths = (3, 21, 30)
         llm.generate([prompt(length, 4) for length in lengths], params)
-        counts = runner.counts().experts
+        counts = executor.counts().experts
         tokens = sum(lengths) + len(lengths) * 4  # the last token made is never computed
         assert counts.tokens_per_expert.shape == (config.num_moe_layers, config.n_routed_experts)
         assert (counts.tokens_per_expert.sum(axis=1) == tokens * config.num_experts_per_tok).all()
@@ -284,10 +286,10 @@ def test_recorded_experts_count_every_token_on_every_layer(llm):
         assert 0 <= counts.padding_share < 1
         assert len(counts.rows_sent) == 4
         llm.generate([prompt(2, 4)], params)
-        assert runner.expert_counts().tokens_per_expert.sum() > counts.tokens_per_expert.sum()
-        runner.set_recording(False)
-        assert runner.expert_counts() is None
-        runner.set_recording(True)
-        assert runner.expert_counts() is None
+        assert executor.expert_counts().tokens_per_expert.sum() > counts.tokens_per_expert.sum()
+        executor.set_recording(False)
+        assert executor.expert_counts() is None
+        executor.set_recording(True)
+        assert executor.expert_counts() is None
     finally:
-        runner.set_recording(False)
+        executor.set_recording(False)

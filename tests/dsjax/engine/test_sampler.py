@@ -1,12 +1,13 @@
 """The next token: greedy, drawn from the right distribution, reproducible wherever a row stands."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
 
-from dsjax.engine.request import Request
-from dsjax.engine.sampler import NONE_ALLOWED, SamplingRows, Wanted, _threshold, greedy, needs_sampler, sample
-from dsjax.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from dsjax.engine.sampler import NONE_ALLOWED, SamplingRows, Wanted, _threshold, greedy, sample
+from dsjax.engine.sampling_params import MAX_LOGPROBS
 
 V = 24
 DRAWS = 4096
@@ -15,19 +16,42 @@ LOGITS = (np.random.default_rng(0).normal(size=V) * 1.5).astype(np.float32)
 run = jax.jit(sample)
 
 
-def request(made: int = 0, seed: int = 0, stop_ids=(), **params) -> Request:
-    return Request("", [1] * (1 + made), 1, SamplingParams(max_tokens=50, **params), 50, seed, frozenset(stop_ids))
+class Row(NamedTuple):
+    """A row's settings, as ``SamplingRows`` has them, and whether log-probabilities are wanted."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    made: int = 0
+    logprobs: int = -1
+
+
+request = Row
+
+
+def settings(ranks: int, count: int, rows_of_ranks=()) -> SamplingRows:
+    """Rows by rank; those without settings are greedy."""
+    fields = (("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int32), ("min_p", np.float32))
+    fields += (("seed", np.uint32), ("made", np.int32))
+    found = [np.full((ranks, count), getattr(Row(temperature=0), name), dtype) for name, dtype in fields]
+    for rank, own in enumerate(rows_of_ranks):
+        for row, one in enumerate(own):
+            for array, (name, _) in zip(found, fields, strict=True):
+                array[rank, row] = getattr(one or Row(temperature=0), name)
+    return SamplingRows(*found)
 
 
 def sampled(logits, rows_of_requests, changed=None):
     """Sample ``[B, R, V]`` logits, or what they were changed to, for requests by rank; rows without one are greedy."""
     logits = np.asarray(logits, np.float32)
-    rows = SamplingRows.greedy(*logits.shape[:2])
-    for rank, own in enumerate(rows_of_requests):
-        for row, one in enumerate(own):
-            if one is not None:
-                rows.set(rank, row, one)
-    wanted = Wanted.by(one for own in rows_of_requests for one in own if one is not None)
+    rows = settings(*logits.shape[:2], rows_of_requests)
+    given = [one for own in rows_of_requests for one in own if one is not None]
+    wanted = Wanted(
+        np.array(any(one.top_k > 0 or one.top_p < 1 for one in given)),
+        np.array(any(one.logprobs >= 0 for one in given)),
+    )
     return jax.device_get(run(logits, logits if changed is None else changed, rows, wanted))
 
 
@@ -127,9 +151,7 @@ def test_the_same_seed_gives_the_same_token_in_any_row_and_rank_and_company(para
 def test_every_token_can_be_drawn_where_all_are_kept_beside_a_truncated_row():
     logits = np.full((1, 2, V), -60.0, np.float32)
     logits[..., 0] = 0  # the others have probabilities of 1e-26, which vanish in the sum but not in the set
-    rows = SamplingRows.greedy(1, 2)
-    rows.set(0, 0, request(temperature=1.0))
-    rows.set(0, 1, request(temperature=1.0, top_p=0.5))
+    rows = settings(1, 2, [[request(temperature=1.0), request(temperature=1.0, top_p=0.5)]])
     assert jax.jit(_threshold)(logits, rows).tolist() == [[-60.0, 0.0]]
 
 
@@ -139,7 +161,7 @@ def test_what_is_kept_is_what_sorting_in_float64_keeps():
         logits = (rng.normal(size=(1, 64, 300)) * rng.choice([0.1, 1, 10])).astype(np.float32)
         logits = np.round(logits) if kind % 3 == 0 else logits  # ties
         logits[..., :: 3 if kind % 2 else 1000] = -np.inf  # dropped before
-        rows = SamplingRows.greedy(1, 64)
+        rows = settings(1, 64)
         rows.top_p[:] = rng.choice([0.01, 0.3, 0.9, 0.999, 1], size=(1, 64))
         rows.top_k[:] = rng.choice([0, 1, 3, 50, 300, 500], size=(1, 64))
         found = np.asarray(jax.jit(_threshold)(logits, rows))[0]
@@ -179,12 +201,6 @@ def test_a_row_whose_every_token_is_forbidden_gets_none_and_its_neighbour_does()
     for params in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "min_p": 0.5}):
         tokens = sampled(np.zeros((1, 2, V)), [[request(**params), request(temperature=0)]], changed).tokens
         assert tokens.tolist() == [[NONE_ALLOWED, int(np.argmax(LOGITS))]]
-
-
-def test_nothing_runs_for_a_request_that_the_step_s_greedy_token_serves():
-    assert not needs_sampler(request(temperature=0))
-    assert needs_sampler(request(temperature=0.5))
-    assert needs_sampler(request(temperature=0, logprobs=0))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

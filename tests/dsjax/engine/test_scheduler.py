@@ -1,10 +1,11 @@
 """How work is spread over ranks, budget and pages."""
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
+from fake_executor import FakeExecutor, expected_tokens
 
+from dsjax.engine.executor import RankResults, RowResult
+from dsjax.engine.logit_rules import LogitRules
 from dsjax.engine.pages import PagePool
-from dsjax.engine.plan import RowResult
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import AdmissionError, Scheduler, SchedulerConfig
@@ -27,15 +28,19 @@ def make_config(**changes) -> SchedulerConfig:
 def make_request(name: str, prompt_len: int, max_tokens: int = 8, **changes) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, **changes.pop("params", {}))
     first = changes.pop("first", 0)
+    if params.min_tokens:
+        changes["rules"] = LogitRules(params, 300, changes.get("stop_ids", frozenset()))
     return Request(name, list(range(first, first + prompt_len)), prompt_len, params, max_tokens, 0, **changes)
 
 
 def work(plan) -> list[list[tuple[str, int, int]]]:
-    return [[(row.request.request_id, row.start, row.length) for rows in rank for row in rows] for rank in plan.ranks]
+    rows = lambda rank: [*rank.decodes, *rank.prefills]  # noqa: E731
+    return [[(row.request.request_id, row.start, row.length) for row in rows(rank)] for rank in plan.ranks]
 
 
-def answer(plan, token: int = 7) -> dict[str, RowResult]:
-    return {r.request.request_id: RowResult(token) for rank in plan.ranks for rows in rank for r in rows if r.sampled}
+def answer(plan, token: int = 7) -> list[RankResults]:
+    made = lambda rows: [RowResult((token,)) if row.sampled else RowResult() for row in rows]  # noqa: E731
+    return [RankResults(made(rank.decodes), made(rank.prefills)) for rank in plan.ranks]
 
 
 def test_new_requests_go_to_the_rank_with_fewest_tokens_and_ties_to_the_lowest():
@@ -80,15 +85,17 @@ def test_two_prompts_share_the_budget_in_the_order_of_arrival():
 
 
 def test_the_newest_request_gives_way_when_pages_run_out_and_comes_back_first():
-    runner = FakeRunner(page_size=4, pages_per_rank=6, max_rows_decode=4, max_chunk=8, max_model_len=64)
-    scheduler = Scheduler(SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=12), num_ranks=1)
+    executor = FakeExecutor(page_size=4, pages_per_rank=6, max_rows_decode=4, max_chunk=8, max_model_len=64)
+    scheduler = Scheduler(SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=12), num_ranks=1)
     requests = [make_request(name, 7, max_tokens=10) for name in "abc"]
     for request in requests:
         scheduler.add(request)
     finished = []
     while scheduler.num_unfinished:
         plan = scheduler.schedule()
-        finished += [u.request.request_id for u in scheduler.update(plan, runner.execute(plan)) if u.finish_reason]
+        finished += [
+            u.request.request_id for u in scheduler.update(plan, executor.execute(plan, scheduler)) if u.finish_reason
+        ]
     assert finished == ["a", "b", "c"]
     assert requests[0].num_preemptions == 0
     assert requests[1].num_preemptions > 0
@@ -97,8 +104,8 @@ def test_the_newest_request_gives_way_when_pages_run_out_and_comes_back_first():
 
 
 def test_admissions_tell_a_slot_s_contents_apart_after_preemption():
-    runner = FakeRunner(page_size=4, pages_per_rank=6, max_rows_decode=4, max_chunk=8, max_model_len=64)
-    scheduler = Scheduler(SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=12), num_ranks=1)
+    executor = FakeExecutor(page_size=4, pages_per_rank=6, max_rows_decode=4, max_chunk=8, max_model_len=64)
+    scheduler = Scheduler(SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=12), num_ranks=1)
     for name in "ab":
         scheduler.add(make_request(name, 7, max_tokens=10))
     contents: dict[tuple[int, str, int], list[int]] = {}
@@ -110,7 +117,7 @@ def test_admissions_tell_a_slot_s_contents_apart_after_preemption():
             before = contents.setdefault(key, [])
             assert request.pages[: len(before)] == before, "between admissions pages only grow at the end"
             contents[key] = list(request.pages)
-        scheduler.update(plan, runner.execute(plan))
+        scheduler.update(plan, executor.execute(plan, scheduler))
     assert any(admissions > 1 for _, _, admissions in contents)
 
 
@@ -138,13 +145,13 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(prompt_len, ma
 
 
 def test_the_largest_request_that_fits_runs_alone_to_its_end():
-    runner = FakeRunner(page_size=4, pages_per_rank=11, max_model_len=64)
-    config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=12)
+    executor = FakeExecutor(page_size=4, pages_per_rank=11, max_model_len=64)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=12)
     scheduler = Scheduler(config, num_ranks=1)
     scheduler.add(request := make_request("big", 30, config.max_request_len - 30))
     while scheduler.num_unfinished:
         plan = scheduler.schedule()
-        scheduler.update(plan, runner.execute(plan))
+        scheduler.update(plan, executor.execute(plan, scheduler))
     assert request.finish_reason is FinishReason.LENGTH
     assert len(request.token_ids) == 41, "40 tokens in the cache; the last one made need not be there"
 
@@ -154,22 +161,22 @@ def test_non_finite_logits_fail_that_request_alone():
     for name in "ab":
         scheduler.add(make_request(name, 2, max_tokens=2))
     plan = scheduler.schedule()
-    results = {"a": RowResult(0, finite=False), "b": RowResult(5)}
+    results = [RankResults([], [RowResult((), finite=False), RowResult((5,))])]
     reasons = {u.request.request_id: u.finish_reason for u in scheduler.update(plan, results)}
     assert reasons == {"a": FinishReason.ERROR, "b": None}
 
 
-def test_a_stop_token_ends_the_request_and_before_min_tokens_the_runner_makes_none():
+def test_a_stop_token_ends_the_request_and_before_min_tokens_the_executor_makes_none():
     prompt = list(range(5))
     free = expected_tokens(prompt, 6)
     for min_tokens, expected in ((0, 1), (3, 6)):
-        runner = FakeRunner(page_size=4)
-        scheduler = Scheduler(SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=12), num_ranks=1)
+        executor = FakeExecutor(page_size=4)
+        scheduler = Scheduler(SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=12), num_ranks=1)
         request = make_request("a", 5, 6, stop_ids=frozenset(free[:1]), params={"min_tokens": min_tokens})
         scheduler.add(request)
         while scheduler.num_unfinished:
             plan = scheduler.schedule()
-            scheduler.update(plan, runner.execute(plan))
+            scheduler.update(plan, executor.execute(plan, scheduler))
         assert request.num_output_tokens == expected
         assert (free[0] in request.output_token_ids) == (request.finish_reason is FinishReason.STOP)
 

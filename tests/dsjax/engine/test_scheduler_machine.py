@@ -3,16 +3,17 @@ written by two, and every page that is read holds the tokens it should."""
 
 from collections import Counter
 
-from fake_runner import NAN, FakeRunner, expected_tokens
+from fake_executor import NAN, FakeExecutor, expected_tokens
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dsjax.engine.core import EngineCore
-from dsjax.engine.prefix_cache import extend_hashes
+from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import FinishReason, Request, Status
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import AdmissionError, SchedulerConfig
+from dsjax.engine.speculative import SpeculativeConfig
 
 MAX_LEN = 40
 SHARED = [[7] * 24, list(range(100, 124)), [7] * 9 + [8] * 15]
@@ -38,7 +39,7 @@ _requests = st.fixed_dictionaries(
 class SchedulerMachine(RuleBasedStateMachine):
     """Small sizes, so that pages, slots, rows and budget all run out.
 
-    The runner keeps what was written to each page, and asserts that a row finds its request's own tokens there.
+    The executor keeps what was written to each page, and asserts that a row finds its request's own tokens there.
     """
 
     @initialize(
@@ -51,9 +52,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(1, 3),
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.integers(0, 7).map(bool),
+        asynchronous=st.booleans(),
+        drafts=st.sampled_from([None, None, [[1, 4096, 1]], [[1, 4096, 3]], [[1, 2, 2], [3, 4096, 0]]]),
     )
-    def make(self, num_ranks, page_size, pages, max_num_seqs, extra_budget, chunk, rows, policy, prefix_caching):
-        self.runner = FakeRunner(
+    def make(
+        self,
+        num_ranks,
+        page_size,
+        pages,
+        max_num_seqs,
+        extra_budget,
+        chunk,
+        rows,
+        policy,
+        prefix_caching,
+        asynchronous,
+        drafts,
+    ):
+        self.executor = FakeExecutor(
             num_ranks=num_ranks,
             max_rows_decode=max_num_seqs,
             max_rows_prefill=rows,
@@ -63,12 +79,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_LEN,
         )
         self.config = SchedulerConfig.from_limits(
-            self.runner.limits,
+            self.executor.limits,
             max_num_batched_tokens=max_num_seqs + extra_budget,
             policy=policy,
             prefix_caching=prefix_caching,
+            speculation=drafts
+            and SpeculativeConfig(method="mtp", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=drafts),
         )
-        self.core = EngineCore(self.runner, self.config)
+        self.core = EngineCore(self.executor, self.config, async_scheduling=asynchronous)
         self.scheduler = self.core.scheduler
         self.alive: dict[str, Request] = {}
         self.gone: list[Request] = []
@@ -86,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count += 1
         prompt, max_tokens = options["prompt"], options["max_tokens"]
         params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=options["prompt_logprobs"])
-        request = Request(str(self.count), list(prompt), len(prompt), params, max_tokens, 0)
+        request = Request(str(self.count), list(prompt), len(prompt), params, max_tokens, self.count)
         request.priority, request.cache_salt, request.session = options["priority"], options["salt"], options["session"]
         total = len(prompt) + max_tokens
         fits = total <= MAX_LEN and total - 1 <= (self.config.pages_per_rank - 1) * self.config.page_size
@@ -103,14 +121,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self._step()
 
-    @rule(steps=st.integers(1, 4))
-    def step_without_overlap(self, steps):
-        for _ in range(steps):
-            plan = self._checked(self.scheduler.schedule())
-            if not plan.is_empty:
-                updates = self.scheduler.update(plan, self.runner.execute(plan))
-                self._enter(update for update in updates if update.finish_reason)
-
     @rule(data=st.data(), options=_requests)
     def step_while_requests_come_and_go(self, data, options):
         aborted = []
@@ -118,39 +128,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         def meanwhile():
             if self.alive:
                 aborted.append(data.draw(st.sampled_from(sorted(self.alive))))
-                assert self.core.abort(aborted[0]) is None, "its pages may still have to be cleared"
+                self._abort(aborted[0])
             if not aborted:
                 self._add(options)
 
-        self._step(meanwhile, aborted)
+        self._step(meanwhile)
 
-    def _step(self, meanwhile=None, aborted=()):
+    def _step(self, meanwhile=None):
         schedule = self.scheduler.schedule
         self.scheduler.schedule = lambda now: self._checked(schedule(now))
         updates = self.core.step(meanwhile)
         self.scheduler.schedule = schedule
-        for request_id in aborted:
-            if self.alive[request_id].finish_reason is FinishReason.ABORT:
-                self.gone.append(self.alive.pop(request_id))
         self._enter(update for update in updates if update.finish_reason)
-        assert not set(aborted) & self.alive.keys()
+
+    def _abort(self, name):
+        request = self.alive.pop(name)
+        assert self.core.abort(name).finish_reason is FinishReason.ABORT
+        self.gone.append(request)
 
     def _checked(self, plan):
-        assert plan.is_empty == (not self.alive), "a step is empty only when there is nothing to do"
-        assert len(plan.ranks) == self.runner.limits.num_ranks
+        under_way = any(request.num_rows_under_way for request in self._all())
+        assert not plan.is_empty or under_way or not self.alive, "there is a step as long as there is something to do"
+        assert len(plan.ranks) == self.executor.limits.num_ranks
         for rank in plan.ranks:
-            assert rank.num_tokens <= self.config.max_num_batched_tokens
+            known = len(rank.decodes) + sum(row.length for row in rank.prefills)
+            assert known <= self.config.max_num_batched_tokens
             for row in rank.prefills:
                 assert not row.request.params.prompt_logprobs or row.request.num_cached_tokens == 0
         return plan
+
+    def _all(self):
+        return [*self.alive.values(), *self.gone]
 
     def _enter(self, updates):
         """Look at a step's updates, and at everything after it: a rule may make several steps."""
         for update in updates:
             request = self.alive.pop(update.request.request_id)
             self.gone.append(request)
-            if request.request_id in self.runner.non_finite:
-                assert request.finish_reason is FinishReason.ERROR
+            if request.finish_reason is FinishReason.ERROR:
+                assert request.seed in self.executor.non_finite
                 continue
             expected = expected_tokens(request.prompt_token_ids, request.max_tokens)
             assert request.output_token_ids == expected, "preempted or not, cached or not, the tokens are the same"
@@ -161,9 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         if self.alive:
-            request = self.alive.pop(data.draw(st.sampled_from(sorted(self.alive))))
-            assert self.core.abort(request.request_id).finish_reason is FinishReason.ABORT
-            self.gone.append(request)
+            self._abort(data.draw(st.sampled_from(sorted(self.alive))))
         assert self.core.abort("unknown") is None
 
     @rule(data=st.data())
@@ -171,7 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """From now on, what this request writes is not finite; rather one that has begun, whose pages others may read."""
         begun = [name for name, request in self.alive.items() if request.num_output_tokens]
         if self.alive:
-            self.runner.non_finite.add(data.draw(st.sampled_from(sorted(begun or self.alive))))
+            self.executor.non_finite.add(self.alive[data.draw(st.sampled_from(sorted(begun or self.alive)))].seed)
 
     @rule(data=st.data())
     def evict(self, data):
@@ -188,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_page_is_free_or_cached_or_held_and_the_holders_are_counted(self):
         for index, rank in enumerate(self.scheduler.ranks):
             pool = rank.pool
-            mine = self._of(index)
+            mine = [*self._of(index), *self._leaving(index)]
             held = Counter(page for request in mine for page in request.pages)
             assert {page: count for page, count in enumerate(pool._holders) if count} == held
             everywhere = [*pool._free, *pool._idle, *held]
@@ -206,18 +220,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             for place, name in enumerate(extend_hashes(request, size), start=1):
                 found = (request.cache_salt, request.token_ids[: place * size])
                 assert self.pages.setdefault(name, found) == found
-        for rank, cache in zip(self.scheduler.ranks, self.runner._cache, strict=True):
+        for index, (rank, cache) in enumerate(zip(self.scheduler.ranks, self.executor._cache, strict=True)):
             named = {page: name for page, name in enumerate(rank.pool._hash_of) if name is not None}
             assert rank.pool._page_of == {name: page for page, name in named.items()}
             for page, name in named.items():
                 assert cache[page] == self.pages[name][1][-size:]
-            assert not any(NAN in page for page in cache), "no page is left with values that are not finite"
+            cleared = self.executor.pages_to_be_cleared(index)
+            cleared |= {page for request in self._leaving(index) for page in request.pages}
+            left = {page for page, values in enumerate(cache) if NAN in values}
+            assert left <= cleared, "no page is left with values that are not finite"
 
     @invariant()
     def slots_queues_and_counters_are_consistent(self):
         for index, rank in enumerate(self.scheduler.ranks):
             mine = self._of(index)
-            slots = [request.slot for request in mine if request.status is Status.RUNNING]
+            slots = [request.slot for request in (*mine, *self._leaving(index)) if request.slot >= 0]
             assert len(slots) == len(set(slots)) <= self.config.max_num_seqs
             waiting = [request for request in mine if request.status is Status.WAITING]
             assert sorted(rank.waiting, key=id) == sorted(waiting, key=id)
@@ -237,8 +254,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_gone_holds_nothing(self):
-        assert all(not request.pages and request.slot == -1 for request in self.gone)
+        """But for those that a step under way still has a row of."""
+        assert all(not request.pages and request.slot == -1 for request in self.gone if not request.num_rows_under_way)
         assert self.scheduler.num_unfinished == len(self.alive)
+
+    def _leaving(self, index):
+        """Requests that have ended while a step has a row of them."""
+        return [request for request in self.gone if request.rank == index and request.num_rows_under_way]
 
     def _of(self, index):
         return [request for request in self.alive.values() if request.rank == index]
@@ -247,7 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(2000):
-            if not self.alive:
+            if not self.core.has_unfinished:
                 break
             self._step()
         assert not self.alive, "every admitted request ends"

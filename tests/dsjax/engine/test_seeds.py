@@ -41,7 +41,7 @@ def load(mesh: str, rows: tuple[int, ...], **options) -> LLM:
         max_model_len=256,
         **options,
     )
-    llm.runner.buckets = Buckets(decode=rows, prefill=(Rectangle(2, 32),), mixed=False)
+    llm.executor.buckets = Buckets(decode=rows, prefill=(Rectangle(2, 32),), mixed=False)
     return llm
 
 
@@ -126,7 +126,7 @@ def test_in_a_crowd_on_another_mesh(mesh, count, alone):
         add = llm.engine.core.add
         llm.engine.core.add = lambda request: (add(request), ranks.append(request.rank))
         outputs = in_a_crowd(llm, count)
-        assert len(set(ranks)) == llm.runner.limits.num_ranks
+        assert len(set(ranks)) == llm.executor.limits.num_ranks
         assert tokens(outputs) == alone
     finally:
         llm.shutdown()

@@ -16,8 +16,8 @@ COMPILER = GrammarCompiler(TOKENIZER, V, [EOS])
 
 
 def allowed(constraint) -> set[int]:
-    words = np.full(-(-V // 32), -1, np.int32)
-    assert constraint.fill(words) is None
+    (words,), error = constraint.preview([], -(-V // 32))
+    assert error is None
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")
     assert not bits[V:].any()
     return set(np.flatnonzero(bits).tolist())
@@ -145,7 +145,7 @@ def test_a_token_that_the_form_forbids_is_an_error_of_that_completion_alone():
     outputs = StructuredOutputs(regex="ab")
     broken, whole = COMPILER.compile(outputs), COMPILER.compile(outputs)
     assert "cannot go on" in broken.take(TOKENIZER.encode("b", add_special_tokens=False)[-1])
-    assert broken.fill(np.zeros(-(-V // 32), np.int32)) is not None
+    assert broken.preview([], -(-V // 32))[1] is not None
     assert allowed(whole)
 
 

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from tiny_tokenizer import BOS, EOS, tiny_backend, tiny_tokenizer, write_tokenizer
 from tokenizers import decoders, models
 
-from dsjax.engine.chat_template import ChatTemplate, ChatTemplateError
-from dsjax.engine.detokenizer import IncrementalDetokenizer
-from dsjax.engine.stop import StopStrings
-from dsjax.engine.tokenizer import Tokenizer, TokenizerError
+from dsjax.engine.text import IncrementalDetokenizer, StopStrings
+from dsjax.engine.tokenizer import ChatTemplate, ChatTemplateError, Tokenizer, TokenizerError
 
 REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference"
 

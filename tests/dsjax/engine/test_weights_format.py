@@ -29,7 +29,7 @@ def rounded(checkpoint, tmp_path_factory):
 
 
 def expert_storage(llm: LLM) -> set[str]:
-    return {str(array.dtype) for path, array in llm.runner.params.items() if ".experts." in path}
+    return {str(array.dtype) for path, array in llm.executor.params.items() if ".experts." in path}
 
 
 def test_experts_stay_in_bf16_and_give_the_very_same_logits(rounded, monkeypatch):

@@ -12,7 +12,7 @@ main model's state after its final norm.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -25,28 +25,36 @@ LATENT_EPS = 1e-6
 
 def mtp_logits(config: ModelConfig, tensors: Tensors, hidden: np.ndarray, next_tokens: np.ndarray) -> np.ndarray:
     """Logits `[S, V]` for token i + 2 from the states `h_i [S, D]` and the tokens `t_{i+1} [S]` of one sequence."""
+    embedding = tensors["model.embed_tokens.weight"].astype(np.float64)
+    head = embedding if config.tie_word_embeddings else tensors["lm_head.weight"].astype(np.float64)
+    return mtp_states(config, tensors, hidden, next_tokens) @ head.T
+
+
+def mtp_states(
+    config: ModelConfig, tensors: Tensors, hidden: np.ndarray, next_tokens: np.ndarray, holes: Container[int] = ()
+) -> np.ndarray:
+    """What the head multiplies, `[S, D]`. No position but itself attends to one of the `holes`."""
     layer = f"model.layers.{config.num_hidden_layers}."
     own = {name.removeprefix(layer): value.astype(np.float64) for name, value in tensors.items() if layer in name}
     embedding = tensors["model.embed_tokens.weight"].astype(np.float64)
-    head = embedding if config.tie_word_embeddings else tensors["lm_head.weight"].astype(np.float64)
     eps = config.rms_norm_eps
     combined = []
     for h, token in zip(hidden.astype(np.float64), next_tokens, strict=True):
         halves = [rms_norm(embedding[token], own["enorm.weight"], eps), rms_norm(h, own["hnorm.weight"], eps)]
         combined.append(own["eh_proj.weight"] @ np.concatenate(halves))
-    states = transformer_block(config, own, np.array(combined))
-    return np.array([head @ rms_norm(state, own["shared_head.norm.weight"], eps) for state in states])
+    states = transformer_block(config, own, np.array(combined), holes)
+    return np.array([rms_norm(state, own["shared_head.norm.weight"], eps) for state in states])
 
 
-def transformer_block(config: ModelConfig, own: Tensors, x: np.ndarray) -> np.ndarray:
+def transformer_block(config: ModelConfig, own: Tensors, x: np.ndarray, holes: Container[int]) -> np.ndarray:
     """One pre-norm decoder layer with experts, over the positions 0, 1, … of a sequence `[S, D]`."""
     eps = config.rms_norm_eps
     normed = np.array([rms_norm(state, own["input_layernorm.weight"], eps) for state in x])
-    x = x + attention(config, own, normed)
+    x = x + attention(config, own, normed, holes)
     return x + np.array([experts(config, own, rms_norm(s, own["post_attention_layernorm.weight"], eps)) for s in x])
 
 
-def attention(config: ModelConfig, own: Tensors, x: np.ndarray) -> np.ndarray:
+def attention(config: ModelConfig, own: Tensors, x: np.ndarray, holes: Container[int]) -> np.ndarray:
     """Causal MLA (arXiv 2412.19437 §2.1.1, equations 1 to 11), every key and value written out."""
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     queries, keys, values = [], [], []
@@ -64,12 +72,12 @@ def attention(config: ModelConfig, own: Tensors, x: np.ndarray) -> np.ndarray:
         values.append([head[nope:] for head in kv])
     out = []
     for i in range(len(x)):
-        heads = []
+        heads, seen = [], [j for j in range(i + 1) if j == i or j not in holes]
         for head in range(config.num_attention_heads):
-            scores = [queries[i][head] @ keys[j][head] / math.sqrt(nope + rope) for j in range(i + 1)]
+            scores = [queries[i][head] @ keys[j][head] / math.sqrt(nope + rope) for j in seen]
             shares = np.exp(np.array(scores) - max(scores))
             shares /= shares.sum()
-            heads.append(sum(share * values[j][head] for j, share in enumerate(shares)))
+            heads.append(sum(share * values[j][head] for j, share in zip(seen, shares, strict=True)))
         out.append(own["self_attn.o_proj.weight"] @ np.concatenate(heads))
     return np.array(out)
 

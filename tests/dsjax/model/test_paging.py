@@ -65,3 +65,22 @@ def test_values_are_rounded_to_the_cache_s_dtype():
     cache = np.zeros((1, 2, G, 1), jax.numpy.bfloat16)
     written = jax.jit(paging.write)(cache, 0, np.array([5]), np.array([[1.001]], np.float32))
     assert float(written[0, 1, 1, 0]) == 1.0
+
+
+@pytest.mark.parametrize("slots", [[7, -1, 12], [-1], [5]])
+def test_marks_are_set_and_taken_back_and_minus_one_is_dropped(slots):
+    filled = np.random.default_rng(0).random((PAGES, G)) < 0.5
+    for value in (True, False):
+        expected = filled.copy()
+        for slot in slots:
+            if slot >= 0:
+                expected[slot // G, slot % G] = value
+        found = np.asarray(jax.jit(paging.mark, static_argnums=2)(filled, np.array(slots), value))
+        assert found.dtype == bool
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_reading_marks_follows_the_table_of_each_row():
+    filled = np.random.default_rng(0).random((PAGES, G)) < 0.5
+    tables = np.array([[3, 1, 0], [2, 2, 4]])
+    np.testing.assert_array_equal(jax.jit(paging.read_filled)(filled, tables), filled[tables].reshape(2, 3 * G))

@@ -10,11 +10,12 @@ from dsjax.model.softmax import attend_in_blocks
 R, C, H, W, S = 3, 2, 2, 4, 24
 
 
-def plain(positions, q, keys, values):
-    """Float64, one query at a time, over just the positions that it sees."""
+def plain(positions, q, keys, values, filled=None):
+    """Float64, one query at a time, over just the positions that it sees: the filled ones up to its own, and its own."""
     out = np.zeros((R, C, H, W))
     for r, c, h in np.ndindex(R, C, H):
-        seen = slice(0, positions[r, c] + 1)
+        at = positions[r, c]
+        seen = [s for s in range(at + 1) if filled is None or filled[r, s] or s == at]
         scores = keys[r, seen].astype(np.float64) @ q[r, c, h].astype(np.float64)
         weights = np.exp(scores - scores.max())
         out[r, c, h] = (weights / weights.sum()) @ values[r, seen]
@@ -31,7 +32,10 @@ def case():
     return positions, q, keys, values
 
 
-def in_blocks(positions, q, keys, values, block, num_blocks=None):
+def in_blocks(positions, q, keys, values, block, filled=None):
+    def filled_of(index):
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(filled), index * block, block, axis=1)
+
     def run(positions, q, keys, values):
         def fetch(index):
             return [jax.lax.dynamic_slice_in_dim(a, index * block, block, axis=1) for a in (keys, values)]
@@ -41,8 +45,9 @@ def in_blocks(positions, q, keys, values, block, num_blocks=None):
             fetch,
             lambda context: jnp.einsum("rchw,rsw->rchs", q, context[0]),
             lambda probs, context: jnp.einsum("rchs,rsw->rchw", probs, context[1]),
-            num_blocks=num_blocks or S // block,
+            num_blocks=S // block,
             block=block,
+            filled=None if filled is None else filled_of,
         )
 
     return np.asarray(jax.jit(run)(positions, q, keys, values))
@@ -103,3 +108,21 @@ def test_queries_past_the_table_see_all_of_it(case):
     past = np.full_like(positions, 10 * S)
     found = in_blocks(past, q, keys, values, 8)
     np.testing.assert_allclose(found, plain(np.full_like(positions, S - 1), q, keys, values), **TOLERANCE)
+
+
+@pytest.mark.parametrize("block", [3, 8, 24])
+def test_positions_that_are_not_filled_are_not_seen_but_ones_own_is(case, block):
+    positions, q, keys, values = case
+    filled = np.random.default_rng(1).random((R, S)) < 0.4
+    filled[1] = False  # of this row nothing but each query's own position
+    filled[2, :8] = False  # a first block without anything
+    expected = plain(positions, q, keys, values, filled)
+    keys[1, :7] = values[1, :7] = 1e30  # what lies in a hole has no weight, however large
+    np.testing.assert_allclose(in_blocks(positions, q, keys, values, block, filled), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("block", [8, 24])
+def test_queries_past_a_table_of_which_nothing_is_filled_give_numbers(case, block):
+    positions, q, keys, values = case
+    found = in_blocks(np.full_like(positions, 10 * S), q, keys, values, block, np.zeros((R, S), bool))
+    np.testing.assert_allclose(found, np.broadcast_to(values[:, None, None, -1], found.shape), **TOLERANCE)

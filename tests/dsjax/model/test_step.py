@@ -18,7 +18,7 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step
 from dsjax.engine.loading import materialise
-from dsjax.model.step import GroupShape, RowGroup
+from dsjax.model.rows import GroupShape, RowGroup, last_tokens, unpack
 from sharding import MeshSpec
 
 # Every expert of the layer is used, so that rounding to bf16 cannot change the choice of experts.
@@ -73,8 +73,14 @@ class Model:
             parts.append(RowGroup.pack(*(a.astype(np.int32) for a in (token, start, length, table))))
         key = (tuple(shapes), every_token)
         if key not in self._programs:
-            step = functools.partial(self.step, shapes=key[0], every_token=every_token)
-            self._programs[key] = jax.jit(step, compiler_options=COMPILE_QUICKLY)
+            copies = self.step.placement.tables_of(self.step.config.num_moe_layers)
+
+            def run(params, cache, packed):
+                parts = unpack(packed, key[0])
+                hidden, cache, reports = self.step.hidden(params, cache, parts, copies)
+                return self.step.logits(params, hidden if every_token else last_tokens(hidden, parts)), cache, reports
+
+            self._programs[key] = jax.jit(run, compiler_options=COMPILE_QUICKLY)
         packed = jax.device_put(np.concatenate(parts, axis=1), self.rows)
         logits, cache, self.reports = jax.block_until_ready(self._programs[key](self.params, cache, packed))
         return np.asarray(logits), cache

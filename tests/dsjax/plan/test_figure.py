@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjax.plan.figure import Figure, Kind, assumed, exact, largest, measured, smallest
+from dsjax.plan.figure import Figure, Kind, assumed, exact, largest, measured, smallest, total
 
 positive = st.floats(0.01, 1e6)
 share = st.floats(0.0, 1.0)
@@ -14,21 +14,31 @@ def interval(low, width):
     return assumed(low + width / 2, low, low + width, "x", "for the test")
 
 
+@given(positive, positive, positive, positive)
+def test_with_one_uncertain_part_the_ends_are_that_parts_and_with_two_they_are_nearer_than_bounds(a, wa, b, wb):
+    x, y, sure = interval(a, wa), interval(b, wb), exact(b)
+    slack = 1 + 1e-9
+    for operation in (lambda p, q: p + q, lambda p, q: p * q, lambda p, q: p / q):
+        alone, both = operation(x, sure), operation(x, y)
+        assert alone.low == pytest.approx(operation(x.low, b))
+        assert alone.high == pytest.approx(operation(x.high, b))
+        bounds = [operation(p, q) for p in (x.low, x.high) for q in (y.low, y.high)]
+        assert min(bounds) / slack <= both.low <= both.value <= both.high <= max(bounds) * slack
+
+
+def test_independent_distances_add_up_as_squares_do():
+    x, y = assumed(10, 7, 14, "x", "test"), assumed(20, 16, 23, "y", "test")
+    assert ((x + y).low, (x + y).high) == (25, 35)
+    assert (total([x, y]).low, total([x, y]).high) == (25, 35)
+
+
 @given(positive, positive, positive, positive, share, share)
-def test_any_values_inside_two_intervals_give_a_result_inside_the_result(a, wa, b, wb, s, t):
+def test_maxima_and_minima_are_bounds(a, wa, b, wb, s, t):
     x, y = interval(a, wa), interval(b, wb)
     inside_x, inside_y = a + s * wa, b + t * wb
     slack = 1 + 1e-9
-    for result, value in (
-        (x + y, inside_x + inside_y),
-        (x * y, inside_x * inside_y),
-        (x / y, inside_x / inside_y),
-        (largest(x, y), max(inside_x, inside_y)),
-        (smallest(x, y), min(inside_x, inside_y)),
-        (3.0 / x, 3.0 / inside_x),
-    ):
+    for result, value in ((largest(x, y), max(inside_x, inside_y)), (smallest(x, y), min(inside_x, inside_y))):
         assert result.low / slack <= value <= result.high * slack
-    assert (1e7 - x).low <= 1e7 - inside_x <= (1e7 - x).high
 
 
 def test_kinds_accumulate_and_exact_is_said_only_of_arithmetic_alone():
@@ -40,17 +50,17 @@ def test_kinds_accumulate_and_exact_is_said_only_of_arithmetic_alone():
 
 def test_derivation_is_a_tree_of_named_figures():
     product = (exact(6.0, "operations") / measured(2.0, 1.0, 3.0, "rate", "a table")).named("product", "s")
-    total = (product + exact(1.0, "wait")).named("step", "s")
-    assert [(f.name, depth) for f, depth in total.walk()] == [
+    found = (product + exact(1.0, "wait")).named("step", "s")
+    assert [(f.name, depth) for f, depth in found.walk()] == [
         ("step", 0),
         ("product", 1),
         ("operations", 2),
         ("rate", 2),
         ("wait", 1),
     ]
-    assert total.part("rate").source == "a table"
+    assert found.part("rate").source == "a table"
     with pytest.raises(KeyError):
-        total.part("nothing")
+        found.part("nothing")
 
 
 def test_json_names_value_interval_kind_and_unit():

@@ -8,11 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 from dsjax.cli import app
+from dsjax.config import load_config
 from dsjax.engine.args import EngineArgs
+from dsjax.errors import UserError
+from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import search
 from dsjax.plan.workload import Objective, Options
+from sharding.mesh import MeshSpec
 
+# What the engines that publish their kernels can do, in front of what dsjax serve can.
 BASE = ["plan", "--cluster", "h200-8", "--input", "1000", "--output", "200", "--mode", "aggregated"]
 
 
@@ -31,7 +36,7 @@ def test_the_table_names_winner_command_and_bottleneck():
 
 def test_explain_shows_sources_intervals_and_kinds():
     output = run("--explain", "tpot")
-    assert "DeepGEMM README" in output
+    assert "operator tables of aiconfigurator" in output
     assert "(exact" in output
     assert " … " in output
     assert "GB  experts  (exact)" in run("--explain", "memory")
@@ -87,3 +92,77 @@ def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
             given[name] = int(value) if numeric else value
         EngineArgs(**given)
     assert [s["role"] for s in made["services"]][-1] in ("decode", "prefill and decode")
+
+
+def test_a_recipe_starts_an_engine_whose_limits_are_those_that_were_priced(ask, tmp_path):
+    from dsjax.engine.llm import LLM
+
+    small = dataclasses.replace(ask("h200-8", prompt=300, output=40), config=load_config("demo"))
+    options = dataclasses.replace(
+        small.options, modes=("aggregated",), mesh=MeshSpec.parse("dp=2"), engine=dsjax_engine(), dispatch="auto"
+    )
+    question = dataclasses.replace(
+        small, options=options, workload=dataclasses.replace(small.workload, concurrency=16.0)
+    )
+    winner = search(question).winner
+    made = recipe("demo", question, winner)["services"][0]["options"]
+    fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
+    given = {}
+    for flag, value in made.items():
+        name = flag.removeprefix("--").replace("-", "_")
+        given[name] = int(value) if fields[name].metadata["least"] is not None else value
+    given.pop("weights", None)  # the demo's are not quantised
+    llm = LLM(**given)
+    assert llm.facts.max_num_seqs >= winner.batch
+    args = EngineArgs(**given)
+    assert args.max_num_batched_tokens >= winner.prefill_tokens + winner.batch
+    assert args.prefill_chunk >= min(winner.prefill_tokens, 300)
+    assert llm.facts.max_model_len >= 340
+
+
+def test_prefill_instances_run_as_many_prompts_as_their_step_was_priced_with(ask):
+    question = ask("h200-16", prompt=2000, options=Options(modes=("separated",)))
+    winner = search(question).winner
+    service = recipe("deepseek-v3", question, winner)["services"][0]
+    assert service["role"] == "prefill"
+    assert int(service["options"]["--max-num-seqs"]) * 2000 >= winner.prefill_tokens
+    assert int(service["options"]["--max-num-batched-tokens"]) >= winner.prefill_tokens
+    assert int(service["options"]["--prefill-chunk"]) >= min(winner.prefill_tokens, 2000)
+
+
+def test_what_dsjax_serve_cannot_do_is_refused_or_told_beside():
+    engine = dsjax_engine()
+    output = run("--engine", "dsjax")
+    assert "engine dsjax" in output
+    assert "published: Engines with published kernels" in output
+    if not engine.overlaps:
+        with pytest.raises(UserError, match="does not overlap two half batches"):
+            run("--two-batch-overlap", "on")
+    if not engine.fp4:
+        with pytest.raises(UserError, match="does not load FP4 experts"):
+            run("--precision", "nvfp4", "--cluster", "b200-8")
+
+
+def test_no_more_is_credited_than_the_engine_can(ask):
+    able = dataclasses.replace(dsjax_engine(), balances=False, overlaps=False, transfers=False)
+    limited = search(ask("h200-16", options=Options(engine=able, dispatch="auto"))).winner
+    assert limited.mode == "aggregated"
+    assert not limited.decode.overlapped(limited.batch)
+    uneven = limited.decode.step_models()[0]
+    assert not uneven.balancing
+
+
+def test_static_modes_say_what_is_missing_and_refuse_what_is_of_a_service():
+    assert "holds most" in run("--mode", "static_gen", "--batch", "100000")
+    assert "GB a device; give --batch" in " ".join(run("--mode", "static_gen", "--batch", "100000").split())
+    with pytest.raises(UserError, match="--explain is of a service"):
+        run("--mode", "static", "--explain", "tpot")
+
+
+def test_the_header_repeats_the_question_and_a_narrow_terminal_keeps_the_deployment(monkeypatch):
+    assert "1000 tokens in, 200 out; no objectives" in " ".join(run().split())
+    assert "meet the objectives" not in run()
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = " ".join(run("--tpot-ms", "50", "--rows", "2").split())
+    assert "Not shown at 80 columns" in narrow
+    assert "dp=" in narrow or "tp=" in narrow

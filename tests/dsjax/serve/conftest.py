@@ -1,4 +1,4 @@
-"""Fixtures of a real server on a real port, over the fake runner of the engine's tests."""
+"""Fixtures of a real server on a real port, over the fake executor of the engine's tests."""
 
 import sys
 from pathlib import Path
@@ -32,6 +32,6 @@ def start_server():
     yield start
     for live in started:
         if live.exit_code is None and live.failure is None:
-            live.runner.step_seconds = 0
+            live.executor.step_seconds = 0
             live.signal()
             live.join()

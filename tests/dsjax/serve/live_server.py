@@ -1,4 +1,4 @@
-"""A real server on a real port, over the fake runner of the engine's tests."""
+"""A real server on a real port, over the fake executor of the engine's tests."""
 
 import sys
 import threading
@@ -9,7 +9,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from fake_runner import FakeRunner
+from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine
@@ -21,7 +21,7 @@ from dsjax.serve.serving import Phase, Serving
 
 
 class LiveServer:
-    """A server in a thread; `runner` is the fake device under it."""
+    """A server in a thread; `executor` is the fake device under it."""
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class LiveServer:
         eos=(),
         options=None,
         warm_up=None,
-        runner=None,
+        executor=None,
         metrics=None,
         **sizes,
     ):
-        self.runner = runner or FakeRunner(**sizes)
-        config = SchedulerConfig.from_limits(self.runner.limits, max_num_batched_tokens=32)
-        self.llm_engine = LLMEngine(self.runner, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
+        self.executor = executor or FakeExecutor(**sizes)
+        config = SchedulerConfig.from_limits(self.executor.limits, max_num_batched_tokens=32)
+        self.llm_engine = LLMEngine(self.executor, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
         self.engine = AsyncEngine(self.llm_engine)
         self.serving = Serving(
             self.engine, ("tiny", "alias"), "tiny", config.max_model_len, options or ServeOptions(), metrics=metrics

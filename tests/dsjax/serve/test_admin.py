@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from live_server import wait_until
-from scripted_runner import ScriptedRunner, tool_tokenizer
+from scripted_executor import ScriptedExecutor, tool_tokenizer
 
 from dsjax.serve.options import ServeOptions
 
@@ -17,7 +17,7 @@ ADMIN = {"Authorization": "Bearer root"}
 def server(start_server, tmp_path):
     tokenizer = tool_tokenizer()
     options = ServeOptions(admin_api_key="root", profile_dir=str(tmp_path))
-    return start_server(tokenizer=tokenizer, runner=ScriptedRunner(tokenizer, num_ranks=2), options=options)
+    return start_server(tokenizer=tokenizer, executor=ScriptedExecutor(tokenizer, num_ranks=2), options=options)
 
 
 def admin(server, path: str, body=None):
@@ -37,7 +37,7 @@ def test_a_flushed_cache_gives_no_hits(server):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [{"request_id": "mine"}, {"request_id": "cmpl-mine"}, {"abort_all": True}])
 def test_a_request_can_be_aborted_by_either_of_its_ids(server, stream, body):
-    server.runner.step_seconds = 0.05
+    server.executor.step_seconds = 0.05
     results = []
     ask = {**LONG, "stream": stream, "request_id": "mine"}
     thread = threading.Thread(target=lambda: results.append(server.post(COMPLETIONS, ask)), daemon=True)
@@ -49,7 +49,7 @@ def test_a_request_can_be_aborted_by_either_of_its_ids(server, stream, body):
     assert '"code":"aborted"' in results[0].text
     assert results[0].status_code == (200 if stream else 503)
     wait_until(lambda: server.pages_in_use == 0)
-    assert server.runner.steps < 60
+    assert server.executor.steps < 60
 
 
 @pytest.mark.parametrize("body", [{}, {"request_id": "a", "abort_all": True}])

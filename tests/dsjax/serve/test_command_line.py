@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
+from fake_executor import FakeExecutor, expected_tokens
 from rich.console import Console
 from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
@@ -18,9 +18,10 @@ from dsjax.cli.generate import write_continuations
 from dsjax.cli.info import describe
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.facts import EngineFacts
+from dsjax.engine.loading import EngineFacts
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 from sharding import MeshError
@@ -33,6 +34,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 def test_no_command_imports_jax_before_the_devices_are_arranged():
     code = "import dsjax, dsjax.cli, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_shows_speculative_decoding_and_how_to_schedule_without_asynchrony():
+    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    assert "--speculative-config" in text
+    assert "num_speculative_tokens" in text
+    assert "--no-async-scheduling" in text
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
@@ -103,7 +111,7 @@ def test_info_takes_hub_ids_and_downloads_only_the_configuration(monkeypatch, tm
 
 
 def make_engine() -> LLMEngine:
-    runner = FakeRunner(num_ranks=2)
+    runner = FakeExecutor(num_ranks=2)
     return LLMEngine(runner, tiny_tokenizer(), SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=16))
 
 
@@ -144,7 +152,7 @@ FACTS = EngineFacts(
     physical_experts_per_device=2,
     dtype="float32",
     weights="f32",
-    dispatch={"prefill": "auto", "decode": "auto"},
+    dispatch={"prefill": "padded", "decode": "gather"},
     mla={"prefill": "CC", "decode": "A_CC_ME"},
     weight_bytes={"attention": 1_000_000, "routed experts": 2_000_000},
     cache_bytes=500_000,
@@ -153,6 +161,31 @@ FACTS = EngineFacts(
     max_model_len=2048,
     max_num_seqs=64,
 )
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (None, None),
+        ({"num_speculative_tokens": 2}, "the MTP module drafts 2 tokens a row"),
+        (
+            {
+                "num_speculative_tokens": 2,
+                "num_speculative_tokens_per_batch_size": [[1, 8, 2], [9, 64, 1], [65, 4096, 0]],
+            },
+            "a row: 2 with 1 to 8, 1 with 9 to 64, 0 with 65 or more running on a rank",
+        ),
+    ],
+)
+def test_the_start_up_screen_says_what_is_drafted(given, line):
+    console = Console(file=io.StringIO(), width=160)
+    config = given and dataclasses.asdict(SpeculativeConfig.parse({"method": "mtp", **given}))
+    facts = dataclasses.replace(FACTS, speculation=config)
+    show_facts(console, facts)
+    text = console.file.getvalue()
+    assert ("speculative decoding" in text) == (line is not None)
+    assert line is None or line in text
+    assert facts.to_json()["speculation"] == config
 
 
 @pytest.mark.parametrize(
@@ -191,7 +224,7 @@ def test_the_warm_up_bar_counts():
     engine = make_engine()
     with warm_up_bar(console) as progress:
         engine.warm_up(progress)
-    assert engine.core.runner.warm
+    assert engine.core.executor.warm
     assert "3/3" in console.file.getvalue()
 
 

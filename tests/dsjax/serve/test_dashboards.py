@@ -14,6 +14,7 @@ from live_server import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from watched_server import experts, load, step
 
+from dsjax.engine.stats import DraftCounts
 from dsjax.serve.metrics import Metrics
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +33,8 @@ def exposed():
     body = {"prompt": "ab", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "stream": True}
     assert server.post("/v1/completions", body).text.endswith("[DONE]\n\n")
     server.serving.metrics.on_rejected("queue_full")
-    server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8])))
+    drafts = DraftCounts(3, 6, 4, (3, 1))
+    server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), drafts=drafts))
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
@@ -84,8 +86,10 @@ def test_every_query_asks_for_what_a_real_server_shows(exposed, expression):
     assert names <= exposed.keys()
     for name, label in matchers:
         assert label in exposed[name] | ADDED_BY_PROMETHEUS, f"{name} has no label {label}"
+    for labels, name in re.findall(r"\bby \(([^)]*)\) \((?:\w+ ?\()*([A-Za-z_:][\w:]*)", expression):
+        assert set(labels.split(", ")) <= exposed[name] | ADDED_BY_PROMETHEUS, f"{name} has not all of {labels}"
+    assert grouped <= set().union(*(exposed[name] for name in names)) | ADDED_BY_PROMETHEUS
     for name in names:
-        assert grouped <= exposed[name] | ADDED_BY_PROMETHEUS, f"{name} has not all of {grouped}"
         assert "le" not in grouped or "le" in exposed[name]
 
 

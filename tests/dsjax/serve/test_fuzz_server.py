@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripted_runner import ScriptedRunner, tool_tokenizer
+from scripted_executor import ScriptedExecutor, tool_tokenizer
 
 pytest.importorskip("schemathesis", reason="pip install schemathesis")
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
@@ -17,7 +17,7 @@ from dsjax.serve.options import ServeOptions
 @pytest.fixture
 def server(start_server):
     tokenizer = tool_tokenizer()
-    runner = ScriptedRunner(tokenizer, num_ranks=4, max_chunk=16)
+    runner = ScriptedExecutor(tokenizer, num_ranks=4, max_chunk=16)
     return start_server(
         tokenizer=tokenizer, runner=runner, eos=(tokenizer.eos_id,), options=ServeOptions(admin_api_key="root")
     )

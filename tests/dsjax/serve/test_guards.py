@@ -12,7 +12,7 @@ import pytest
 from live_server import wait_until
 
 from dsjax.errors import UserError
-from dsjax.serve.keys import ADMIN_PATHS
+from dsjax.serve.guards import ADMIN_PATHS
 from dsjax.serve.options import ServeOptions, read_keys
 
 COMPLETIONS = "/v1/completions"
@@ -227,7 +227,7 @@ def test_too_much_waiting_is_429_with_a_time_before_it_is_tokenised(start_server
     chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 40}]})
     assert chat.status_code == 429
     assert encoded == []
-    server.runner.step_seconds = 0
+    server.executor.step_seconds = 0
     for thread in threads:
         thread.join(10)
     monkeypatch.undo()
@@ -262,7 +262,7 @@ def test_it_listens_while_it_drains_and_admits_nothing(start_server):
     refused = server.post(COMPLETIONS, LONG)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     assert int(refused.headers["retry-after"]) > 0
-    server.runner.step_seconds = 0
+    server.executor.step_seconds = 0
     assert server.join() == 0
     thread.join(5)
 

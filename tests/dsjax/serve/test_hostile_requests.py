@@ -545,12 +545,12 @@ STAGES = ["head", "end of head", "body", "whole", "first bytes", "events"]
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_client_that_goes_away_at_any_stage_leaves_nothing(server, stage, stream, reset):
-    server.runner.step_seconds = 0.01
+    server.executor.step_seconds = 0.01
     try:
         sent = message({**LONG_STREAM, "stream": stream})
         head = sent.index(b"\r\n\r\n") + 4
         cut = {"head": head // 2, "end of head": head, "body": len(sent) - 5}.get(stage, len(sent))
-        steps = server.runner.steps
+        steps = server.executor.steps
         connection = connect(server)
         connection.sendall(sent[:cut])
         if cut == len(sent):
@@ -561,9 +561,9 @@ def test_a_client_that_goes_away_at_any_stage_leaves_nothing(server, stage, stre
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
         wait_until(lambda: server.pages_in_use == 0)
-        assert server.runner.steps < steps + 60, "it did not run to its end"
+        assert server.executor.steps < steps + 60, "it did not run to its end"
     finally:
-        server.runner.step_seconds = 0
+        server.executor.step_seconds = 0
     nothing_is_left(server)
 
 

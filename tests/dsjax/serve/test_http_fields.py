@@ -5,10 +5,11 @@ import math
 
 import openai
 import pytest
-from scripted_runner import ScriptedRunner, tool_tokenizer
+from scripted_executor import ScriptedExecutor, tool_tokenizer
 
+from dsjax.engine.commands import Step
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.tool_format import FORMATS
+from dsjax.serve.tool_calls import FORMATS
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -30,8 +31,8 @@ CALL = FORMATS["deepseek_v31"].calls([("get_weather", '{"city": "Köln"}'), ("ge
 def start(start_server):
     def start(script: str = "", special: bool = False, options=None, **others):
         tokenizer = tool_tokenizer(special=special)
-        runner = ScriptedRunner(tokenizer, script, max_chunk=16, num_ranks=2, **others)
-        return start_server(tokenizer=tokenizer, runner=runner, eos=(tokenizer.eos_id,), options=options)
+        runner = ScriptedExecutor(tokenizer, script, max_chunk=16, num_ranks=2, **others)
+        return start_server(tokenizer=tokenizer, executor=runner, eos=(tokenizer.eos_id,), options=options)
 
     return start
 
@@ -176,10 +177,11 @@ def test_cached_tokens_are_told_and_a_salt_keeps_them_apart(start):
 
 def test_a_session_stays_on_its_rank(start):
     server = start(step_seconds=0.001)
-    server.runner.keep_plans = True
+    server.executor.keep_commands = True
     for _ in range(6):
         server.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 2}, headers={"X-Session-Affinity": "mine"})
-    ranks = {rank for plan in server.runner.plans for rank, each in enumerate(plan.ranks) if each.num_tokens}
+    steps = [command for command in server.executor.commands if isinstance(command, Step)]
+    ranks = {rank for step in steps for rank, each in enumerate(step.ranks) if each.decodes or each.prefills}
     assert len(ranks) == 1
 
 
@@ -342,7 +344,7 @@ def test_calls_and_answers_of_tools_are_taken_on_input(start):
 
 def test_a_template_without_a_place_for_tools_gets_them_as_text(start_server):
     tokenizer = tool_tokenizer("{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}<｜Assistant｜>")
-    server = start_server(tokenizer=tokenizer, runner=ScriptedRunner(tokenizer, CALL), eos=(tokenizer.eos_id,))
+    server = start_server(tokenizer=tokenizer, executor=ScriptedExecutor(tokenizer, CALL), eos=(tokenizer.eos_id,))
     call = {"type": "function", "function": {"name": "get_time", "arguments": "{}"}}
     history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
     ids = server.post("/tokenize", {"messages": history, "tools": TOOLS[:1]}).json()["tokens"]
@@ -506,7 +508,7 @@ def test_usage_counts_the_reasoning_with_its_closing_tag(start, stream):
     assert usage()["completion_tokens_details"] == {"reasoning_tokens": reasoning}
     assert usage(include_reasoning=False)["completion_tokens_details"] == {"reasoning_tokens": reasoning}
     assert usage(max_tokens=4)["completion_tokens_details"] == {"reasoning_tokens": 4}
-    server.runner.script = "yes"
+    server.executor.script = "yes"
     assert usage(reasoning_effort="none")["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 

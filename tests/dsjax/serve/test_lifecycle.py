@@ -32,9 +32,9 @@ def test_a_streaming_client_that_leaves_frees_its_pages_within_two_steps(start_s
     with httpx.stream("POST", server.url + "/v1/completions", json={**LONG, "stream": True, "n": 3}) as response:
         next(response.iter_lines())
         assert server.pages_in_use > 0
-    steps = server.runner.steps
+    steps = server.executor.steps
     wait_until(lambda: server.pages_in_use == 0)
-    assert server.runner.steps <= steps + 3, "one step may run while the disconnect arrives, then at most two"
+    assert server.executor.steps <= steps + 3, "one step may run while the disconnect arrives, then at most two"
     assert server.engine.num_unfinished == 0
 
 
@@ -49,7 +49,7 @@ def test_a_waiting_client_that_leaves_frees_its_pages_too(start_server):
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         wait_until(lambda: server.pages_in_use > 0)
     wait_until(lambda: server.pages_in_use == 0)
-    assert server.runner.steps < 100, "it did not run to its end"
+    assert server.executor.steps < 100, "it did not run to its end"
     assert server.engine.num_unfinished == 0
 
 
@@ -78,7 +78,7 @@ def test_a_signal_lets_running_requests_finish_and_admits_no_more(start_server):
     assert events(results[0].text)[-2]["choices"][0]["finish_reason"] == "length"
     with pytest.raises(httpx.ConnectError):
         server.post("/v1/completions", LONG)
-    assert server.runner.closed
+    assert server.executor.closed
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -110,7 +110,7 @@ def test_when_the_engine_dies_every_client_hears_of_it_and_the_exit_code_is_1(st
     server = start_server(step_seconds=0.02)
     pending = [in_background(server.post, "/v1/completions", {**LONG, "stream": i % 2 == 0}) for i in range(6)]
     wait_until(lambda: server.engine.num_unfinished == 6)
-    server.runner.fail_at_step = server.runner.steps
+    server.executor.fail_at_step = server.executor.steps
     assert server.join() == 1
     for index, (thread, results) in enumerate(pending):
         thread.join(5)
@@ -123,23 +123,36 @@ def test_when_the_engine_dies_every_client_hears_of_it_and_the_exit_code_is_1(st
         assert "fake device" not in response.text, "messages hold no internals"
 
 
-class IdsBeginningWith(set):
-    """Engine ids are the client's with a mark behind."""
-
-    def __contains__(self, request_id: str) -> bool:
-        return any(request_id.startswith(each) for each in self)
-
-
 def test_non_finite_values_fail_one_request_with_a_message(start_server):
     server = start_server()
     good = server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()
-    server.runner.non_finite = IdsBeginningWith({"cmpl-bad"})
-    answer = server.post("/v1/completions", {**LONG, "request_id": "bad"})
+    server.executor.non_finite.add(13)
+    answer = server.post("/v1/completions", {**LONG, "seed": 13})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "non_finite_values")
-    streamed = server.post("/v1/completions", {**LONG, "stream": True, "request_id": "bad"})
+    streamed = server.post("/v1/completions", {**LONG, "stream": True, "seed": 13})
     assert events(streamed.text)[-2]["error"]["code"] == "non_finite_values"
     assert server.post("/v1/completions", {"prompt": "ab", "temperature": 0}).json()["choices"] == good["choices"]
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"structured_outputs": {"regex": "[0-9]+"}}, "structured_output_failed"),
+        ({"allowed_token_ids": [5], "bad_words": ["a"]}, "no_token_allowed"),
+    ],
+)
+def test_an_answer_that_its_own_fields_make_impossible_is_the_clients_error(start_server, fields, code):
+    server = start_server(eos=(1,))
+    well = {**LONG, "max_tokens": 5}
+    server.executor.impossible[17] = "the reason"
+    answer = server.post("/v1/completions", {**LONG, **fields, "seed": 17})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["message"]) == (400, code, "the reason")
+    assert error["type"] == "invalid_request_error"
+    streamed = server.post("/v1/completions", {**LONG, **fields, "seed": 17, "stream": True})
+    assert events(streamed.text)[-2]["error"]["code"] == code
+    assert server.post("/v1/completions", well).status_code == 200
 
 
 def test_an_address_in_use_is_known_before_anything_is_loaded():

@@ -11,9 +11,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
-from dsjax.engine.plan import NO_TOKEN, RowResult
-from dsjax.engine.request import FinishReason
+from dsjax.engine.executor import RankResults, RowResult
+from dsjax.engine.request import ErrorKind, FinishReason
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
+from dsjax.engine.stats import DraftCounts
+from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.metrics_families import one_two_five
 
@@ -91,6 +94,44 @@ def test_requests_that_waited_differently_are_each_entered_with_their_own_gap(me
     assert value(metrics, "vllm:generation_tokens_total", engine="3") == 2
 
 
+def drafts(metrics: Metrics) -> dict[str, float | None]:
+    name = "vllm:spec_decode_num"
+    found = {what: value(metrics, f"{name}_{what}_total") for what in ("drafts", "draft_tokens", "accepted_tokens")}
+    positions = {
+        str(place): value(metrics, f"{name}_accepted_tokens_per_pos_total", position=str(place)) for place in range(3)
+    }
+    return {**found, **positions}
+
+
+def test_drafts_are_summed_over_steps_and_positions():
+    metrics = Metrics("tiny", 2, 4096, most_drafts=2)
+    assert drafts(metrics) == {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "0": 0, "1": 0, "2": None}
+    metrics.on_step(step([load(0)], drafts=DraftCounts(5, 10, 6, (4, 2))))
+    metrics.on_step(step([load(0)], drafts=DraftCounts(3, 3, 1, (1,))))
+    metrics.on_step(step([load(0)]))
+    assert drafts(metrics) == {"drafts": 8, "draft_tokens": 13, "accepted_tokens": 7, "0": 5, "1": 2, "2": None}
+
+
+def test_a_server_that_drafts_nothing_shows_no_sample_of_drafts(metrics):
+    metrics.on_step(step([load(0)]))
+    assert set(drafts(metrics).values()) == {None}
+
+
+def test_accepted_drafts_of_rows_are_one_less_than_the_tokens_that_they_made():
+    rows = [
+        RowResult((5, 6, 7), num_drafts=2),
+        RowResult((5,), num_drafts=2),
+        RowResult((5, 6), num_drafts=1),
+        RowResult((9,)),
+    ]
+    failed = RowResult(
+        (5,), finite=False, num_drafts=2
+    )  # its first draft was accepted, or would have been the last token
+    counts = DraftCounts.of([RankResults(rows, []), RankResults([failed], [])])
+    assert (counts.num_drafts, counts.num_draft_tokens) == (4, 7)
+    assert counts.num_accepted_tokens == sum(counts.accepted_per_position)
+
+
 def test_one_token_alone_has_no_time_per_output_token(metrics, clock):
     metrics.on_updates([token(request("a"), FinishReason.STOP)])
     assert value(metrics, "vllm:request_time_per_output_token_seconds_count", engine="0") is None
@@ -122,13 +163,21 @@ def test_ends_of_every_kind_are_counted_once(metrics, clock):
     }
     assert counts == {"stop": 1, "length": 0, "abort": 2, "error": 1}
     assert value(metrics, "vllm:corrupted_requests_total", engine="0") == 1
+    assert value(metrics, "dsjax_requests_failed_total", engine="0", error="non_finite_values") == 1
     assert value(metrics, "vllm:generation_tokens_total", engine="0") == 3, "a token that is not finite is none"
     assert histogram(metrics, "e2e_request_latency_seconds")[0] == 1, "aborts and failures are not latencies"
 
 
 def test_an_error_that_is_not_the_models_values_is_no_corruption_and_no_token(metrics, clock):
-    metrics.on_updates([Update(request("a", rank=2), RowResult(3, error="no legal token"), FinishReason.ERROR)])
-    assert value(metrics, "vllm:request_success_total", engine="2", finished_reason="error") == 1
+    grammar, bans = request("a", rank=2), request("b", rank=2)
+    grammar.params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    for each in (grammar, bans):
+        metrics.on_updates([Update(each, RowResult(error="no legal token"), FinishReason.ERROR)])
+    failed = {
+        kind.value: value(metrics, "dsjax_requests_failed_total", engine="2", error=kind.value) for kind in ErrorKind
+    }
+    assert failed == {"non_finite_values": 0, "structured_output_failed": 1, "no_token_allowed": 1}
+    assert value(metrics, "vllm:request_success_total", engine="2", finished_reason="error") == 2
     assert value(metrics, "vllm:corrupted_requests_total", engine="2") == 0
     assert value(metrics, "vllm:generation_tokens_total", engine="2") == 0
 
@@ -141,7 +190,7 @@ def test_a_client_that_leaves_before_its_request_has_a_rank_is_counted(metrics):
 def test_parts_of_a_prompts_logprobs_are_not_tokens(metrics, clock):
     one = request("a", arrival=100.0)
     clock.now = 101.0
-    metrics.on_updates([Update(one, RowResult(NO_TOKEN, prompt_logprobs=[(1, -1.0, 1, [])]), None)])
+    metrics.on_updates([Update(one, RowResult(prompt_scores=[(1, -1.0, 1, [])]), None)])
     assert value(metrics, "vllm:time_to_first_token_seconds_count", engine="0") is None
     clock.now = 103.0
     metrics.on_updates([token(one)])

@@ -67,7 +67,7 @@ def test_a_client_that_leaves_and_a_failure_are_counted_as_what_they_are(start_s
     wait_until(lambda: server.pages_in_use == 0)
     assert ends(server)["abort"] == 2
     assert total(server, "vllm:e2e_request_latency_seconds_count") == 0
-    server.runner.non_finite = Everything()
+    server.executor.non_finite = Everything()
     assert server.post("/v1/completions", {**BODY, "prompt": "ab"}).status_code == 500
     assert ends(server)["error"] == 1
     assert total(server, "vllm:corrupted_requests_total") == 1

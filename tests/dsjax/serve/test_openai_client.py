@@ -4,7 +4,7 @@ import asyncio
 
 import openai
 import pytest
-from fake_runner import FakeRunner, expected_tokens
+from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.engine import LLMEngine
@@ -21,7 +21,7 @@ def client(server):
 
 def engine_text(prompt, **params) -> str:
     """What the engine alone gives, on one rank with small chunks."""
-    runner = FakeRunner(max_chunk=3, page_size=2, pages_per_rank=200)
+    runner = FakeExecutor(max_chunk=3, page_size=2, pages_per_rank=200)
     engine = LLMEngine(runner, TOKENIZER, SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=8))
     engine.add_request("r", prompt, SamplingParams(**params))
     while engine.has_unfinished():
@@ -126,7 +126,7 @@ def test_chat_logprobs_have_exact_bytes_and_as_many_alternatives_as_asked(client
 
 def test_chat_without_a_limit_runs_to_the_end_of_the_context(client, server):
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0)
-    assert answer.usage.total_tokens == server.runner.limits.max_model_len
+    assert answer.usage.total_tokens == server.executor.limits.max_model_len
 
 
 def test_seed_makes_sampled_text_repeatable_and_choices_differ(client):

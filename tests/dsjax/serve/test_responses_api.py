@@ -5,9 +5,9 @@ import json
 import httpx
 import openai
 import pytest
-from scripted_runner import ScriptedRunner, tool_tokenizer
+from scripted_executor import ScriptedExecutor, tool_tokenizer
 
-from dsjax.serve.tool_format import FORMATS
+from dsjax.serve.tool_calls import FORMATS
 
 PATH = "/v1/responses"
 TOOL = {
@@ -22,8 +22,8 @@ CALL = FORMATS["deepseek_v31"].calls([("get_time", '{"city": "Ulm"}')])
 def start(start_server):
     def start(script: str, **others):
         tokenizer = tool_tokenizer()
-        runner = ScriptedRunner(tokenizer, script, max_chunk=16, **others)
-        return start_server(tokenizer=tokenizer, runner=runner, eos=(tokenizer.eos_id,))
+        runner = ScriptedExecutor(tokenizer, script, max_chunk=16, **others)
+        return start_server(tokenizer=tokenizer, executor=runner, eos=(tokenizer.eos_id,))
 
     return start
 

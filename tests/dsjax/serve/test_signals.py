@@ -12,10 +12,10 @@ import pytest
 
 SCRIPT = """
 import sys
-from live_server import FakeRunner, LLMEngine, AsyncEngine, SchedulerConfig, Serving, Server, bind, tiny_tokenizer
-runner = FakeRunner(step_seconds=float(sys.argv[1]))
-config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=32)
-serving = Serving(AsyncEngine(LLMEngine(runner, tiny_tokenizer(), config)), ("tiny",), "tiny", 128)
+from live_server import FakeExecutor, LLMEngine, AsyncEngine, SchedulerConfig, Serving, Server, bind, tiny_tokenizer
+executor = FakeExecutor(step_seconds=float(sys.argv[1]))
+config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
+serving = Serving(AsyncEngine(LLMEngine(executor, tiny_tokenizer(), config)), ("tiny",), "tiny", 128)
 listener = bind("127.0.0.1", 0)
 port = listener.getsockname()[1]
 ready = lambda: print(port, flush=True)
@@ -26,23 +26,23 @@ sys.exit(Server(serving, shutdown_timeout=float(sys.argv[2]), log_level="error",
 # Compiles 500 shapes of `argv[1]` seconds each, through the command's own `serve_model`.
 WARMING_SCRIPT = """
 import io, sys, time, types
-from live_server import FakeRunner, LLMEngine, SchedulerConfig, bind, tiny_tokenizer
+from live_server import FakeExecutor, LLMEngine, SchedulerConfig, bind, tiny_tokenizer
 from rich.console import Console
 from test_command_line import FACTS
 from dsjax.serve.command import serve_model
-from dsjax.serve.logging_setup import configure_logging
+from dsjax.serve.logs import configure_logging
 
-class SlowToCompile(FakeRunner):
+class SlowToCompile(FakeExecutor):
     def warm_up(self, progress):
         for done in range(500):
             progress(done, 500, f"shape {done}")
             print("shape", done, flush=True)
             time.sleep(float(sys.argv[1]))
 
-runner = SlowToCompile()
-config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=32)
+executor = SlowToCompile()
+config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
 configure_logging("warning")
-model = types.SimpleNamespace(engine=LLMEngine(runner, tiny_tokenizer(), config), facts=FACTS)
+model = types.SimpleNamespace(engine=LLMEngine(executor, tiny_tokenizer(), config), facts=FACTS)
 listener = bind("127.0.0.1", 0)
 sys.exit(serve_model(model, Console(file=io.StringIO()), listener, ("tiny",), float(sys.argv[2]), "warning"))
 """

@@ -63,7 +63,7 @@ SCRIPT = """
 import sys
 from live_server import *
 from dsjax.serve.options import ServeOptions
-runner = FakeRunner(step_seconds=1000)
+runner = FakeExecutor(step_seconds=1000)
 config = SchedulerConfig.from_limits(runner.limits, max_num_batched_tokens=32)
 engine = AsyncEngine(LLMEngine(runner, tiny_tokenizer(), config))
 serving = Serving(engine, ("tiny",), "tiny", 128, ServeOptions(step_timeout=1))
@@ -92,7 +92,7 @@ def test_the_process_ends_with_a_code_of_its_own_and_clients_hear_of_it():
         _, err = process.communicate(timeout=10)
         assert process.returncode == HANG_EXIT_CODE
         assert "cmpl-" in err
-        assert "fake_runner.py" in err, "the stack of the step that hangs"
+        assert "fake_executor.py" in err, "the stack of the step that hangs"
     finally:
         process.kill()
         process.wait()

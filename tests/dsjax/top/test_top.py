@@ -21,6 +21,7 @@ from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax import cli
 from dsjax.engine.request import FinishReason
+from dsjax.engine.stats import DraftCounts
 from dsjax.top.reading import Client, Exposition, NoAnswerError, Reading
 from dsjax.top.screen import Screen
 from dsjax.top.view import quantile, view
@@ -90,6 +91,34 @@ def test_a_window_in_which_nothing_happened_has_rates_of_zero_and_no_quantiles(s
     assert found["latency"]["time_to_first_token"] == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None}
     assert found["cache"]["hit_share"] is None
     assert found["experts"] is None
+
+
+def test_acceptance_is_shown_where_the_server_drafts(server):
+    server.metrics.on_step(step(server.ranks, drafts=DraftCounts(10, 20, 20, (10, 10))))
+    before = reading(server, 0.0)
+    server.metrics.on_step(step(server.ranks, drafts=DraftCounts(10, 20, 12, (8, 4))))
+    found = view(before, reading(server, 2.0))
+    assert found["drafts"] == {
+        "per_second": 10.0,
+        "acceptance": 0.6,
+        "length": pytest.approx(2.2),
+        "per_position": [0.8, 0.4],
+    }
+    console = Console(file=io.StringIO(), width=110, height=40)
+    console.print(Screen(server.url, found))
+    assert "drafts 10/s, accepted 60% (by position 80%, 40%)   2.20 tokens a row" in console.file.getvalue()
+    idle = view(reading(server, 2.0), reading(server, 4.0))["drafts"]
+    assert (idle["per_second"], idle["acceptance"], idle["per_position"]) == (0.0, None, [None, None])
+
+
+def test_a_server_that_drafts_nothing_has_no_line_of_drafts(server):
+    before = reading(server, 0.0)
+    feed(server, "a")
+    found = view(before, reading(server, 2.0))
+    assert found["drafts"] is None
+    console = Console(file=io.StringIO(), width=110, height=40)
+    console.print(Screen(server.url, found))
+    assert "drafts" not in console.file.getvalue()
 
 
 def test_a_server_that_was_restarted_is_counted_from_its_start(server):

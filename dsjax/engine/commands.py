@@ -1,0 +1,203 @@
+"""What an executor is told to do: one ordered stream of commands, as plain values. No NumPy, no JAX.
+
+A command can be written to a file, sent to another process and replayed: it names slots and pages, never requests. Arrays are the
+bytes of little-endian int32. A new capability adds a command; nothing reaches an executor beside the stream.
+docs/step-as-data.md has the design.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+
+VERSION = 1
+"""Of the stream. It changes whenever an older reader could misunderstand a newer command."""
+
+ALWAYS = 2**31 - 1
+"""`until` of a bias that holds for every token."""
+TOKEN_MADE = -1
+"""`PrefillRow.next_token` where the prompt ends with the row: what follows is the token that the row makes."""
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How a slot's tokens are drawn; vLLM's names and meanings.
+
+    Attributes:
+        num_prompt_tokens: a token's number in the output is its position minus this; the draw depends on it and on `seed`.
+        temperature: 0 is greedy. top_k: 0 keeps all.
+        logprobs: how many log-probabilities are wanted beside the token's own; −1: none at all.
+    """
+
+    num_prompt_tokens: int
+    seed: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int = -1
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that came before change the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A request gets a slot. Whatever the slot held before is void.
+
+    Attributes:
+        start: tokens of the request that are in the cache.
+        token: the token at position `start`, which a decode row computes if no prefill row comes before it.
+        counts: int32 pairs (token, 2 × times in the output + 1 if in the prompt), where the request has penalties.
+        biases: int32 triples (token, bits of a float32 bias, until): the bias holds for tokens of the output whose number is below
+            `until`. A ban is a bias of −∞.
+        allowed: packed bits of the tokens that may be made at all (bit t % 32 of word t // 32); empty: all.
+        guided: whether the slot's tokens depend on the host, so that it must be told of drafts.
+    """
+
+    slot: int
+    start: int
+    token: int
+    sampling: Sampling
+    counts: bytes = b""
+    biases: bytes = b""
+    allowed: bytes = b""
+    guided: bool = False
+
+
+class PageChange(msgspec.Struct, frozen=True, array_like=True):
+    """Entries `first`, `first + 1`, … of a slot's page table."""
+
+    slot: int
+    first: int
+    pages: list[int]
+
+
+class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
+    """Known tokens to be computed.
+
+    Attributes:
+        tokens: int32, those at positions `start`, `start + 1`, …
+        next_token: the token after them, or `TOKEN_MADE`.
+        limit: tokens that the slot's pages have room for.
+        scored: how many of the row's positions, from the first, predict a prompt token whose log-probability is wanted; 0: none.
+        top_scores: how many of the most probable tokens are wanted beside each of those.
+    """
+
+    slot: int
+    start: int
+    tokens: bytes
+    next_token: int
+    limit: int
+    scored: int = 0
+    top_scores: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return len(self.tokens) // 4
+
+
+class Guide(msgspec.Struct, frozen=True, array_like=True):
+    """What the host says of the next tokens of a slot that has a row in this step, because it depends on the tokens before.
+
+    Attributes:
+        masks: packed bits of the tokens that may be made at the row's first position, and after each draft that may be verified.
+    """
+
+    slot: int
+    masks: bytes
+
+
+class RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """One DP rank's part of a step.
+
+    Attributes:
+        decodes: int32 pairs (slot, limit): rows that compute the slot's last token, and its drafts, at positions below `limit`.
+    """
+
+    admissions: list[Admission]
+    pages: list[PageChange]
+    decodes: bytes
+    prefills: list[PrefillRow]
+    guides: list[Guide]
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """Compute rows of every rank, and make tokens.
+
+    Attributes:
+        num_drafts: drafts that a decode row verifies at most.
+        proposes: drafts that are made for the step after this one; 0: the MTP module does not run.
+    """
+
+    ranks: list[RankStep]
+    num_drafts: int = 0
+    proposes: int = 0
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
+    """Copy pages: of each rank pairs (from, to), int32. No page stands in two pairs."""
+
+    ranks: list[bytes]
+
+
+class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
+    """Zero pages that may hold values that are not finite: of each rank int32 page numbers.
+
+    Attention weights positions that a query does not see by 0, and 0 × NaN is NaN: the page's next owner would fail too.
+    """
+
+    ranks: list[bytes]
+
+
+class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
+    """Logits of every position of one sequence, computed through `pages` of rank 0 (int32 both)."""
+
+    tokens: bytes
+    pages: bytes
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    """Zero the cache and void all slots, as at the start. No request has a slot."""
+
+
+Command = Step | Copy | Clear | Score | Flush
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Command)
+
+
+def encode(command: Command) -> bytes:
+    """A command as MessagePack."""
+    return _encoder.encode(command)
+
+
+def decode(data: bytes) -> Command:
+    """The inverse of `encode`.
+
+    Raises:
+        msgspec.ValidationError: these bytes are no command.
+    """
+    return _decoder.decode(data)
+
+
+def int32s(values: Iterable[int]) -> bytes:
+    """Integers as a command holds them."""
+    found = array("i", values)
+    if sys.byteorder != "little":
+        found.byteswap()
+    return found.tobytes()
+
+
+def from_int32s(data: bytes) -> array:
+    """The inverse of `int32s`."""
+    found = array("i")
+    found.frombytes(data)
+    if sys.byteorder != "little":
+        found.byteswap()
+    return found

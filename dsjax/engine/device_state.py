@@ -1,0 +1,147 @@
+"""``DeviceState``: what a step needs of the one before, on the device: its arrays, and its pages copied and cleared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from dsjax.engine import cache as device_cache
+from dsjax.engine.executor import ExecutorLimits
+from dsjax.model.attention import Cache
+from dsjax.model.step import Step
+from sharding.placement import CopyTables
+
+MOST_COUNTED = 32_000
+"""Times that a token is counted in an output at most: penalties for more do not grow any further."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class SlotSampling:
+    """How each slot's tokens are drawn, ``[B, slots]`` each; fields as of ``commands.Sampling``."""
+
+    num_prompt_tokens: Int[Array, "B Z"]
+    seed: Int[Array, "B Z"]  # uint32
+    top_k: Int[Array, "B Z"]
+    temperature: Float[Array, "B Z"]
+    top_p: Float[Array, "B Z"]
+    min_p: Float[Array, "B Z"]
+    presence: Float[Array, "B Z"]
+    frequency: Float[Array, "B Z"]
+    repetition: Float[Array, "B Z"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class DeviceState:
+    """One donated pytree: every program takes it and gives it back. docs/step-as-data.md explains each field."""
+
+    cache: Cache
+    filled: Bool[Array, "P_all G"] | None
+    tables: Int[Array, "B Z Pr"]
+    start: Int[Array, "B Z"]
+    last_token: Int[Array, "B Z"]
+    drafts: Int[Array, "B Z n"] | None
+    num_drafts: Int[Array, "B Z"]
+    sampling: SlotSampling
+    counts: Int[Array, "B Z V"]  # uint16
+    copies: CopyTables | None
+
+
+def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceState:
+    """Shapes, dtypes and shardings of the state's arrays. num_drafts: the most that are ever drafted."""
+    ranks, slots = limits.num_ranks, limits.max_rows_decode
+    rows, everywhere = NamedSharding(step.mesh, P(step.spec.batch_axes)), NamedSharding(step.mesh, P())
+
+    def array(*shape: int, dtype=np.int32):
+        return jax.ShapeDtypeStruct((ranks, slots, *shape), dtype, sharding=rows)
+
+    integers = {"num_prompt_tokens": np.int32, "seed": np.uint32, "top_k": np.int32}
+    copies = None
+    if step.config.is_moe:
+        tables = step.placement.tables_of(step.moe_layers_with_module)
+        copies = CopyTables(*(jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in tables))
+    filled = None
+    if num_drafts:
+        shape = (ranks * limits.pages_per_rank, limits.page_size)
+        filled = jax.ShapeDtypeStruct(shape, bool, sharding=rows)
+    return DeviceState(
+        cache=device_cache.describe(step, limits.pages_per_rank),
+        filled=filled,
+        tables=array(limits.max_pages),
+        start=array(),
+        last_token=array(),
+        drafts=array(num_drafts) if num_drafts else None,
+        num_drafts=array(),
+        sampling=SlotSampling(
+            **{field.name: array(dtype=integers.get(field.name, np.float32)) for field in fields(SlotSampling)}
+        ),
+        counts=array(limits.vocab_size, dtype=np.uint16),
+        copies=copies,
+    )
+
+
+def allocate(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceState:
+    """The state at the start: everything zero, experts placed as the step says."""
+    described = describe(step, limits, num_drafts)
+    make = jax.jit(
+        lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described),
+        out_shardings=jax.tree.map(lambda array: array.sharding, described),
+    )
+    state = jax.block_until_ready(make())
+    if described.copies is not None:
+        tables = step.placement.tables_of(step.moe_layers_with_module)
+        state.copies = jax.device_put(tables, jax.tree.map(lambda array: array.sharding, described.copies))
+    return state
+
+
+def description(state: DeviceState) -> DeviceState:
+    """Descriptions of a state's arrays, which may themselves be descriptions: the arrays are donated and must not be kept."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+
+
+def copy_pages(step: Step, state: DeviceState, pairs: Int[Array, "B K 2"]) -> DeviceState:
+    """Copy pages (from, to) of each rank, in all layers; (0, 0) is nothing: nobody reads page 0."""
+
+    def copy(array: Array, pairs, axis: int) -> Array:
+        return (
+            array.at[:, pairs[:, 1]].set(array[:, pairs[:, 0]])
+            if axis
+            else array.at[pairs[:, 1]].set(array[pairs[:, 0]])
+        )
+
+    return _change_pages_of_cache(step, state, pairs, copy)
+
+
+def clear_pages(step: Step, state: DeviceState, marked: Bool[Array, "B P"]) -> DeviceState:
+    """Zeros in the pages that are marked, rank by rank, in all layers."""
+
+    def clear(array: Array, marked, axis: int) -> Array:
+        at = marked.reshape([1] * axis + [-1] + [1] * (array.ndim - axis - 1))
+        return jnp.where(at, jnp.zeros((), array.dtype), array)
+
+    return _change_pages_of_cache(step, state, marked, clear)
+
+
+def _change_pages_of_cache(step: Step, state: DeviceState, argument: Array, change: Callable) -> DeviceState:
+    """``change(array, own argument, axis of its pages)`` on each rank's part of every array that has pages."""
+    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
+    rows = P(step.spec.batch_axes)
+
+    def local(cache, filled, argument):
+        cache = jax.tree.map(lambda array: change(array, argument[0], 1), cache)
+        return cache, None if filled is None else change(filled, argument[0], 0)
+
+    run = jax.shard_map(
+        local, mesh=step.mesh, in_specs=(cache_specs, rows, rows), out_specs=(cache_specs, rows), check_vma=False
+    )
+    cache, filled = run(state.cache, state.filled, argument)
+    return dataclasses.replace(state, cache=cache, filled=filled)

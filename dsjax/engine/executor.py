@@ -1,0 +1,148 @@
+"""`Executor`: what computes, as the engine sees it. No JAX: the mesh, a recording and the tests' fake are behind the same face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from dsjax.engine.commands import Command
+
+if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
+    import numpy as np
+
+TokenScore = tuple[int, float, int, list[tuple[int, float]]]
+"""(token, log-probability, its place among all tokens, the most probable tokens with theirs)."""
+
+
+class RowResult(NamedTuple):
+    """What a row yielded.
+
+    Attributes:
+        token_ids: the tokens made, in order: one, or with drafts one more than were accepted. None where the row makes none, or
+            could not: then `finite` is False or `error` says why.
+        finite: False where the logits held a NaN or an infinity; the request then fails. It is said of every row.
+        scores: of each token made, where the slot wants log-probabilities.
+        prompt_scores: where asked for, one entry for each prompt token that this row's positions predict: of positions
+            [start, start + length) the tokens start + 1 …, as far as the prompt goes.
+        error: why the request fails although its logits are finite: no token was allowed, or its grammar cannot go on.
+        num_drafts: drafts that were verified.
+        drafts: what the MTP module proposes next, where the slot has a guide: the host must check it.
+    """
+
+    token_ids: tuple[int, ...] | list[int] = ()
+    finite: bool = True
+    scores: list[TokenScore] | None = None
+    prompt_scores: list[TokenScore] | None = None
+    error: str | None = None
+    num_drafts: int = 0
+    drafts: tuple[int, ...] | list[int] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request ends with this result, without a further token."""
+        return not self.finite or self.error is not None
+
+
+class RankResults(NamedTuple):
+    """One rank's results, row by row as its `RankStep` has them."""
+
+    decodes: list[RowResult]
+    prefills: list[RowResult]
+
+
+@dataclass(frozen=True)
+class ExecutorLimits:
+    """The shapes an executor has room for, all per DP rank. Page 0 of each rank is never allocated."""
+
+    max_rows_decode: int
+    max_rows_prefill: int
+    max_chunk: int
+    page_size: int
+    pages_per_rank: int
+    num_ranks: int
+    max_model_len: int
+    vocab_size: int
+
+    @property
+    def max_pages(self) -> int:
+        """Entries of a slot's page table."""
+        return -(-self.max_model_len // self.page_size)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCounts:
+    """How tokens reached their experts since recording began.
+
+    Attributes:
+        tokens_per_expert: `[layers, physical experts]`, of the MoE layers.
+        rows_sent: `[ranks]`, rows of tokens that each device sent to others.
+        rounds: of dispatch, of each layer the most of any rank; summed over layers and launches.
+        dispatch_bytes: sent by all devices.
+        padding_share: of those bytes, the share that carried no token's row; 0 to 1.
+    """
+
+    tokens_per_expert: np.ndarray
+    rows_sent: np.ndarray
+    rounds: int
+    dispatch_bytes: int
+    padding_share: float
+
+
+class ExecutorCounts(NamedTuple):
+    """What an executor counts.
+
+    Attributes:
+        num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
+        compilations_after_warm_up: programs compiled since warm-up ended; 0 as long as there was none.
+        experts: only while recording is on.
+    """
+
+    num_padding_tokens: int = 0
+    compilations_after_warm_up: int = 0
+    experts: ExpertCounts | None = None
+
+
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, label)` between the programs that an executor compiles to warm up. What it raises ends the warm-up."""
+
+
+class Executor(Protocol):
+    """Carries out commands in their order.
+
+    One thread at a time calls it, not always the same one: the server warms up in its main thread and then steps in the
+    engine's. Whatever is bound to a thread, such as `jax.set_mesh`, is entered inside each method.
+
+    Attributes:
+        max_in_flight: how many steps may be launched before the first is waited for: 1 or 2. With 1, a second step may be
+            launched all the same: its inputs are laid out and sent, and it starts when the first is done.
+    """
+
+    limits: ExecutorLimits
+    max_in_flight: int
+
+    def launch(self, command: Command) -> Any:
+        """Take a command, and return while the device computes. The command is executed after all those before it."""
+
+    def wait(self, pending: Any) -> None:
+        """Wait until a launched command is done. What was launched behind it starts, if it has not started yet."""
+
+    def collect(self, pending: Any) -> Any:
+        """Wait, and give what came of a command: of a `Step` a `RankResults` for each rank, of `Score` float32 logits
+        `[tokens, V]`, of the others None. Commands are collected in their order, each once.
+        """
+
+    def counts(self) -> ExecutorCounts:
+        """What the last step did, and what happened since the start."""
+
+    def set_recording(self, on: bool) -> None:
+        """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """What was recorded since recording began; None while it is off, or the model has no experts."""
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every program that commands can ask for."""
+
+    def shutdown(self) -> None:
+        """Give back what the executor holds."""

@@ -1,0 +1,296 @@
+"""``MeshExecutor``: turns commands into launches of the compiled programs on a mesh, and reads the tokens back."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.engine import device_state, slots
+from dsjax.engine.buckets import Buckets, Launch
+from dsjax.engine.commands import Clear, Command, Copy, Flush, Score, Step
+from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress
+from dsjax.engine.expert_recorder import ExpertRecorder
+from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
+from dsjax.engine.launch_results import LaunchOutcome, read_step
+from dsjax.engine.programs import COPIES, Programs
+from dsjax.engine.slot_rules import RowRules, SlotTable
+from dsjax.model import step as model_step
+from dsjax.model.rows import RowGroup
+
+Running = Generator[Array, None, None]
+"""A command being executed: gives, program by program, an array that is ready when the program is done."""
+
+
+class Pending:
+    """A command that was launched.
+
+    Attributes:
+        outcomes: of a step, what each of its launches gave, on the devices.
+        started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
+    """
+
+    def __init__(self, command: Command):
+        self.command = command
+        self.running: Running | None = None
+        self.last: Array | None = None
+        self.outcomes: list[LaunchOutcome] = []
+        self.logits: list[Array] = []
+        self.done = False
+        self.started = self.ended = 0.0
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody will wait for it."""
+        return isinstance(self.command, Step | Score | Flush)
+
+
+class MeshExecutor:
+    """Runs one model on one mesh. Every shape is compiled by ``warm_up``, or at first use.
+
+    On one device, and on accelerators, two steps may be in flight: all programs of a command are enqueued at once. On emulated
+    devices, programs in flight together can deadlock: each program is waited for before the next one starts, and so is each command.
+    """
+
+    def __init__(
+        self,
+        step: model_step.Step,
+        params: Mapping[str, Array],
+        limits: ExecutorLimits,
+        buckets: Buckets,
+        *,
+        num_drafts: int = 0,
+    ):
+        self.model, self.limits, self.buckets = step, limits, buckets
+        self.params = {path: params[path] for path in step.table.infos}
+        self.state = device_state.allocate(step, limits, num_drafts)
+        self.programs = Programs(step, self.params, self.state, limits)
+        emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
+        self.max_in_flight = 1 if emulated else 2
+        self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
+        self._recorder = ExpertRecorder(step)
+        self._queue: deque[Pending] = deque()
+        self._padding = 0
+        self._warm: frozenset[Hashable] | None = None
+
+    def launch(self, command: Command) -> Pending:
+        """Lay out and send a command's inputs, and start it if the devices may take it now."""
+        pending = Pending(command)
+        pending.running = self._execution(pending)
+        self._queue.append(pending)
+        if self.max_in_flight > 1:
+            pending.started = time.monotonic()
+            for array in pending.running:
+                pending.last = array
+            if not pending.awaited:
+                pending.last = None  # a part of the state, which the next program takes
+        elif len(self._queue) == 1:
+            self._advance()
+        return pending
+
+    def wait(self, pending: Pending) -> None:
+        """Wait until a command is done; start the next one."""
+        while not pending.done:
+            head = self._queue[0]
+            self._finish(head)
+            self._queue.popleft()
+            self._advance()
+
+    def collect(self, pending: Pending) -> Any:
+        """Wait for a command, and give what came of it."""
+        self.wait(pending)
+        if isinstance(pending.command, Score):
+            return np.concatenate([np.asarray(array[0]) for array in pending.logits])[
+                : len(pending.command.tokens) // 4
+            ]
+        if not isinstance(pending.command, Step):
+            return None
+        for outcome in pending.outcomes:
+            self._recorder.add(outcome.reports, outcome.shape.tokens)
+        results = read_step(pending.command, pending.outcomes)
+        self._slots.settle(pending.command, results)
+        return results
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every program that commands can ask for."""
+        self.programs.warm_up(self.buckets, progress)
+        self._warm = self.programs.compiled
+
+    def counts(self) -> ExecutorCounts:
+        """What the last step and the programs count."""
+        late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
+        return ExecutorCounts(self._padding, late, self._recorder.counts())
+
+    def set_recording(self, on: bool) -> None:
+        """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
+        self._recorder.on = on
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """What was recorded since recording began; None while it is off, or the model has no experts."""
+        return self._recorder.counts()
+
+    def shutdown(self) -> None:
+        """Free the state and drop the programs."""
+        for array in jax.tree.leaves(self.state):
+            array.delete()
+        self.programs.drop()
+
+    def _advance(self) -> None:
+        """Start what comes next; what nobody waits for is done at once."""
+        while self._queue and not self._queue[0].started:
+            head = self._queue[0]
+            head.started = time.monotonic()
+            head.last = next(head.running, None)
+            if head.awaited:
+                return
+            self._finish(head)
+            self._queue.popleft()
+
+    def _finish(self, pending: Pending) -> None:
+        """Run a command's remaining programs, each when the one before is done on all devices."""
+        while pending.last is not None:
+            jax.block_until_ready(pending.last)
+            pending.last = next(pending.running, None)
+        pending.ended = time.monotonic()
+        pending.done, pending.running = True, None
+
+    def _execution(self, pending: Pending) -> Running:
+        """The command's programs, its inputs sent already."""
+        command = pending.command
+        if isinstance(command, Step):
+            return self._step(pending, command)
+        if isinstance(command, Score):
+            return self._score(pending, command)
+        if isinstance(command, Copy):
+            return self._copy(command)
+        if isinstance(command, Clear):
+            return self._clear([np.frombuffer(own, "<i4") for own in command.ranks])
+        assert isinstance(command, Flush)
+        self._slots.void()
+        return self._clear([np.arange(self.limits.pages_per_rank)] * self.limits.num_ranks)
+
+    def _step(self, pending: Pending, command: Step) -> Running:
+        """Lay out and send a step's inputs; give its execution."""
+        self._slots.admit(command)
+        launches = self.buckets.launches(command)
+        shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
+        within, before = split_page_changes(command, shapes[0].page_changes)
+        admissions = [self._send(packed) for packed in pack_admissions(command, before)]
+        nothing: list[list] = [[] for _ in command.ranks]
+        most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
+        inputs = [
+            self._send(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
+            for place, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
+        ]
+        rules = [
+            self._sent(self._slots.rules_of(command, launch, shape))
+            for launch, shape in zip(launches, shapes, strict=True)
+        ]
+        self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
+            len(rank.decodes) // 8 + sum(row.length for row in rank.prefills) for rank in command.ranks
+        )
+        return self._run_step(pending, command, admissions, list(zip(launches, shapes, inputs, rules, strict=True)))
+
+    def _run_step(self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple]) -> Running:
+        for packed in admissions:
+            self.state = self.programs.admit()(self.state, packed)
+            yield self.state.start
+        for launch, shape, packed, rules in launches:
+            yield from self._run_launch(pending, launch, shape, packed, rules, command.proposes)
+
+    def _run_launch(
+        self,
+        pending: Pending,
+        launch: Launch,
+        shape: slots.LaunchShape,
+        packed: Array,
+        rules: RowRules,
+        proposes: int,
+    ) -> Running:
+        program = self.programs.step(shape, launch.scored)
+        self.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(self.params, self.state, packed)
+        yield outcome
+        scores, drafts = None, None
+        if rules.wanted is not None:
+            biased = logits
+            for piece in rules.biases:
+                biased = self.programs.biases(shape.sampled)(self.state, rows, biased, piece)
+                yield biased
+            masks = self.programs.no_masks(shape.sampled) if rules.masks is None else rules.masks
+            draw = self.programs.draw(shape.sampled)
+            self.state, outcome, scores = draw(self.state, rows, logits, biased, masks, rules.wanted)
+            yield outcome
+        if proposes:
+            program = self.programs.drafts(shape, proposes)
+            self.state, drafts = program(self.params, self.state, packed, rows, outcome, hidden)
+            yield drafts
+        found = LaunchOutcome(
+            launch, shape, outcome, scores, prompt_scores[0] if prompt_scores else None, drafts, reports, rules
+        )
+        pending.outcomes.append(found)
+
+    def _score(self, pending: Pending, command: Score) -> Running:
+        """One sequence in chunks, through pages of rank 0."""
+        tokens, pages = np.frombuffer(command.tokens, "<i4"), np.frombuffer(command.pages, "<i4")
+        chunk, ranks = self.limits.max_chunk, self.limits.num_ranks
+        inputs = []
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
+            row, table = np.zeros((ranks, 1, chunk), np.int32), np.zeros((ranks, 1, self.limits.max_pages), np.int32)
+            first, length = np.zeros((ranks, 1), np.int32), np.zeros((ranks, 1), np.int32)
+            row[0, 0, : len(part)], table[0, 0, : len(pages)] = part, pages
+            first[0, 0], length[0, 0] = start, len(part)
+            inputs.append(self._send(RowGroup.pack(row, first, length, table)))
+
+        def run() -> Running:
+            for packed in inputs:
+                self.state, logits = self.programs.every_token()(self.params, self.state, packed)
+                pending.logits.append(logits)
+                yield logits
+
+        return run()
+
+    def _copy(self, command: Copy) -> Running:
+        pairs = [np.frombuffer(own, "<i4").reshape(-1, 2) for own in command.ranks]
+        inputs = []
+        for start in range(0, max(map(len, pairs)), COPIES):
+            piece = np.zeros((len(pairs), COPIES, 2), np.int32)
+            for rank, own in enumerate(pairs):
+                part = own[start : start + COPIES]
+                piece[rank, : len(part)] = part
+            inputs.append(self._send(piece))
+
+        def run() -> Running:
+            for packed in inputs:
+                self.state = self.programs.copy()(self.state, packed)
+                yield self.state.start
+
+        return run()
+
+    def _clear(self, pages: list[np.ndarray]) -> Running:
+        marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
+        for rank, own in enumerate(pages):
+            marked[rank, own] = True
+        sent = self._send(marked)
+
+        def run() -> Running:
+            self.state = self.programs.clear()(self.state, sent)
+            yield self.state.start
+
+        return run()
+
+    def _sent(self, rules: RowRules) -> RowRules:
+        """The same, its arrays on the devices."""
+        if rules.wanted is None:
+            return rules
+        masks = None if rules.masks is None else self._send(rules.masks)
+        wanted = jax.device_put(rules.wanted, self.programs.everywhere)
+        return rules._replace(wanted=wanted, biases=[self._send(piece) for piece in rules.biases], masks=masks)
+
+    def _send(self, array: np.ndarray) -> Array:
+        return jax.device_put(array, self.programs.rows)

@@ -1,0 +1,51 @@
+"""``dsjax kernels``: the table of implementations, and native kernels built ahead of time, for an image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dsjax.cli.help import PLAIN, Commands, PanelledCommand
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, **PLAIN)
+
+
+@app.callback()
+def kernels() -> None:
+    """The implementations of attention and experts, and native kernels for a machine without a compiler."""
+
+
+@app.command("list", cls=PanelledCommand)
+def show() -> None:
+    """Print which implementations exist, and where each runs."""
+    from dsjax.kernels.table import TABLE
+
+    table = Table("operation", "--kernels", "platforms", "what it is")
+    for row in TABLE:
+        table.add_row(row.operation, row.name, ", ".join(row.platforms) if row.platforms else "all", row.what)
+    Console().print(table)
+
+
+@app.command("build", cls=PanelledCommand)
+def build(
+    output: Annotated[Path, typer.Option(help="Folder to write to; give it to serve as --kernel-cache.")],
+    march: Annotated[
+        str, typer.Option(help="Processor, as the compiler names it: native, x86-64-v3, x86-64-v4, znver4, …")
+    ] = "native",
+) -> None:
+    """Build the native kernels with this machine's compiler, for this processor or another of its architecture."""
+    from dsjax.errors import UserError
+    from dsjax.kernels import build as building
+
+    path = output / building.prebuilt_name(march)
+    try:
+        found = building.build(path, march)
+    except OSError as error:
+        raise UserError(f"cannot write {output} ({error.strerror or error}); choose another --output") from error
+    if found.path is None:
+        raise UserError(found.note)
+    typer.echo(f"{path}: {path.stat().st_size:,} bytes; use it with --kernel-cache {output}")

@@ -1,0 +1,182 @@
+// Vectors of float32 as wide as the target's registers, in the compilers' vector extensions: one source for AVX2,
+// AVX-512, NEON and SSE. Includes no header of XLA: the stand-alone harness uses the same code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace dsjax {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kRegisters = 32;
+#else
+constexpr int kLanes = 4, kRegisters = 16;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UIntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
+
+// Loads and stores of any alignment; the compilers turn the copies into single instructions.
+template <class V, class T>
+inline V load_as(const T* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(V));
+  return value;
+}
+inline Vec load(const float* from) { return load_as<Vec>(from); }
+inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof(Vec)); }
+
+// Keeps a value in its register here. Without it GCC turns a sum of products along one vector into products first and sums
+// after, with another rounding than in tiles of several vectors; a result must not depend on the tile that it fell into.
+inline void pin(Vec& value) {
+#if defined(__x86_64__)
+  asm("" : "+v"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#endif
+}
+
+template <class To, class From>
+inline To bits(From value) {
+  static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps the size");
+  To result;
+  std::memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+// A difference, because x - 0 is x for every x, which compilers know; x + 0 is not, for -0.
+inline Vec broadcast(float value) { return value - Vec{}; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float sum(Vec v) {
+  float total = 0;
+  for (int lane = 0; lane < kLanes; lane++) total += v[lane];
+  return total;
+}
+inline float largest(Vec v) {
+  float most = v[0];
+  for (int lane = 1; lane < kLanes; lane++) most = v[lane] > most ? v[lane] : most;
+  return most;
+}
+
+// e^x in float32, within 2 units in the last place for -87 <= x <= 88, above which x is held there; exactly 0 below
+// -87. The polynomial is Cephes's expf (S. Moshier): x = n ln 2 + r, e^x = 2^n e^r.
+inline Vec exp(Vec x) {
+  const Vec shift = broadcast(12582912.0f);  // 1.5 x 2^23: adding it rounds to an integer in the low bits
+  Vec held = x < -87.0f ? broadcast(-87.0f) : x;
+  held = held > 88.0f ? broadcast(88.0f) : held;
+  Vec shifted = held * 1.44269504088896341f + shift;
+  Vec n = shifted - shift;
+  Vec r = held - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Vec p = broadcast(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec value = p * bits<Vec>(exponent);
+  return x < -87.0f ? Vec{} : value;
+}
+
+// Lanes of a where (lane & step) == 0, and of b moved up by step elsewhere; and the same for the upper halves.
+template <int step, int... lane>
+inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+  Vec low = __builtin_shufflevector(a, b, ((lane & step) ? kLanes + lane - step : lane)...);
+  Vec high = __builtin_shufflevector(a, b, ((lane & step) ? kLanes + lane : lane + step)...);
+#else
+  Vec low = __builtin_shuffle(a, b, IntVec{((lane & step) ? kLanes + lane - step : lane)...});
+  Vec high = __builtin_shuffle(a, b, IntVec{((lane & step) ? kLanes + lane : lane + step)...});
+#endif
+  a = low;
+  b = high;
+}
+
+template <int step>
+inline void exchange_from(Vec (&rows)[kLanes]) {
+  for (int i = 0; i < kLanes; i++)
+    if ((i & step) == 0) exchange<step>(rows[i], rows[i + step], std::make_integer_sequence<int, kLanes>{});
+  if constexpr (step * 2 < kLanes) exchange_from<step * 2>(rows);
+}
+
+// Of each four lanes, the first two of a and b in turn stay in a, and the last two in b: one instruction each.
+template <int... lane>
+inline void unpack(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+  Vec low = __builtin_shufflevector(a, b, (lane / 4 * 4 + lane % 4 / 2 + lane % 2 * kLanes)...);
+  Vec high = __builtin_shufflevector(a, b, (lane / 4 * 4 + lane % 4 / 2 + 2 + lane % 2 * kLanes)...);
+#else
+  Vec low = __builtin_shuffle(a, b, IntVec{(lane / 4 * 4 + lane % 4 / 2 + lane % 2 * kLanes)...});
+  Vec high = __builtin_shuffle(a, b, IntVec{(lane / 4 * 4 + lane % 4 / 2 + 2 + lane % 2 * kLanes)...});
+#endif
+  a = low;
+  b = high;
+}
+
+// Rows of kLanes values become columns, in registers.
+inline void transpose(Vec (&rows)[kLanes]) {
+  for (int i = 0; i < kLanes; i += 2) unpack(rows[i], rows[i + 1], std::make_integer_sequence<int, kLanes>{});
+  exchange_from<2>(rows);
+  for (int i = 0; i < kLanes; i += 4) std::swap(rows[i + 1], rows[i + 2]);
+}
+
+// From a's and b's lanes in turn: the first half of them in a, the second in b.
+template <int... lane>
+inline void interleave(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+  Vec low = __builtin_shufflevector(a, b, (lane / 2 + lane % 2 * kLanes)...);
+  Vec high = __builtin_shufflevector(a, b, ((kLanes + lane) / 2 + lane % 2 * kLanes)...);
+#else
+  Vec low = __builtin_shuffle(a, b, IntVec{(lane / 2 + lane % 2 * kLanes)...});
+  Vec high = __builtin_shuffle(a, b, IntVec{((kLanes + lane) / 2 + lane % 2 * kLanes)...});
+#endif
+  a = low;
+  b = high;
+}
+inline void interleave(Vec& a, Vec& b) { interleave(a, b, std::make_integer_sequence<int, kLanes>{}); }
+
+// What a matrix's elements are stored as; each is widened to float32 exactly.
+struct Float32 {
+  typedef float Stored;
+  static Vec widen(const float* from) { return load(from); }
+  static float widen_one(float value) { return value; }
+};
+
+struct BFloat16 {
+  typedef uint16_t Stored;
+  static Vec widen(const uint16_t* from) {
+    return bits<Vec>(__builtin_convertvector(load_as<HalfVec>(from), UIntVec) << 16);
+  }
+  static float widen_one(uint16_t value) { return bits<float>(static_cast<uint32_t>(value) << 16); }
+};
+
+// e4m3fn: sign, four bits of exponent with bias 7, three of mantissa; no infinities, 0x7f and 0xff are NaN.
+struct Float8 {
+  typedef uint8_t Stored;
+  static Vec widen(const uint8_t* from) {
+    UIntVec all = __builtin_convertvector(load_as<ByteVec>(from), UIntVec);
+    UIntVec magnitude = all & 0x7f;
+    Vec normal = bits<Vec>((magnitude << 20) + (120u << 23));
+    Vec subnormal = __builtin_convertvector(bits<IntVec>(magnitude), Vec) * 0.001953125f;  // 2^-9
+    Vec value = bits<IntVec>(magnitude) < 8 ? subnormal : normal;
+    UIntVec nan = bits<UIntVec>(bits<IntVec>(magnitude) == 0x7f) & 0x7fc00000u;
+    return bits<Vec>(bits<UIntVec>(value) | nan | ((all & 0x80) << 24));
+  }
+  static float widen_one(uint8_t value) {
+    uint8_t padded[kLanes] = {value};
+    return widen(padded)[0];
+  }
+};
+
+}  // namespace dsjax

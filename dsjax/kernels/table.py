@@ -1,0 +1,108 @@
+"""The table of implementations: what exists for each operation, where it runs, and which one a step uses.
+
+The plain JAX form of an operation is its definition. Every other one is held to it by ``tests/dsjax/kernels``, and is used only
+where the table says that it can be.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dsjax.errors import UserError
+from dsjax.kernels import build
+from dsjax.kernels.native_calls import NativeKernels
+
+CHOICES = ("auto", "plain", "native")
+OPERATIONS = ("decode attention", "prefill attention", "experts", "other products")
+NATIVE_FORMS = ("CC", "A_CC", "A_CC_ME", "AM_CC_ME")
+"""MLA forms that native attention has; ``CD``, which caches keys and values of each head, is plain everywhere."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One row of the table: an implementation of an operation, and where it can be used.
+
+    name: what ``--kernels`` calls it. platforms: of devices; None: all. what: what it is made of.
+    """
+
+    operation: str
+    name: str
+    platforms: tuple[str, ...] | None
+    what: str
+
+
+TABLE = (
+    Implementation("decode attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
+    Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA, pages read in place; not form CD"),
+    Implementation("prefill attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
+    Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block; not form CD"),
+    Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (GPU), einsum or ragged_dot (TPU)"),
+    Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16 and FP8 weights widened in registers"),
+    Implementation("other products", "plain", None, "JAX; FP8 weights are dequantised before the product"),
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which implementation a step uses of each operation.
+
+    native: the loaded native kernels, or None where all is plain. note: why nothing faster is used where something exists, or
+    how the native kernels came; one line for people, empty if there is nothing to say.
+    """
+
+    native: NativeKernels | None = None
+    note: str = field(default="", compare=False)
+
+    def name(self, operation: str, form: str | None = None) -> str:
+        """The implementation of an operation, ``form`` being the MLA form for attention."""
+        if self.native is None or not any(row.operation == operation and row.name == "native" for row in TABLE):
+            return "plain"
+        return "native" if form is None or form in NATIVE_FORMS else "plain"
+
+    def names(self, prefill_form: str, decode_form: str) -> dict[str, str]:
+        """Operation → implementation, for reports."""
+        forms = {"decode attention": decode_form, "prefill attention": prefill_form}
+        return {operation: self.name(operation, forms.get(operation)) for operation in OPERATIONS}
+
+
+PLAIN = Kernels()
+
+
+def choose_kernels(
+    choice: str,
+    platform: str,
+    dtype: np.dtype,
+    *,
+    devices: int,
+    cache: Path | None,
+    prebuilt: Path | None = None,
+) -> Kernels:
+    """The kernels for ``--kernels CHOICE`` on devices of ``platform`` that compute in ``dtype``.
+
+    devices: that this process drives; each native kernel gets its share of the cores. cache: folder that keeps what is built.
+    prebuilt: a folder that ``dsjax kernels build`` filled (``--kernel-cache``); then nothing is built.
+
+    Raises:
+        UserError: ``native`` where it cannot be had. With ``auto`` the plain form is used, and ``note`` says why.
+    """
+    if choice == "plain":
+        return PLAIN
+    if platform != "cpu":
+        return _refuse(choice, f"native kernels are for the CPU platform, and these devices are {platform}")
+    if dtype != np.float32:
+        return _refuse(choice, f"native kernels compute in float32, and --dtype is {np.dtype(dtype).name}")
+    found = build.find_or_build(cache) if prebuilt is None else build.find_prebuilt(prebuilt)
+    if found.path is None:
+        return _refuse(choice, found.note)
+    threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
+    return Kernels(NativeKernels.load(found.path, threads), found.note)
+
+
+def _refuse(choice: str, reason: str) -> Kernels:
+    if choice == "native":
+        raise UserError(f"--kernels is native, but {reason}; use --kernels auto or plain")
+    return Kernels(note=reason)

@@ -1,0 +1,78 @@
+"""`Engine`: what a serving program can do, so that nothing is credited to a plan which the program that runs it lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from dsjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Engine:
+    """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode instances.
+    drafts: with the MTP module. fp4: loads FP4 experts. fp8_cache: has an FP8 latent cache. dispatch: of tokens to experts, by default.
+    """
+
+    name: str
+    balances: bool
+    overlaps: bool
+    transfers: bool
+    drafts: bool
+    fp4: bool
+    fp8_cache: bool
+    dispatch: str
+
+    def check(self, *, separated: bool, overlap: bool, drafts: bool, fp4: bool, fp8_cache: bool, dispatch: str) -> None:
+        """Raise `UserError` where something is asked for that this engine cannot do."""
+        asked = (
+            (separated and not self.transfers, "--mode separated", "does not move caches between instances"),
+            (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
+            (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
+            (fp4 and not self.fp4, "--precision nvfp4", "does not load FP4 experts"),
+            (fp8_cache and not self.fp8_cache, "an FP8 cache", "has none"),
+            (dispatch == "deepep" and self.dispatch != "deepep", "--dispatch deepep", "has dispatches of its own"),
+        )
+        for wrong, flag, reason in asked:
+            if wrong:
+                raise UserError(
+                    f"{flag} is asked for, but dsjax serve {reason}; leave it out, or give --engine published for engines that can"
+                )
+
+
+PUBLISHED = Engine("published", True, True, True, True, True, True, "deepep")
+"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish."""
+
+
+@functools.cache
+def dsjax_engine() -> Engine:
+    """What `dsjax serve` of this version can do, by the options that it has."""
+    from dsjax.engine.args import EngineArgs
+
+    fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
+    cache = fields["kv_dtype"].metadata.get("choices") or ()
+    return Engine(
+        "dsjax",
+        balances="enable_eplb" in fields,
+        overlaps="enable_dbo" in fields or "two_batch_overlap" in fields,
+        transfers="kv_transfer_config" in fields or "prefill_mesh" in fields or "disaggregation_mode" in fields,
+        drafts="speculative_config" in fields,
+        fp4="nvfp4" in (fields["weights"].metadata.get("choices") or ()),
+        fp8_cache=any("fp8" in name for name in cache),
+        dispatch="auto",
+    )
+
+
+ENGINES = ("dsjax", "published")
+
+
+def find_engine(name: str) -> Engine:
+    """By name.
+
+    Raises:
+        UserError: no such engine.
+    """
+    if name not in ENGINES:
+        raise UserError(f"--engine is {name!r}, expected one of {', '.join(ENGINES)}")
+    return PUBLISHED if name == "published" else dsjax_engine()

@@ -1,0 +1,395 @@
+"""`OperatorTables`: measured seconds of single operations by device, interpolated between the sizes that were timed.
+
+The bundled tables are `configs/operators` (their sources are in `SOURCES.md` there); a user's folder with files of the same names
+and columns replaces the rows of the devices that it names. Every lookup is monotone: less work never takes longer, because a
+kernel that is slower for fewer rows could be given more of them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import functools
+import importlib.resources
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dsjax.errors import UserError
+from dsjax.hardware import Hardware, load_hardware
+
+GEMM, PREFILL, DECODE = "gemm", "mla_context", "mla_generation"
+WIDE, FUSED, LOW_LATENCY, NORMAL = "experts_wide_ep", "experts_fused", "deepep_low_latency", "deepep_normal_h200"
+TABLES = (GEMM, PREFILL, DECODE, WIDE, FUSED, LOW_LATENCY, NORMAL)
+
+AICONFIGURATOR = "operator tables of aiconfigurator, configs/operators/SOURCES.md"
+_WEIGHT_BYTES = {"fp8_block": 1.0, "bfloat16": 2.0, "nvfp4": 0.5625}
+_EXPERT_FLOPS = 2.0 * 3 * 7168 * 2048
+"""Of one row through one of V3's experts, at whose widths the experts were timed."""
+
+
+class Curve:
+    """Seconds over one size: straight between the sizes that were timed, which is exact for a fixed part and a part for each.
+
+    Below the first size the first; beyond the last in proportion to the work that `beyond` gives, or as the last two points run.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float]], beyond: Callable[[float], float] | None = None):
+        points = sorted(points)
+        self.sizes, seconds = [size for size, _ in points], [time for _, time in points]
+        for at in range(len(seconds) - 2, -1, -1):
+            seconds[at] = min(seconds[at], seconds[at + 1])
+        self.seconds, self._beyond = seconds, beyond
+
+    def __call__(self, size: float) -> float:
+        """Seconds at a size."""
+        sizes, seconds = self.sizes, self.seconds
+        if size <= sizes[0]:
+            return seconds[0]
+        if size > sizes[-1]:
+            if self._beyond is not None:
+                return seconds[-1] * self._beyond(size) / self._beyond(sizes[-1])
+            if len(sizes) == 1:
+                return seconds[-1] * size / sizes[-1]
+            slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+            return seconds[-1] + max(slope, 0.5 * seconds[-1] / sizes[-1]) * (size - sizes[-1])
+        at = bisect.bisect_left(sizes, size)
+        share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+
+
+class Surface:
+    """Seconds over two sizes: a `Curve` in the second for each value of the first, straight between them."""
+
+    def __init__(self, rows: dict[float, Curve]):
+        self._at = sorted(rows)
+        self._curves = [rows[at] for at in self._at]
+
+    def __call__(self, first: float, second: float) -> float:
+        """Seconds at two sizes."""
+        at = bisect.bisect_left(self._at, first)
+        if at == 0:
+            return self._curves[0](second)
+        if at == len(self._at):
+            # Beyond the last in proportion: there, what is timed is bound by a rate.
+            return max(c(second) for c in self._curves) * max(1.0, first / self._at[-1])
+        low, high = self._at[at - 1], self._at[at]
+        below = self._curves[at - 1](second)
+        above = max(below, self._curves[at](second))
+        return below + (first - low) / (high - low) * (above - below)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Seconds of a rank's routed experts in a prefill step: row × rows + token × tokens + slot × slots + fixed, at least `least`.
+
+    Fitted by least squares to the table's evenly routed points, relative errors; `error` is their mean.
+    """
+
+    row: float
+    token: float
+    slot: float
+    fixed: float
+    least: float
+    error: float
+
+    def __call__(self, rows: float, tokens: float, slots: float) -> float:
+        """Seconds for so many rows, of so many tokens that were brought here, over so many slots."""
+        return max(self.least, self.row * rows + self.token * tokens + self.slot * slots + self.fixed)
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorTables:
+    """All tables. folder: a user's, laid over the bundled ones. left_out: names of tables that are not looked at."""
+
+    folder: Path | None = None
+    left_out: frozenset[str] = frozenset()
+    _found: dict = field(default_factory=dict, repr=False)
+
+    def without(self, *names: str) -> OperatorTables:
+        """The same with some tables left out: what the planner would say without them."""
+        return OperatorTables(self.folder, self.left_out | set(names))
+
+    def _once(self, key: tuple, make: Callable[[], object]):
+        if key not in self._found:
+            self._found[key] = make()
+        return self._found[key]
+
+    def _rows(self, table: str) -> list[dict[str, str]]:
+        return [] if table in self.left_out else self._once(("rows", table), lambda: _read(self.folder, table))
+
+    # Dense products -----------------------------------------------------------------------------------------------------------
+
+    def _products(self, device: str, dtype: str) -> dict[tuple[int, int], dict[int, float]]:
+        def make():
+            found: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+            for row in self._rows(GEMM):
+                if row["device"] == device and row["gemm_dtype"] == dtype:
+                    found[int(row["n"]), int(row["k"])][int(row["m"])] = float(row["latency_ms"]) * 1e-3
+            return dict(found)
+
+        return self._once((GEMM, device, dtype), make)
+
+    def product(self, device: str, dtype: str, n: int, k: int) -> Curve | None:
+        """Seconds of `[rows, k] × [k, n]` over rows; of a shape that was not timed, from the shares of the nearest that were."""
+        return self._once(("product", device, dtype, n, k), lambda: self._product(device, dtype, n, k))
+
+    def _product(self, device: str, dtype: str, n: int, k: int, without: tuple[int, int] | None = None) -> Curve | None:
+        found = {shape: times for shape, times in self._products(device, dtype).items() if shape != without}
+        if not found:
+            return None
+
+        def best(rows: float, shape: tuple[int, int] = (n, k)) -> float:
+            return best_product(_hardware(device), dtype, rows, *shape)
+
+        if (n, k) in found:
+            return Curve(found[n, k].items(), best)
+        near = {shape: math.log(n / shape[0]) ** 2 + math.log(k / shape[1]) ** 2 for shape in found}
+        grid = sorted(set.intersection(*(set(times) for times in found.values())))
+        points = []
+        for rows in grid:
+            share = sum(best(rows, s) / found[s][rows] / d for s, d in near.items()) / sum(1 / d for d in near.values())
+            points.append((rows, best(rows) / share))
+        return Curve(points, best)
+
+    def product_error(self, device: str, dtype: str) -> float:
+        """Mean relative error of a shape that is not in the table: each that is left out in turn, from 64 rows on."""
+
+        def make():
+            errors = []
+            for shape, times in self._products(device, dtype).items():
+                guess = self._product(device, dtype, *shape, without=shape)
+                errors += [abs(guess(rows) / time - 1) for rows, time in times.items() if rows >= 64]
+            return statistics.mean(errors) if errors else 0.0
+
+        return self._once(("product error", device, dtype), make)
+
+    # Attention ----------------------------------------------------------------------------------------------------------------
+
+    def prefill_attention(self, device: str, cache: str, heads: int) -> tuple[Surface, float] | None:
+        """(seconds of a token over prompts in a step and the length of a prompt, seconds that no step is below)."""
+        key = (PREFILL, device, cache)
+
+        def make():
+            found: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+            for row in self._rows(PREFILL):
+                if row["device"] == device and row["kv_cache_dtype"] == cache:
+                    each = found[int(row["num_heads"])][int(row["isl"])]
+                    each[int(row["batch_size"])] = float(row["latency_ms"]) * 1e-3
+            return {h: {i: dict(b) for i, b in rows.items()} for h, rows in found.items()}
+
+        tables = self._once(key, make)
+        if not tables:
+            return None
+
+        def surface():
+            at, scale = _nearest_heads(tables, heads)
+            table = tables[at]
+            # More prompts in a step only help; a length that was timed with few of them has the last.
+            curves = {}
+            for wanted in (1, 2, 4, 8):
+                points = []
+                for length, times in table.items():
+                    known = [count for count in times if count <= wanted]
+                    points.append((float(length), min(times[count] / (count * length) for count in known) * scale))
+                curves[-float(wanted)] = Curve(points)
+            return Surface(curves), min(min(t.values()) for t in table.values())
+
+        return self._once((*key, heads), surface)
+
+    def decode_attention(self, device: str, cache: str, heads: int) -> tuple[Surface, float, float] | None:
+        """(seconds over rows and cached positions of each, the least, the relative spread between engines)."""
+        key = (DECODE, device, cache)
+
+        def make():
+            found: dict[int, dict[int, dict[int, list[float]]]] = defaultdict(
+                lambda: defaultdict(lambda: defaultdict(list))
+            )
+            for row in self._rows(DECODE):
+                # SGLang's FP8 cache on Hopper is converted before use, 10 times slower; an engine would not choose it.
+                known = row["software"].startswith("TensorRT-LLM") or cache == "bfloat16"
+                if row["device"] == device and row["kv_cache_dtype"] == cache and known:
+                    each = found[int(row["num_heads"])][int(row["batch_size"])][int(row["context"])]
+                    each.append(float(row["latency_ms"]) * 1e-3)
+            return found
+
+        tables = self._once(key, make)
+        if not tables:
+            return None
+
+        def surface():
+            at, scale = _nearest_heads(tables, heads)
+            table = tables[at]
+            curves = {
+                float(rows): Curve((context, statistics.mean(times) * scale) for context, times in contexts.items())
+                for rows, contexts in table.items()
+            }
+            both = [max(t) / min(t) - 1 for contexts in table.values() for t in contexts.values() if len(t) > 1]
+            spread = statistics.mean(both) if both else 0.05
+            return Surface(curves), min(c.seconds[0] for c in curves.values()), spread
+
+        return self._once((*key, heads), surface)
+
+    # Experts ------------------------------------------------------------------------------------------------------------------
+
+    def grouped_decode(self, device: str) -> Surface | None:
+        """Seconds of a rank's routed experts in decode over the experts that have rows and the rows of each of them."""
+
+        def make():
+            found: dict[float, list[tuple[float, float]]] = defaultdict(list)
+            for row in self._rows(WIDE):
+                if row["device"] == device and row["phase"] == "generation" and row["distribution"] == "uniform":
+                    tokens, slots = int(row["num_tokens"]), 256 / int(row["moe_ep_size"])
+                    rows = 8 * tokens / 256 * slots
+                    used = min(slots, rows)
+                    found[used].append((rows / used, float(row["latency_ms"]) * 1e-3))
+            if not found:
+                return None
+            return Surface({used: Curve(_least_of_each(points), lambda each: each) for used, points in found.items()})
+
+        return self._once((WIDE, "generation", device), make)
+
+    def grouped_prefill(self, device: str) -> Grouped | None:
+        """Seconds of a rank's routed experts in prefill."""
+
+        def make():
+            points, least = [], math.inf
+            for row in self._rows(WIDE):
+                if row["device"] == device and row["phase"] == "context" and row["distribution"] == "uniform":
+                    tokens, ep, time = (
+                        int(row["num_tokens"]), int(row["moe_ep_size"]), float(row["latency_ms"]) * 1e-3
+                    )  # fmt: skip
+                    least = min(least, time)
+                    if time > 0.8e-3:  # below, launches are all that is seen
+                        points.append((8 * tokens / ep, tokens, 256 / ep, 1.0, time))
+            if not points:
+                return None
+            table = np.asarray(points)
+            work, time = table[:, :4], table[:, 4]
+            answer = np.linalg.lstsq(work / time[:, None], np.ones_like(time), rcond=None)[0]
+            error = float(np.mean(np.abs(work @ answer / time - 1)))
+            return Grouped(*(max(0.0, float(a)) for a in answer), least, error)
+
+        return self._once((WIDE, "context", device), make)
+
+    def fused(self, device: str, tp: int, ep: int) -> Curve | None:
+        """Seconds of the fused kernel over all tokens, routed evenly, with experts `tp` times narrower and spread over `ep`."""
+
+        def make():
+            points = [
+                (int(row["num_tokens"]), float(row["latency_ms"]) * 1e-3)
+                for row in self._rows(FUSED)
+                if row["device"] == device
+                and (int(row["moe_tp_size"]), int(row["moe_ep_size"])) == (tp, ep)
+                and row["distribution"] == "balanced"
+            ]
+            return Curve(points) if points else None
+
+        return self._once((FUSED, device, tp, ep), make)
+
+    # Exchanges ----------------------------------------------------------------------------------------------------------------
+
+    def low_latency(self, device: str, combine: bool) -> Curve | None:
+        """Seconds of a low-latency dispatch or combine within one host over tokens of a rank; the newer software."""
+
+        def make():
+            column = "combine_avg_t_us" if combine else "dispatch_avg_t_us"
+            points = [
+                (int(row["num_token"]), float(row[column]) * 1e-6)
+                for row in self._rows(LOW_LATENCY)
+                if row["device"] == device and row["node_num"] == "1" and row["num_experts"] == "256"
+                and row["sglang"] == "0.5.12"
+            ]  # fmt: skip
+            return Curve(points) if points else None
+
+        return self._once((LOW_LATENCY, device, combine), make)
+
+    def normal(self, combine: bool) -> Curve | None:
+        """Seconds of a normal dispatch or combine within one host of H200 over tokens of a rank, on 24 multiprocessors."""
+
+        def make():
+            way = "combine" if combine else "dispatch"
+            points = [
+                (int(row["num_token"]), float(row[f"{way}_transmit_us"]) * 1e-6)
+                for row in self._rows(NORMAL)
+                if row["num_experts"] == "256" and row["dispatch_sms"] == "24" and row["combine_sms"] == "24"
+            ]
+            return Curve(points) if points else None
+
+        return self._once((NORMAL, combine), make)
+
+
+def best_product(chip: Hardware, dtype: str, rows: float, n: int, k: int) -> float:
+    """Seconds of a product that a device's ceilings allow at best: operations, or bytes of weights, input and bf16 result."""
+    itemsize = _WEIGHT_BYTES[dtype]
+    peak = {"fp8_block": chip.fp8_flops, "bfloat16": chip.bf16_flops, "nvfp4": chip.fp4_flops or math.inf}[dtype]
+    moved = n * k * itemsize + rows * (k * itemsize + 2 * n)
+    return max(2.0 * rows * n * k / peak, moved / chip.memory_bandwidth)
+
+
+def _least_of_each(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    least: dict[float, float] = {}
+    for size, time in points:
+        least[size] = min(time, least.get(size, math.inf))
+    return sorted(least.items())
+
+
+def _nearest_heads(tables: dict, heads: int) -> tuple[int, float]:
+    """(a number of heads that was timed, the share of its time): with fewer heads than the least, as the least."""
+    known = sorted(tables)
+    at = next((h for h in known if h >= heads), known[-1])
+    return at, max(1.0, heads / at)
+
+
+@functools.cache
+def _hardware(key: str) -> Hardware:
+    return load_hardware(key)
+
+
+def _read(folder: Path | None, table: str) -> list[dict[str, str]]:
+    bundled = importlib.resources.files("configs") / "operators" / f"{table}.csv"
+    rows = list(csv.DictReader(bundled.read_text(encoding="utf-8").splitlines()))
+    own = None if folder is None else Path(folder) / f"{table}.csv"
+    if own is None or not own.exists():
+        return rows
+    columns = list(rows[0])
+    try:
+        given = list(csv.DictReader(own.read_text(encoding="utf-8").splitlines()))
+        missing = [name for name in columns if not given or given[0].get(name) is None]
+        if missing:
+            raise ValueError(f"column {', '.join(missing)} is missing")
+        for number, row in enumerate(given, start=2):
+            times = [float(row[name]) for name in columns if name.endswith(("_ms", "_us"))]
+            if min(times) < 0 or not max(times) > 0:
+                raise ValueError(f"line {number} has no time above 0")
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"--operators {own}: {error}; expected the columns {', '.join(columns)}") from error
+    devices = {row.get("device") for row in given}
+    return [row for row in rows if row.get("device") not in devices] + given
+
+
+def operator_tables(folder: str | Path | None = None) -> OperatorTables:
+    """The bundled tables, or with a user's folder over them.
+
+    Raises:
+        UserError: it is no folder, or holds none of the tables.
+    """
+    if folder is None:
+        return BUNDLED
+    path = Path(folder).expanduser()
+    if not any((path / f"{name}.csv").exists() for name in TABLES):
+        raise UserError(
+            f"--operators {folder}: no table there; expected a folder with one of {', '.join(f'{t}.csv' for t in TABLES)}"
+        )
+    found = OperatorTables(path)
+    for table in TABLES:
+        found._rows(table)
+    return found
+
+
+BUNDLED = OperatorTables()

@@ -1,0 +1,147 @@
+"""Public measurements that were looked for after the model was written: predictions committed first, measured values afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from dsjax.config import load_config
+from dsjax.plan.candidate import aggregated
+from dsjax.plan.cluster import Cluster, load_cluster
+from dsjax.plan.figure import Figure
+from dsjax.plan.instance import Instance
+from dsjax.plan.layout import Layout, parse_layout
+from dsjax.plan.precision import Precision, precision
+from dsjax.plan.step import StepModel
+from dsjax.plan.validation import Point, rows, score
+from dsjax.plan.workload import Lengths, Options, Workload
+
+GB200_1 = "LMSYS 2025-06-16, GB200 part 1"
+GB200_2 = "LMSYS 2025-09-25, GB200 part 2"
+TRTLLM = "TensorRT-LLM, Best_perf_practice_on_DeepSeek-R1, commit 01c4ece"
+TENSTORRENT = "tenstorrent/tt-inference-server issue 356"
+ANT = "LMSYS 2025-09-26, Ant Group"
+_CONFIG = load_config("deepseek-v3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unseen:
+    """What is predicted, in which unit, from what; and what the source leaves open."""
+
+    key: str
+    what: str
+    source: str
+    unit: str
+    predict: Callable[[], Figure]
+    kind: str
+    open: str = ""
+
+
+def _steps(cluster: Cluster, layout: Layout, numbers: Precision) -> StepModel:
+    return StepModel(_CONFIG, cluster, layout, numbers)
+
+
+def _gb200_decode(batch: float, numbers: Precision) -> Figure:
+    """Output tokens a second a GPU of 48 GB200, EP48 with 32 redundant experts, prompts of 2,000."""
+    layout = parse_layout("dp=48", 32, _CONFIG)
+    return batch / _steps(load_cluster("gb200-nvl72-36").resized(12), layout, numbers).decode(batch, 2050)
+
+
+def _gb200_prefill(numbers: Precision) -> Figure:
+    """Prompt tokens a second a GPU of 8 GB200, EP8 with 32 redundant experts, steps of 16,384 tokens a GPU."""
+    layout = parse_layout("dp=8", 32, _CONFIG)
+    model = _steps(load_cluster("gb200-nvl72-36").resized(2), layout, numbers)
+    return 16384.0 / model.prefill(16384, prompt=2000)
+
+
+def _b200_serving(batch: float, numbers: Precision) -> Figure:
+    """Output tokens a second a GPU of 8 B200, DEP8, 1K/2K, one prompt a step as `max_num_tokens` leaves room for."""
+    layout, work = parse_layout("dp=8", 0, _CONFIG), Workload(Lengths(1024), Lengths(2048))
+    instance = Instance(_CONFIG, load_cluster("b200-8"), layout, Options(numbers, overlap="off"), work)
+    return aggregated(instance, 1, batch, 1024).per_device
+
+
+def _h100_tp16(prompt: float) -> Figure:
+    """Milliseconds a token of one request on 16 H100, TP16 over InfiniBand, outputs of 128."""
+    layout, work = parse_layout("tp=16,ep=1", 0, _CONFIG), Workload(Lengths(prompt), Lengths(128))
+    instance = Instance(_CONFIG, load_cluster("h100-32").resized(2), layout, Options(), work)
+    return instance.tpot(1) * 1e3
+
+
+def _h20_decode() -> Figure:
+    """Output tokens a second a node of 16 H20, EP16, FP8 cache, prompts of 4,096, the largest batch within 50 ms a token."""
+    cluster = dataclasses.replace(load_cluster("h20-32").resized(2), network_gbps=400.0, nics_per_host=4)
+    model = _steps(cluster, parse_layout("dp=16", 0, _CONFIG), precision("fp8", "fp8"))
+    batch = max(b for b in range(1, 129) if model.decode(b, 4096 + 512).value <= 0.05)
+    return batch * 8.0 / model.decode(batch, 4096 + 512)
+
+
+def unseen() -> list[Unseen]:
+    """Ten of them."""
+    fp8, fp4 = precision("fp8"), precision("nvfp4")
+    batch = (
+        "the batch is that of the engine's limit in the published scripts, from memory; overlap of two batches is off"
+    )
+    return [
+        Unseen(
+            "A", "GB200, decode EP48, FP8, prompts of 2K, batch 768, tokens/s a GPU", GB200_1, "tokens/s",
+            lambda: _gb200_decode(768, fp8), "decode", batch,
+        ),
+        Unseen(
+            "B", "the same with later software", GB200_2, "tokens/s", lambda: _gb200_decode(768, fp8), "decode", batch,
+        ),
+        Unseen(
+            "C", "GB200, decode EP48, NVFP4 experts, FP8 cache, batch 1,408, tokens/s a GPU", GB200_2, "tokens/s",
+            lambda: _gb200_decode(1408, fp4), "decode", batch,
+        ),
+        Unseen(
+            "D", "GB200, prefill EP8, FP8, prompts of 2K, tokens/s a GPU", GB200_2, "tokens/s",
+            lambda: _gb200_prefill(fp8), "prefill", "tokens a step are not given; 16,384 a GPU assumed",
+        ),
+        Unseen(
+            "E", "GB200, prefill EP8, NVFP4 experts, FP8 cache, prompts of 2K, tokens/s a GPU", GB200_2, "tokens/s",
+            lambda: _gb200_prefill(fp4), "prefill", "tokens a step are not given; 16,384 a GPU assumed",
+        ),
+        Unseen(
+            "F", "B200, DEP8, NVFP4, FP8 cache, 1K/2K, 896 requests a GPU, output tokens/s a GPU", TRTLLM, "tokens/s",
+            lambda: _b200_serving(896, fp4), "serving",
+        ),
+        Unseen(
+            "G", "B200, DEP8, NVFP4, bf16 cache, 1K/2K, 384 requests a GPU, output tokens/s a GPU", TRTLLM, "tokens/s",
+            lambda: _b200_serving(384, precision("nvfp4", "bf16")), "serving",
+        ),
+        Unseen(
+            "H", "H100, TP16 over InfiniBand, one request, 4K/128, TPOT", TENSTORRENT, "ms", lambda: _h100_tp16(4096), "decode",
+        ),
+        Unseen(
+            "I", "H100, TP16 over InfiniBand, one request, 8K/128, TPOT", TENSTORRENT, "ms", lambda: _h100_tp16(8192), "decode",
+        ),
+        Unseen(
+            "J", "H20, decode EP16, FP8 cache, prompts of 4K, output tokens/s a node", ANT, "tokens/s", _h20_decode, "decode",
+            "the batch is not given; the largest within 50 ms a token, and 4 cards of 400 Gb/s a host assumed",
+        ),
+    ]  # fmt: skip
+
+
+MEASURED = {
+    "A": 7_583, "B": 9_087, "C": 13_386, "D": 18_471, "E": 26_156, "F": 5_393.3, "G": 4_548.0, "H": 23.7, "I": 24.0, "J": 5_700,
+}  # fmt: skip
+"""As published, in the units of `unseen`; entered after the commit 1257918, which has the predictions."""
+
+
+def unseen_points() -> list[Point]:
+    """Predictions beside what was measured."""
+    return [
+        Point(one.key, one.what, one.source, one.unit, MEASURED[one.key], one.predict, one.kind, caveat=one.open)
+        for one in unseen()
+    ]
+
+
+def beside() -> str:
+    """Markdown: each predicted and measured, and the score."""
+    every = unseen_points()
+    lines = [*rows(every), "", "| | points | mean absolute error | mean error | inside | median high ÷ low |"]
+    lines.append("|---|---|---|---|---|---|")
+    rates_of_prediction = [p for p in every if p.kind != "ttft"]
+    lines.append(f"| **not seen before** | {score(rates_of_prediction).cells()} |")
+    return "\n".join(lines)

@@ -1,0 +1,218 @@
+"""Bodies in and out: strict JSON in; out JSON that any client reads, or server-sent events, for as long as the client stays."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import pydantic_core
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from dsjax.engine.async_engine import OutputStream
+from dsjax.engine.outputs import RequestOutput
+from dsjax.serve.errors import ApiError, to_api_error
+from dsjax.serve.logs import CONNECTION_SEND
+
+Answer = TypeVar("Answer")
+
+
+class StrictModel(BaseModel):
+    """A request's body or a part of it: JSON types are taken as they are, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StrictRequest(Request):
+    """A request whose body is read strictly: NaN, half surrogate pairs and nesting beyond 200 levels are refused."""
+
+    async def json(self) -> Any:
+        """The body.
+
+        Raises:
+            ApiError: it is not JSON.
+        """
+        try:
+            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the request body is not JSON: {error}", code="invalid_json") from error
+
+
+class StrictRoute(APIRoute):
+    """A route that reads its body as a `StrictRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, given the strict request."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return handle
+
+
+def to_json(body: Any) -> bytes:
+    """Compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
+    try:
+        return pydantic_core.to_json(body)
+    except ValueError:  # it refuses lone surrogates
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    """A JSON answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body's bytes."""
+        return to_json(content)
+
+
+class _ErrorResponse(JsonResponse):
+    """Tells the request's log line which error it is."""
+
+    def __init__(self, error: ApiError, headers: Mapping[str, str]):
+        super().__init__(error.body(), status_code=error.status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, error: ApiError) -> None:
+    """Leave an error's code, or its type where it has no code, in the scope's state, where `RequestLog` reads it."""
+    scope.setdefault("state", {})["error"] = error.code or error.type
+
+
+def error_response(error: ApiError, *, close: bool = False) -> JsonResponse:
+    """An error as an answer; `close` ends the connection after it, because the rest of the request will not be read."""
+    headers = {**(error.headers or {}), **({"Connection": "close"} if close else {})}
+    return _ErrorResponse(error, headers)
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; nobody reads the answer."""
+
+
+class StreamedAnswer(Protocol):
+    """An answer that can be given in chunks, each a JSON body."""
+
+    def first_chunks(self) -> Iterable[Mapping[str, Any]]:
+        """The chunks that are sent before any output."""
+
+    def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any]]:
+        """The chunks of one output.
+
+        Raises:
+            ApiError: a completion failed.
+        """
+
+    def last_chunks(self) -> Iterable[Mapping[str, Any]]:
+        """The chunks that are sent after the last output."""
+
+
+class EventStream(StreamingResponse):
+    """An answer's chunks as server-sent events, then `[DONE]`; an error in between is an `error` event before it.
+
+    What is ready at the same time is written at once, and past the middlewares, which look at an answer's start and end alone:
+    hundreds of streams have an event in every step. However the response ends, also when the client left before its first
+    byte, `resources` are closed.
+    """
+
+    _END = b"data: [DONE]\n\n"
+
+    def __init__(
+        self,
+        answer: StreamedAnswer,
+        outputs: OutputStream,
+        resources: AbstractContextManager[Any],
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__((), media_type="text/event-stream", headers={"Cache-Control": "no-cache", **(headers or {})})
+        self._answer = answer
+        self._outputs = outputs
+        self._resources = resources
+        self._scope: Scope | None = None
+        self._send_events: Send | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events."""
+        self._scope = scope
+        self._send_events = scope["state"].get(CONNECTION_SEND, send)
+        with self._resources:
+            watch = asyncio.ensure_future(self._watch(receive))
+            try:
+                await self.stream_response(send)
+            finally:
+                watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        await _disconnected(receive)
+        self._outputs.fail(ClientGoneError())
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the head, the events as they come, and the end; nothing more once the client has left."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await self._send_all(self._answer.first_chunks())
+            while outputs := await self._outputs.ready():
+                await self._send_each(outputs)
+            await self._send_all(self._answer.last_chunks())
+        except ClientGoneError:
+            return
+        except Exception as error:  # the status line is sent; an event is the only way left to tell
+            answer = to_api_error(error)
+            note_error(self._scope, answer)
+            await self._send_all([self._failure(answer)])
+        await send({"type": "http.response.body", "body": self._END, "more_body": False})
+
+    async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:
+        """The events of some outputs; those before one that failed are sent in any case."""
+        chunks: list[Mapping[str, Any]] = []
+        try:
+            for index, output in outputs:
+                chunks.extend(self._answer.chunks_of(index, output))
+        finally:
+            await self._send_all(chunks)
+
+    async def _send_all(self, chunks: Iterable[Mapping[str, Any]]) -> None:
+        events = b"".join([self._event(chunk) for chunk in chunks])
+        if events:
+            await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
+
+    def _event(self, chunk: Mapping[str, Any]) -> bytes:
+        return b"data: " + to_json(chunk) + b"\n\n"
+
+    def _failure(self, error: ApiError) -> Mapping[str, Any]:
+        """What tells of an error after the head has been sent."""
+        return error.body()
+
+
+async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Answer:
+    """Wait for an answer, but no longer than the client does.
+
+    Raises:
+        ClientGoneError: it has closed the connection; `work` is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,225 @@
+"""What every request passes before its route, in this order: counted, given an id, its key checked, its body read.
+
+These are ASGI middlewares; `create_app` puts them around the application. `RequestLog`, in `logs.py`, stands before them all.
+"""
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hmac
+import random
+import re
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dsjax.serve.bodies import error_response
+from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
+from dsjax.serve.errors import ApiError
+from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions
+from dsjax.serve.page.routes import PAGE_PATHS
+
+ADMIN_PATHS = frozenset(
+    {
+        "/flush_cache",
+        "/abort_request",
+        "/start_profile",
+        "/stop_profile",
+        "/start_expert_distribution_record",
+        "/stop_expert_distribution_record",
+        "/dump_expert_distribution_record",
+    }
+)
+_OPEN_PATHS = frozenset({"/health"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_ALLOWED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
+_random = random.Random()  # seeded by the system once; asking it each time is a system call
+
+
+class ResponseCounts:
+    """ASGI middleware. Counts every answer under its route's path; what no route answered is counted together."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and count its answer when it begins."""
+        begun = False
+
+        async def counted(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self._count(scope, message["status"])
+            await send(message)
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not begun:
+                self._count(scope, 500)  # Starlette answers so, further out
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        path = getattr(scope.get("route"), "path", "none")
+        method = scope["method"] if scope["method"] in _METHODS else "other"  # a client can make any up
+        self._metrics.on_response(path, method, status)
+
+
+class RequestIds:
+    """ASGI middleware. Sets `scope["state"]["request_id"]`, for answers and logs, and the header on every answer."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on under its id."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id")
+        usable = given is None or _ALLOWED.fullmatch(given) is not None
+        request_id = given if given is not None and usable else new_id()
+        scope.setdefault("state", {}).update(request_id=request_id, request_id_given=given is not None)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).setdefault("X-Request-ID", scope["state"]["request_id"])
+            await send(message)
+
+        if usable:
+            await self._app(scope, receive, send_with_id)
+        else:
+            reason = f"X-Request-ID is not 1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters without blanks"
+            await error_response(ApiError(400, reason, param="X-Request-ID"))(scope, receive, send_with_id)
+
+
+def new_id() -> str:
+    """32 random hexadecimal digits. Nothing is guarded by them: a request is ended by its id with the admin key alone."""
+    return f"{_random.getrandbits(128):032x}"
+
+
+def request_id_of(request: Request, field: str | None) -> str:
+    """The id to answer under: the header's, else the body's field, else the one made up."""
+    state = request.scope["state"]
+    if field is not None and not state["request_id_given"]:
+        state["request_id"] = field
+    return state["request_id"]
+
+
+class Keys:
+    """ASGI middleware. Refuses a request before its body is read, unless its key opens its path.
+
+    Everything but `/health` wants a key once there are any; a path that does not exist too, so that nothing can be probed.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions):
+        self._app = app
+        self._admin = options.admin_api_key.encode() if options.admin_api_key else None
+        self._keys = [key.encode() for key in options.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an allowed request on."""
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        path = scope["path"].rstrip("/") or "/"
+        if path in _OPEN_PATHS:
+            return None
+        if path in ADMIN_PATHS:
+            if self._admin is None:
+                reason = "admin endpoints are closed on this server; it was started without --admin-api-key"
+                return ApiError(403, reason, type="permission_error", code="admin_closed")
+            accepted = [self._admin]
+        elif not self._keys:
+            return None
+        else:
+            accepted = [*self._keys, *([self._admin] if self._admin else [])]
+        given = _given_key(Headers(scope=scope).get("authorization", ""), scope["method"])
+        # Every key is compared, each in constant time: how long it takes tells nothing about how near a guess was.
+        matches = [hmac.compare_digest(given, key) for key in accepted]
+        if given and any(matches):
+            return None
+        reason = "no valid key was given; send one as Authorization: Bearer KEY"
+        refusal = ApiError(401, reason, type="authentication_error", code="invalid_api_key")
+        # A browser that is shown the page asks its user for the key as a password.
+        refusal.headers = {"WWW-Authenticate": 'Basic realm="dsjax"' if path in PAGE_PATHS else "Bearer"}
+        return refusal
+
+
+def _given_key(authorization: str, method: str) -> bytes:
+    """The key that a header gives; empty for none.
+
+    A browser cannot be told to send a bearer key with the page itself, so what only reads also takes the key as the password of
+    basic authentication. What changes something does not: a browser would send it along for any other site.
+    """
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode()
+    if scheme.lower() == "basic" and method in ("GET", "HEAD"):
+        with contextlib.suppress(binascii.Error):
+            return base64.b64decode(value.strip().encode(), validate=True).partition(b":")[2]
+    return b""
+
+
+class BodyLimits:
+    """ASGI middleware. Reads the whole body before anything else sees the request, within bounds of bytes and seconds.
+
+    A body that is half sent therefore holds nothing but its own bytes. What comes after the body, a disconnect, is passed on.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions):
+        self._app = app
+        self._most_bytes = options.max_body_bytes
+        self._seconds = options.request_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on whose body is here."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            reason = f"the request did not arrive within {self._seconds:g} seconds"
+            await error_response(ApiError(408, reason, code="request_timeout"), close=True)(scope, receive, send)
+            return
+        except ApiError as error:
+            await error_response(error, close=True)(scope, receive, send)
+            return
+        if body is None:
+            return  # the client has gone
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, receive_again, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self._most_bytes:
+            raise self._too_large()
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._most_bytes:
+                raise self._too_large()
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than this server's {self._most_bytes:,} bytes", code="body_too_large")

@@ -1,0 +1,307 @@
+"""An executor without JAX, whose state and latent cache are real: it computes from what commands have told it, and from nothing else."""
+
+import time
+from collections import deque
+
+import numpy as np
+
+from dsjax.engine.commands import TOKEN_MADE, Clear, Command, Copy, Flush, Score, Step, from_int32s
+from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.plan import StepPlan
+from dsjax.engine.step_writer import StepWriter, clear_command
+
+NAN = "not finite"
+"""What a poisoned request writes. Whoever then has it in a page, read or not, fails too: 0 × NaN is NaN."""
+
+
+def next_token(context: list[int], seed: int, vocab_size: int) -> int:
+    """The fake model: a token that depends on every token before it, and on the seed."""
+    value = seed + 0x9E3779B9
+    for token in context:
+        value = (value * 6364136223846793005 + token + 1442695040888963407) % 2**64
+    return (value >> 33) % vocab_size
+
+
+class Pending:
+    """A command on its way."""
+
+    def __init__(self, command: Command):
+        self.command, self.result, self.done = command, None, False
+
+
+class Slot:
+    """What a device knows of a slot."""
+
+    def __init__(self, admission):
+        self.admission = admission
+        self.table: dict[int, int] = {}
+        self.start, self.last = admission.start, admission.token
+        self.drafts: list[int] = []
+
+
+class FakeExecutor:
+    """Writes each token to its slot of its page and makes the next one from what the pages then hold.
+
+    A page that two requests write, a page that is lost, or a chunk that is skipped therefore changes the output. Its drafts are often
+    right. Commands are executed in their order when one is waited for, so that two can be on their way.
+
+    Attributes:
+        non_finite: seeds of requests whose values are not finite from now on.
+        impossible: seeds of requests for which no token is allowed, and why.
+        max_under_way: the most steps that were on their way at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int = 1,
+        max_rows_decode: int = 8,
+        max_rows_prefill: int = 4,
+        max_chunk: int = 8,
+        page_size: int = 4,
+        pages_per_rank: int = 65,
+        max_model_len: int = 128,
+        vocab_size: int = 300,
+        model=next_token,
+        step_seconds: float = 0.0,
+        max_in_flight: int = 1,
+    ):
+        self.limits = ExecutorLimits(
+            max_rows_decode,
+            max_rows_prefill,
+            max_chunk,
+            page_size,
+            pages_per_rank,
+            num_ranks,
+            max_model_len,
+            vocab_size,
+        )
+        self.max_in_flight = max_in_flight
+        self.model = model
+        self.step_seconds = step_seconds
+        self.commands: list[Command] = []
+        self.keep_commands = False
+        self.steps = 0
+        self.max_under_way = 0
+        self.computing = False
+        self.fail_at_step: int | None = None
+        self.non_finite: set[int] = set()
+        self.impossible: dict[int, str] = {}
+        self.warm = False
+        self.closed = False
+        self._queue: deque[Pending] = deque()
+        self._cache = [[[None] * page_size for _ in range(pages_per_rank)] for _ in range(num_ranks)]
+        self._slots: list[dict[int, Slot]] = [{} for _ in range(num_ranks)]
+        self._writer = StepWriter(num_ranks, max_rows_decode, page_size)
+
+    def execute(self, plan: StepPlan, scheduler=None) -> list[RankResults]:
+        """A whole step of a scheduler that has no core around it."""
+        if scheduler is not None and (dirty := scheduler.take_dirty()):
+            self.launch(clear_command(dirty))
+        copies = self._writer.copies(plan)
+        if copies is not None:
+            self.launch(copies)
+        return self.collect(self.launch(self._writer.write(plan)))
+
+    def launch(self, command: Command) -> Pending:
+        pending = Pending(command)
+        self._queue.append(pending)
+        if self.keep_commands:
+            self.commands.append(command)
+        under_way = sum(isinstance(one.command, Step) for one in self._queue)
+        self.max_under_way = max(self.max_under_way, under_way)
+        assert under_way <= 2, "at most one step is launched behind the one that computes"
+        self._run_what_nobody_waits_for()
+        return pending
+
+    def wait(self, pending: Pending) -> None:
+        while not pending.done:
+            head = self._queue[0]
+            self.computing = isinstance(head.command, Step)
+            try:
+                time.sleep(self.step_seconds if self.computing else 0)
+                head.result = self._run(head.command)
+            finally:
+                self.computing = False
+            head.done = True
+            self._queue.popleft()
+            self._run_what_nobody_waits_for()
+
+    def pages_to_be_cleared(self, rank: int) -> set[int]:
+        """Of commands on their way."""
+        clears = [one.command for one in self._queue if isinstance(one.command, Clear)]
+        return {page for command in clears for page in from_int32s(command.ranks[rank])}
+
+    def _run_what_nobody_waits_for(self) -> None:
+        while self._queue and isinstance(self._queue[0].command, Copy | Clear):
+            self._run(self._queue.popleft().command)
+
+    def collect(self, pending: Pending):
+        self.wait(pending)
+        return pending.result
+
+    def counts(self) -> ExecutorCounts:
+        return ExecutorCounts(num_padding_tokens=self.steps)
+
+    def set_recording(self, on: bool) -> None:
+        pass
+
+    def expert_counts(self):
+        return None
+
+    def warm_up(self, progress=None) -> None:
+        for done in range(1, 4):
+            if progress:
+                progress(done, 3, f"bucket {done}")
+        self.warm = True
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+    def _run(self, command: Command):
+        size = self.limits.page_size
+        if isinstance(command, Step):
+            return self._step(command)
+        if isinstance(command, Copy):
+            for cache, own in zip(self._cache, command.ranks, strict=True):
+                pages = from_int32s(own)
+                for source, target in zip(pages[::2], pages[1::2], strict=True):
+                    cache[target] = list(cache[source])
+        elif isinstance(command, Clear):
+            for cache, own in zip(self._cache, command.ranks, strict=True):
+                for page in from_int32s(own):
+                    cache[page] = [None] * size
+        elif isinstance(command, Flush):
+            self._cache = [[[None] * size for _ in cache] for cache in self._cache]
+            self._slots = [{} for _ in self._slots]
+        else:
+            assert isinstance(command, Score)
+            return np.zeros((len(command.tokens) // 4, self.limits.vocab_size), np.float32)
+        return None
+
+    def _step(self, step: Step) -> list[RankResults]:
+        assert len(step.ranks) == self.limits.num_ranks, "every rank takes part in every step"
+        if self.fail_at_step is not None and self.steps >= self.fail_at_step:
+            raise RuntimeError("the fake device is lost")
+        self.steps += 1
+        return [self._rank(rank, own, step) for rank, own in enumerate(step.ranks)]
+
+    def _rank(self, rank: int, own, step: Step) -> RankResults:
+        slots = self._slots[rank]
+        for admission in own.admissions:
+            slots[admission.slot] = Slot(admission)
+        for change in own.pages:
+            for index, page in enumerate(change.pages, start=change.first):
+                assert page != 0, "page 0 is reserved"
+                slots[change.slot].table[index] = page
+        decodes = list(zip(*[iter(from_int32s(own.decodes))] * 2, strict=True))
+        assert len(decodes) <= self.limits.max_rows_decode
+        assert len(own.prefills) <= self.limits.max_rows_prefill
+        used = [slot for slot, _ in decodes] + [row.slot for row in own.prefills]
+        assert len(used) == len(set(used))
+        assert all(0 <= slot < self.limits.max_rows_decode for slot in used)
+        guides = {guide.slot: guide for guide in own.guides}
+        # All tokens are written before any is read, as on a device.
+        widths = {slot: self._write_decode(rank, slots[slot], limit, step, guides.get(slot)) for slot, limit in decodes}
+        for row in own.prefills:
+            assert 0 < row.length <= self.limits.max_chunk
+            assert row.start + row.length <= row.limit
+            self._write(rank, slots[row.slot], row.start, list(from_int32s(row.tokens)))
+        return RankResults(
+            [self._decode(rank, slots[slot], widths[slot], step.proposes) for slot, _ in decodes],
+            [self._prefill(rank, slots[row.slot], row, step.proposes) for row in own.prefills],
+        )
+
+    def _write_decode(self, rank: int, slot: Slot, limit: int, step: Step, guide) -> int:
+        most = step.num_drafts
+        if guide is not None:
+            most = min(most, len(guide.masks) // (4 * -(-self.limits.vocab_size // 32)) - 1)
+        drafts = slot.drafts[:most]
+        tokens = [slot.last, *drafts][: max(0, limit - slot.start)]
+        self._write(rank, slot, slot.start, tokens)
+        return len(tokens)
+
+    def _decode(self, rank: int, slot: Slot, width: int, proposes: int) -> RowResult:
+        if not width:
+            return RowResult()
+        if not self._finite(rank, slot):
+            return RowResult((), finite=False, num_drafts=width - 1)
+        drafts, made = slot.drafts[: width - 1], []
+        while True:
+            made.append(self._sample(rank, slot, slot.start + len(made) + 1))
+            if len(made) > len(drafts) or made[-1] != drafts[len(made) - 1]:
+                break
+        slot.start += len(made)
+        slot.last = made[-1]
+        self._propose(rank, slot, proposes)
+        return self._result(slot, made)._replace(num_drafts=width - 1)
+
+    def _prefill(self, rank: int, slot: Slot, row, proposes: int) -> RowResult:
+        slot.start, slot.drafts = row.start + row.length, []
+        if not self._finite(rank, slot):
+            return RowResult((), finite=False)
+        slot.last = row.next_token
+        if row.next_token != TOKEN_MADE:
+            return self._scored(slot, row, RowResult())
+        slot.last = self._sample(rank, slot, slot.start)
+        self._propose(rank, slot, proposes)
+        return self._scored(slot, row, self._result(slot, [slot.last]))
+
+    def _result(self, slot: Slot, made: list[int]) -> RowResult:
+        if slot.admission.sampling.seed in self.impossible:
+            return RowResult((), error=self.impossible[slot.admission.sampling.seed])
+        wanted, V = slot.admission.sampling.logprobs, self.limits.vocab_size
+        drafts = slot.drafts if slot.admission.guided else ()
+        if wanted < 0:
+            return RowResult(made, drafts=drafts)
+        scores = [(t, -0.5, 1, [((t + place) % V, -0.5 - place) for place in range(wanted)]) for t in made]
+        return RowResult(made, scores=scores, drafts=drafts)
+
+    def _scored(self, slot: Slot, row, result: RowResult) -> RowResult:
+        """For executors that score prompts."""
+        return result
+
+    def _propose(self, rank: int, slot: Slot, count: int) -> None:
+        """Two of three drafts are right, as far as those before them are."""
+        slot.drafts = []
+        context = [*self._context(rank, slot, slot.start), slot.last]
+        for _ in range(count):
+            token = self.model(context, self._seed(slot), self.limits.vocab_size)
+            slot.drafts.append(token if (len(context) + token) % 3 else (token + 1) % self.limits.vocab_size)
+            context.append(slot.drafts[-1])
+
+    def _sample(self, rank: int, slot: Slot, count: int) -> int:
+        """The token behind the first `count` ones."""
+        context = self._context(rank, slot, count)
+        assert all(type(token) is int for token in context), "what is read was written"
+        token = self.model(context, self._seed(slot), self.limits.vocab_size)
+        held_back = {t: until for t, _, until in zip(*[iter(from_int32s(slot.admission.biases))] * 3, strict=True)}
+        while count - slot.admission.sampling.num_prompt_tokens < held_back.get(token, 0):
+            token = (token + 1) % self.limits.vocab_size
+        return token
+
+    def _seed(self, slot: Slot) -> int:
+        sampling = slot.admission.sampling
+        return sampling.seed if sampling.temperature > 0 else 0
+
+    def _context(self, rank: int, slot: Slot, count: int) -> list:
+        size = self.limits.page_size
+        return [self._cache[rank][slot.table[at // size]][at % size] for at in range(count)]
+
+    def _finite(self, rank: int, slot: Slot) -> bool:
+        return not any(NAN in self._cache[rank][page] for page in slot.table.values())
+
+    def _write(self, rank: int, slot: Slot, start: int, tokens: list[int]) -> None:
+        size = self.limits.page_size
+        poisoned = slot.admission.sampling.seed in self.non_finite
+        for position, token in enumerate(tokens, start=start):
+            page = slot.table[position // size]
+            self._cache[rank][page][position % size] = NAN if poisoned else token
+
+
+def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 300, model=next_token) -> list[int]:
+    """What the fake model gives to a prompt that is alone."""
+    context = list(prompt)
+    for _ in range(count):
+        context.append(model(context, seed, vocab_size))
+    return context[len(prompt) :]

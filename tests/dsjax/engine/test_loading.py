@@ -1,0 +1,43 @@
+"""What loading reads of a model's directory, and what it says of the engine that it made."""
+
+import json
+
+import pytest
+from layouts import write_checkpoint
+from tiny_tokenizer import tiny_tokenizer
+
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.loading import load_model, read_eos_token_ids
+from dsjax.engine.tokenizer import TokenizerError
+
+
+def test_generation_config_adds_to_the_tokenizer_and_comes_before_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert read_eos_token_ids(tmp_path, tiny_tokenizer()) == (1, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert read_eos_token_ids(tmp_path, tiny_tokenizer()) == (1, 7, 8)
+    assert read_eos_token_ids(tmp_path, None) == (7, 8)
+
+
+def test_a_wrong_eos_token_id_is_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(TokenizerError, match="eos_token_id '</s>'"):
+        read_eos_token_ids(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dispatch", "prefill", "decode"),
+    [
+        ("dp=8", "auto", "padded", "gather"),  # 300 tokens of a rank and launch, and 4
+        ("dp=8", "ragged", "ragged", "ragged"),
+        ("dp=2,tp=4", "auto", "gather", "gather"),  # a device sends a quarter of its DP rank's tokens
+        ("dp=1", "ragged", "local", "local"),
+    ],
+)
+def test_dispatch_is_told_as_what_launches_do(tmp_path, mesh, dispatch, prefill, decode):
+    write_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    sizes = {"prefill_chunk": 300, "max_num_seqs": 4, "cache_tokens": 512}
+    facts = load_model(EngineArgs(model=str(tmp_path), mesh=mesh, dispatch=dispatch, **sizes)).facts
+    assert facts.dispatch == {"prefill": prefill, "decode": decode}

@@ -1,0 +1,204 @@
+"""What a step's command says: after any history the executor's page tables are what the requests hold, told only once."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsjax.engine.buckets import Launch, Piece, Rectangle
+from dsjax.engine.commands import TOKEN_MADE, from_int32s
+from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
+from dsjax.engine.logit_rules import LogitRules
+from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
+from dsjax.engine.step_writer import StepWriter
+from dsjax.model.rows import GroupShape
+
+SLOTS, MOST, PAGE = 3, 9, 4
+
+
+def running(slot: int, pages: list[int], admissions: int = 1, length: int = 30, **params) -> Request:
+    request = Request(f"in {slot}", list(range(length)), length, SamplingParams(**params), 1, 0)
+    request.slot, request.pages, request.admissions = slot, pages, admissions
+    return request
+
+
+def decode(*ranks) -> StepPlan:
+    """A step in which these requests decode."""
+    return StepPlan([RankPlan([ScheduledRow(one, 29, 1) for one in own], [], []) for own in ranks])
+
+
+class Told:
+    """An executor's page tables, as commands make them."""
+
+    def __init__(self, ranks: int = 1):
+        self.writer = StepWriter(ranks, SLOTS, PAGE)
+        self.tables = np.zeros((ranks, SLOTS, MOST), int)
+        self.changes = 0
+
+    def step(self, *ranks):
+        """Write a step, enter it, and give it."""
+        step = self.writer.write(decode(*ranks))
+        for table, rank in zip(self.tables, step.ranks, strict=True):
+            for change in rank.pages:
+                table[change.slot, change.first : change.first + len(change.pages)] = change.pages
+                self.changes += len(change.pages)
+        return step
+
+    def of(self, request: Request, rank: int = 0) -> list[int]:
+        """The table of a request's slot, as far as its pages go."""
+        return self.tables[rank, request.slot][: len(request.pages)].tolist()
+
+
+def test_rows_come_in_the_order_asked_for_each_with_the_tokens_that_its_pages_hold():
+    told, a, b = Told(2), running(2, [7, 3]), running(0, list(range(10, 19)))
+    for own, expected in (([a, b], [2, 8, 0, 30]), ([b, a], [0, 30, 2, 8])):
+        step = told.step([], own)
+        # Slot and limit: what the pages hold, but no more tokens than will ever be computed.
+        assert list(from_int32s(step.ranks[1].decodes)) == expected
+        assert step.ranks[0].decodes == b""
+    assert told.of(a, 1) == [7, 3]
+    assert told.of(b, 1) == list(range(10, 19))
+
+
+def test_pages_that_a_request_gains_are_told_and_those_it_had_are_not():
+    told, request = Told(), running(1, [9])
+    told.step([request])
+    request.pages += [2]
+    request.pages += [6]
+    (rank,) = told.step([request]).ranks
+    assert [(change.slot, change.first, change.pages) for change in rank.pages] == [(1, 1, [2, 6])]
+    assert rank.admissions == []
+    assert told.of(request) == [9, 2, 6]
+    (rank,) = told.step([request]).ranks
+    assert rank.pages == []
+
+
+def test_a_slot_forgets_who_was_there_before():
+    told, after = Told(), running(1, [8])
+    told.step([running(1, [1, 2, 3, 4])])
+    (rank,) = told.step([after]).ranks
+    assert [admission.slot for admission in rank.admissions] == [1]
+    assert told.of(after) == [8]
+
+
+def test_a_preempted_request_that_comes_back_to_its_slot_brings_other_pages():
+    told, request = Told(), running(1, [1, 2, 3])
+    told.step([request])
+    request.pages, request.admissions = [5, 4, 7], 2
+    (rank,) = told.step([request]).ranks
+    assert len(rank.admissions) == 1
+    assert told.of(request) == [5, 4, 7]
+
+
+def test_ranks_and_slots_are_apart():
+    told, here, there, beside = Told(2), running(1, [1, 2]), running(1, [3]), running(2, [4])
+    told.step([here, beside], [there])
+    assert (told.of(here, 0), told.of(there, 1), told.of(beside, 0)) == ([1, 2], [3], [4])
+
+
+def test_after_the_executor_has_forgotten_all_is_told_again():
+    told, request = Told(), running(1, [1, 2])
+    told.step([request])
+    told.writer.void()
+    told.tables[:] = 0
+    (rank,) = told.step([request]).ranks
+    assert len(rank.admissions) == 1
+    assert told.of(request) == [1, 2]
+
+
+@given(st.lists(st.tuples(st.integers(0, SLOTS - 1), st.sampled_from(["come", "grow", "return", "look"])), max_size=40))
+def test_after_any_history_a_table_is_the_request_s_pages_each_told_once(history):
+    told, at, next_page, gained = Told(), {}, 1, 0
+    for slot, event in history:
+        request = at.get(slot)
+        if event == "come" or request is None:
+            at[slot] = request = running(slot, [next_page])
+        elif event == "grow" and len(request.pages) < MOST:
+            request.pages.append(next_page)
+        elif event == "return":
+            request.pages, request.admissions = [next_page, next_page + 100], request.admissions + 1
+        next_page += 1
+        if event != "grow":  # pages may be gained twice between two looks
+            before = told.changes
+            told.step([request])
+            assert told.of(request) == request.pages
+            gained = told.changes - before
+            assert gained <= len(request.pages)
+            told.step([request])
+            assert told.changes == before + gained
+
+
+def test_an_admission_says_how_tokens_are_drawn_and_what_changes_them():
+    params = SamplingParams(temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, presence_penalty=1.5, logprobs=2)
+    plain = Request("", [5, 6, 5, 8], 3, params, 9, 77)
+    plain.slot, plain.admissions, plain.pages = 2, 1, [4]
+    plain.rules = LogitRules(params, 40)
+    (rank,) = StepWriter(1, SLOTS, PAGE).write(StepPlan([RankPlan([ScheduledRow(plain, 3, 1)], [], [])])).ranks
+    (found,) = rank.admissions
+    sampling = found.sampling
+    assert (found.slot, found.start, found.token, found.guided, found.allowed) == (2, 3, 8, False, b"")
+    assert (sampling.num_prompt_tokens, sampling.seed, sampling.logprobs) == (3, 77, 2)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+    assert sampling.penalises
+    assert list(from_int32s(found.counts)) == [5, 1, 6, 1, 8, 2]
+    assert rank.guides == []
+
+
+def test_a_prefill_row_names_the_token_behind_it_or_that_it_is_made():
+    request = running(0, [1, 2, 3, 4, 5, 6, 7, 8], prompt_logprobs=2)
+    first, last = ScheduledRow(request, 8, 16, False), ScheduledRow(request, 24, 6)
+    (rank,) = StepWriter(1, SLOTS, PAGE).write(StepPlan([RankPlan([], [first, last], [])])).ranks
+    assert [list(from_int32s(row.tokens)) for row in rank.prefills] == [list(range(8, 24)), list(range(24, 30))]
+    assert [row.next_token for row in rank.prefills] == [24, TOKEN_MADE]
+    assert [row.scored for row in rank.prefills] == [16, 5]  # the last position predicts no token of the prompt
+    assert {(row.limit, row.top_scores) for row in rank.prefills} == {(30, 2)}
+
+
+def columns(packed, widths):
+    """Parts of one rank's packed integers."""
+    return [part.tolist() for part in np.split(packed, np.cumsum(widths)[:-1])]
+
+
+def test_a_launch_s_integers_are_its_rows_and_the_pages_that_they_gained():
+    told, a, b = Told(2), running(2, [7, 3]), running(0, [4])
+    told.step([a], [b])
+    a.pages.append(9)
+    plan = decode([a], [b])
+    prompt = running(1, [5, 6, 8])
+    plan.ranks[1].prefills.append(ScheduledRow(prompt, 0, 7, False))
+    step = told.writer.write(plan)
+    shape = LaunchShape(GroupShape(2, 1, MOST, "A_CC"), GroupShape(1, 4, MOST, "CC"), PAGE)
+    within, before = split_page_changes(step, shape.page_changes)
+    assert within == [[(2, 2, 9)], []]
+    assert before == [[], [(1, 0, 5), (1, 1, 6), (1, 2, 8)]]  # a slot's new owner has its table before the launch
+    launch = Launch(Rectangle(2, 1), Rectangle(1, 4), [[], [Piece(0, 4, 3)]])
+    first, second = pack_launch(step, launch, shape, within, [{}, {}])
+    assert first.size == second.size == shape.packed_width
+    widths = (2, 2, 2, 1, 1, 1, 1, 1, 4, 3 * shape.page_changes)
+    nothing = [-1] * (3 * shape.page_changes - 3)
+    assert columns(first, widths) == [[2, -1], [12, 0], [0, 0], [-1], [0], [0], [0], [0], [0] * 4, [2, 2, 9, *nothing]]
+    piece = [[1], [4], [3], [12], [7], [4, 5, 6, 0]]
+    assert columns(second, widths) == [[0, -1], [4, 0], [0, 0], *piece, [-1, -1, -1, *nothing]]
+
+
+def test_admissions_take_as_many_runs_as_they_need_and_none_where_there_are_none():
+    slots = ADMISSIONS + 1
+    requests = [running(slot, list(range(1, 41)), temperature=0.5) for slot in range(slots)]
+    step = StepWriter(2, slots, PAGE).write(decode(requests, []))
+    _, before = split_page_changes(step, 3)
+    runs = list(pack_admissions(step, before))
+    assert len(runs) == 2 == -(-slots * 40 // PAGE_CHANGES)
+    given, changed = [], []
+    for run in runs:
+        admissions, pages, counts = np.split(run[0], np.cumsum([ADMISSIONS * ADMISSION_WIDTH, 3 * PAGE_CHANGES]))
+        given += [row[0] for row in admissions.reshape(-1, ADMISSION_WIDTH) if row[0] >= 0]
+        changed += [tuple(row) for row in pages.reshape(-1, 3).tolist() if row[0] >= 0]
+        assert len(counts) == 3 * COUNTED
+        assert (counts == -1).all()
+        assert (run[1] == -1).all()
+    assert given == list(range(slots))
+    assert changed == [(slot, index, index + 1) for slot in range(slots) for index in range(40)]
+    (nothing, _) = split_page_changes(StepWriter(1, 1, PAGE).write(decode([])), 3)
+    assert list(pack_admissions(StepWriter(1, 1, PAGE).write(decode([])), nothing)) == []

@@ -1,0 +1,279 @@
+"""The MTP module against the paged cache gives what it gives on whole sequences, and holes in its cache are not seen."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import mtp_reference
+import numpy as np
+import pytest
+from goldens.our_model import COMPILE_QUICKLY, bound, hf_tensors
+from goldens.random_weights import RandomWeights
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import TINY
+
+from dsjax.checkpoint.load import from_hf_tensors
+from dsjax.config import ModelConfig
+from dsjax.engine import cache as device_cache
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.assembly import make_step
+from dsjax.engine.loading import materialise
+from dsjax.errors import UserError
+from dsjax.model import dense
+from dsjax.model.rows import GroupShape, RowGroup, unpack
+from dsjax.model.transformer import parameter_table
+from sharding import MeshSpec
+from sharding.placement import CopyTables
+
+# Plain rotary embedding, as the NumPy reference has it.
+SMALL = {name: value for name, value in TINY.items() if name != "rope_scaling"}
+SMALL |= {"num_hidden_layers": 2, "n_routed_experts": 8, "num_experts_per_tok": 3, "num_nextn_predict_layers": 1}
+CONFIG = ModelConfig.from_dict(SMALL)
+D, MODULE = CONFIG.hidden_size, CONFIG.num_hidden_layers
+G, PAGES, TABLE = 4, 12, 4  # slots of a page, pages of a rank, pages of a row's table
+ROWS, CHUNK = 2, 4
+FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
+
+
+@functools.cache
+def tensors():
+    return hf_tensors(CONFIG, RandomWeights(3, bias_center=-0.2))
+
+
+class Module:
+    """A tiny model with its MTP module on a mesh; one program serves prompts' chunks and decodes."""
+
+    def __init__(self, mesh="dp=2", form="A_CC_ME", block_tokens=None, report=False):
+        spec = MeshSpec.parse(mesh)
+        args = EngineArgs(mesh=mesh, page_size=G, dtype="float32", mla_prefill=form, mla_decode=form)
+        step = make_step(args, CONFIG, spec, spec.build(), mtp=True)
+        dispatch = dataclasses.replace(step.dispatch, report=report)
+        self.step = dataclasses.replace(step, block_tokens=block_tokens, dispatch=dispatch)
+        infos, rules, on = step.table.infos, step.rules, step.mesh
+        params = {
+            path: jax.device_put(value, rules.sharding(on, infos[path].logical_axes, value.shape))
+            for path, value in from_hf_tensors(CONFIG, tensors()).items()
+        }
+        self.params = materialise(step, params)
+        self.ranks, self.on_ranks = spec.dp_size, NamedSharding(on, P(spec.batch_axes))
+        self.shape = GroupShape(ROWS, CHUNK, TABLE, form)
+        self.copies = step.placement.tables_of(step.moe_layers_with_module)
+        self._further = jax.jit(self._run_further, compiler_options=COMPILE_QUICKLY)
+        self._main = jax.jit(self._run_main, compiler_options=COMPILE_QUICKLY)
+
+    def _run_further(self, params, cache, filled, packed, hidden, next_tokens, copies):
+        groups = unpack(packed, (self.shape,))
+        return self.step.further(params, cache, filled, groups, hidden, next_tokens, copies)
+
+    def _run_main(self, params, cache, packed, copies):
+        return self.step.hidden(params, cache, unpack(packed, (self.shape,)), copies)
+
+    def empty(self):
+        """A cache full of what was left behind, and of no slot a word that it is filled."""
+        rng = np.random.default_rng(9)
+        cache = {
+            name: jax.device_put(rng.normal(size=array.shape).astype(array.dtype), array.sharding)
+            for name, array in device_cache.describe(self.step, PAGES).items()
+        }
+        return cache, jax.device_put(np.zeros((self.ranks * PAGES, G), bool), self.on_ranks)
+
+    def pack(self, rows):
+        """``{(rank, row): (tokens, start, pages)}`` as a step's integers; tables of padding name pages that are in use."""
+        lead = (self.ranks, ROWS)
+        tokens, start, length = np.ones((*lead, CHUNK)), np.zeros(lead), np.zeros(lead)
+        table = np.full((*lead, TABLE), 3)
+        for at, (own, first, pages) in rows.items():
+            tokens[at][: len(own)], start[at], length[at] = own, first, len(own)
+            table[at] = [*pages, *[0] * (TABLE - len(pages))]
+        packed = RowGroup.pack(*(a.astype(np.int32) for a in (tokens, start, length, table)))
+        return jax.device_put(packed, self.on_ranks)
+
+    def further(self, cache, filled, rows, copies=None, params=None):
+        """``{(rank, row): (hidden, next_tokens, start, pages)}`` → the module's states of each row, cache, filled."""
+        # Padding has states and tokens too, and they must not matter.
+        hidden = np.full((self.ranks, ROWS, CHUNK, D), 50, np.float32)
+        next_tokens = np.full((self.ranks, ROWS, CHUNK), 5, np.int32)
+        for at, (own, tokens, *_) in rows.items():
+            hidden[at][: len(own)], next_tokens[at][: len(own)] = own, tokens
+        hidden, next_tokens = (
+            jax.device_put(a.reshape(self.ranks, ROWS * CHUNK, *a.shape[3:]), self.on_ranks)
+            for a in (hidden, next_tokens)
+        )
+        packed = self.pack({at: (row[1], *row[2:]) for at, row in rows.items()})
+        out, cache, filled, self.reports = jax.block_until_ready(
+            self._further(params or self.params, cache, filled, packed, hidden, next_tokens, copies or self.copies)
+        )
+        out = np.asarray(out).reshape(self.ranks, ROWS, CHUNK, D)
+        assert np.all(np.isfinite(out))
+        return {at: out[at][: len(row[0])] for at, row in rows.items()}, cache, filled
+
+    def main(self, cache, rows, copies=None):
+        """``{(rank, row): (tokens, start, pages)}`` → the model's states of each row, and the cache."""
+        out, cache, _ = self._main(self.params, cache, self.pack(rows), copies or self.copies)
+        out = np.asarray(out).reshape(self.ranks, ROWS, CHUNK, D)
+        return {at: out[at][: len(row[0])] for at, row in rows.items()}, cache
+
+
+@functools.cache
+def module(mesh="dp=2", form="A_CC_ME", block_tokens=None):
+    return Module(mesh, form, block_tokens)
+
+
+@functools.cache
+def dense_passes():
+    """The model and the module on whole sequences."""
+    table, params = parameter_table(CONFIG, weights="f32"), jax.device_put(from_hf_tensors(CONFIG, tensors()))
+
+    def forward(tokens):
+        return dense.forward(params, table, CONFIG, tokens).hidden
+
+    def further(hidden, tokens):
+        return dense.predict_further(params, table, CONFIG, hidden, tokens).hidden
+
+    forward, further = (jax.jit(f, compiler_options=COMPILE_QUICKLY) for f in (forward, further))
+    return lambda t: np.asarray(forward(jnp.asarray([t]))[0]), lambda h, t: np.asarray(further(h[None], t[None])[0])
+
+
+@functools.cache
+def reference(sequence, end, holes=()):
+    """The module's states of a sequence's first tokens in NumPy, with holes in its cache."""
+    arguments = sequence.hidden[:end], sequence.next_tokens[:end], frozenset(holes)
+    return mtp_reference.mtp_states(CONFIG, tensors(), *arguments)
+
+
+class Sequence:
+    """States and the tokens after them, and where their cache lies."""
+
+    def __init__(self, seed, length, at, pages):
+        rng = np.random.default_rng(seed)
+        self.hidden = rng.normal(size=(length, D)).astype(np.float32)
+        self.next_tokens = rng.integers(2, CONFIG.vocab_size, size=length)
+        self.at, self.pages = at, pages
+
+    def rows(self, start, end):
+        return {self.at: (self.hidden[start:end], self.next_tokens[start:end], start, self.pages)}
+
+
+@functools.cache
+def sequences(ranks):
+    """Two of unequal length, on the first and the last rank."""
+    return Sequence(0, 11, (0, 0), [1, 2, 7]), Sequence(1, 6, (ranks - 1, 1), [5, 4])
+
+
+# Every form with the context in one block and in several; every form's heads over two devices where it has its own layout.
+CASES = [("dp=2", form, block) for form in FORMS for block in (None, 4)]
+CASES += [("dp=1", "A_CC_ME", None), ("dp=2,tp=2", "AM_CC_ME", 4), ("dp=2,tp=2", "CD", None)]
+
+
+@pytest.mark.parametrize(("mesh", "form", "block"), CASES)
+def test_chunks_of_a_prompt_and_decodes_of_several_tokens_are_the_module_on_the_whole(mesh, form, block):
+    one = module(mesh, form, block)
+    long, short = sequences(one.ranks)
+    cache, filled = one.empty()
+    found = {long.at: [], short.at: []}
+    for rows in (
+        long.rows(0, 4) | short.rows(0, 3),
+        long.rows(4, 7) | short.rows(3, 4),
+        long.rows(7, 8),  # the other rank is idle
+        long.rows(8, 11) | short.rows(4, 6),
+    ):
+        states, cache, filled = one.further(cache, filled, rows)
+        for at, own in states.items():
+            found[at].append(own)
+    for sequence in (long, short):
+        expected = dense_passes()[1](sequence.hidden, sequence.next_tokens)
+        difference = np.abs(np.concatenate(found[sequence.at]) - expected).max()
+        assert difference <= bound(expected)
+
+
+@pytest.mark.parametrize(("mesh", "form", "block"), CASES)
+def test_holes_in_its_cache_are_not_seen(mesh, form, block):
+    one = module(mesh, form, block)
+    long, short = sequences(one.ranks)
+    cache, filled = one.empty()
+    found = {}
+    # The first block of the long one is a hole altogether, and so is everything before the short one's last token.
+    for rows in (long.rows(4, 6), long.rows(7, 10) | short.rows(5, 6)):
+        found, cache, filled = one.further(cache, filled, rows)
+    for sequence, start, end, holes in ((long, 7, 10, (0, 1, 2, 3, 6)), (short, 5, 6, (0, 1, 2, 3, 4))):
+        expected = reference(sequence, end, holes)[start:]
+        assert np.abs(found[sequence.at] - expected).max() <= bound(expected)
+        assert np.abs(reference(sequence, end)[start:] - expected).max() > 100 * bound(expected)
+
+
+def test_it_fills_its_tokens_slots_in_its_own_layer_and_no_other():
+    one = module()
+    long, short = sequences(one.ranks)
+    before, filled = one.empty()
+    _, after, filled = one.further(before, filled, long.rows(3, 6) | short.rows(4, 6))
+    written = {(0, 1, 3), (0, 2, 0), (0, 2, 1), (1, 4, 0), (1, 4, 1)}  # rank, page, offset
+
+    def places(marked):
+        return {(int(page) // PAGES, int(page) % PAGES, int(offset)) for page, offset in np.argwhere(marked)}
+
+    assert places(np.asarray(filled)) == written
+    for name, array in before.items():
+        changed = np.any(np.asarray(after[name]) != np.asarray(array), axis=tuple(range(3, array.ndim)))
+        assert [places(layer) for layer in changed] == [set()] * MODULE + [written]
+    slots = jax.device_put(np.array([[2 * G, 1 * G + 3], [4 * G, -1]], np.int32), one.on_ranks)
+    left = jax.jit(lambda f, s: one.step.mark(f, s, False))(filled, slots)
+    assert places(np.asarray(left)) == {(0, 2, 1), (1, 4, 1)}
+
+
+def test_it_drafts_on_from_the_models_states_and_from_its_own():
+    one = module("dp=2,tp=2")
+    tokens, pages, at = np.array([7, 3, 60, 11, 28, 90, 14]), [1, 2], (0, 0)
+    cache, filled = one.empty()
+    states = []
+    for start in (0, 4):
+        found, cache = one.main(cache, {at: (tokens[:-1][start : start + 4], start, pages)})
+        drafted, cache, filled = one.further(
+            cache, filled, {at: (found[at], tokens[1:][start : start + 4], start, pages)}
+        )
+        states.append(found[at])
+    forward, further = dense_passes()
+    hidden = forward(tokens[:-1])
+    assert np.abs(np.concatenate(states) - hidden).max() <= bound(hidden)
+    expected = further(hidden, tokens[1:])
+    assert np.abs(drafted[at] - expected[4:]).max() <= bound(expected)
+    # The next position has no state of the model yet: the module's own stands in, with its draft as the token after.
+    again, cache, filled = one.further(cache, filled, {at: (drafted[at][-1:], [33], 6, pages)})
+    expected = further(np.concatenate([hidden, expected[-1:]]), np.append(tokens[1:], 33))
+    assert np.abs(again[at] - expected[-1:]).max() <= bound(expected)
+
+
+def test_the_modules_experts_have_the_last_row_of_the_placement_and_the_model_the_others():
+    one = module()
+    long, _ = sequences(one.ranks)
+    rows = long.rows(0, 4)
+    straight, *_ = one.further(*one.empty(), rows)
+    names = [path for path in one.params if path.startswith("mtp.") and ".experts." in path]
+    turned_params = one.params | {path: one.params[path][:, ::-1] for path in names}
+    physical = one.copies.physical_EC.copy()
+    physical[-1] = CONFIG.n_routed_experts - 1 - physical[-1]
+    turned = CopyTables(physical, one.copies.copies_E)
+    assert len(physical) == CONFIG.num_moe_layers + 1
+    found, *_ = one.further(*one.empty(), rows, turned, turned_params)
+    np.testing.assert_allclose(found[long.at], straight[long.at], atol=1e-5)
+    misplaced, *_ = one.further(*one.empty(), rows, turned)
+    assert np.abs(misplaced[long.at] - straight[long.at]).max() > 1e-2
+    prompt = {(0, 0): ([7, 8, 9], 0, [1])}
+    models, _ = one.main(one.empty()[0], prompt)
+    np.testing.assert_array_equal(one.main(one.empty()[0], prompt, turned)[0][0, 0], models[0, 0])
+
+
+def test_its_report_counts_its_tokens_and_no_padding():
+    one = Module(report=True)
+    long, short = sequences(one.ranks)
+    one.further(*one.empty(), long.rows(0, 3) | short.rows(0, 2))
+    counts = np.asarray(one.reports["tokens_per_expert"])
+    assert counts.shape[0] == 1
+    assert counts.sum() == 5 * CONFIG.num_experts_per_tok
+
+
+def test_a_model_without_a_module_is_refused_by_the_options_name():
+    spec = MeshSpec.parse("dp=1")
+    with pytest.raises(UserError, match=r"--speculative-config .*num_nextn_predict_layers is 0"):
+        make_step(EngineArgs(), ModelConfig.from_dict(TINY), spec, spec.build(), mtp=True)
