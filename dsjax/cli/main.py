@@ -25,8 +25,8 @@ COMMANDS = {
     "plan": ("dsjax.cli.plan", "plan"),
     "bench": ("dsjax.bench.command", "bench"),
     "top": ("dsjax.top.command", "top"),
+    "kernels": ("dsjax.cli.kernels", "app"),
     "doctor": ("dsjax.cli.doctor", "doctor"),
-    "kernels": ("dsjax.kernels.command", "app"),
 }
 """Command to (module, function, or a `typer.Typer` with commands of its own), in the order of `--help`."""
 

@@ -79,6 +79,10 @@ def plan(
     mesh: Annotated[
         str | None, typer.Option(help="Plan with instances of this mesh only: dp=32, or dp=4,tp=8.")
     ] = None,
+    prefill_mesh: Annotated[str | None, typer.Option(help="Separated: mesh of a prefill instance.")] = None,
+    decode_mesh: Annotated[str | None, typer.Option(help="Separated: mesh of a decode instance.")] = None,
+    prefill_instances: Annotated[int | None, typer.Option(help="Separated: how many of them.")] = None,
+    decode_instances: Annotated[int | None, typer.Option(help="Separated: how many of them.")] = None,
     max_devices: Annotated[int | None, typer.Option(help="Use no more devices than this.")] = None,
     explain: Annotated[
         str | None, typer.Option(help="Derivation of the best: tpot, ttft, throughput or memory.")
@@ -88,6 +92,19 @@ def plan(
         bool, typer.Option("--simulate", help="Play arrivals through on the best: percentiles, goodput.")
     ] = False,
     num_prompts: Annotated[int, typer.Option(help="--simulate: requests that are measured.", min=1)] = 1000,
+    request_rate: Annotated[
+        str | None,
+        typer.Option(
+            help="--simulate: inf starts as benchmarks do, all users at once, and nobody comes after the last. Default: a steady service."
+        ),
+    ] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            help="--simulate: requests left out at the start. Default: none with --request-rate inf, else a stay's.",
+            min=0,
+        ),
+    ] = None,
     burstiness: Annotated[
         float, typer.Option(help="--simulate: 1 is Poisson, less is burstier, as vllm bench serve has it.")
     ] = 1.0,
@@ -117,7 +134,7 @@ def plan(
     from dsjax.plan.skew import read_skew
     from dsjax.plan.static import STATIC_MODES, no_room, show_static, static_of
     from dsjax.plan.sweep import sweep as run_sweep
-    from dsjax.plan.workload import Lengths, Objective, Options, Workload
+    from dsjax.plan.workload import Lengths, Objective, Options, Pins, Workload
     from sharding.mesh import MeshSpec
 
     if mode not in (*_MODES, *STATIC_MODES):
@@ -128,6 +145,14 @@ def plan(
         raise UserError(f"--burstiness is {burstiness:g}, expected more than 0")
     if simulate and mode in STATIC_MODES:
         raise UserError(f"--simulate plays a service, --mode {mode} is one batch; give aggregated, separated or both")
+    if request_rate not in (None, "inf"):
+        raise UserError(
+            f"--request-rate is {request_rate!r}, expected inf: all users at once; give --rate for requests a second"
+        )
+    if (request_rate or warmup is not None) and not simulate:
+        raise UserError("--request-rate and --warmup are of --simulate; give it too")
+    if request_rate and rate is not None:
+        raise UserError("--request-rate inf starts a fixed number of users at once; give --concurrency, not --rate")
     if batch is not None and mode not in STATIC_MODES:
         raise UserError(f"--batch is for --mode {', '.join(STATIC_MODES)}; with --mode {mode} give --concurrency")
     if mode in STATIC_MODES and (explain or pareto or sweep or recipe_file):
@@ -171,6 +196,12 @@ def plan(
             operator_tables(operators),
             host_scheduling,
             serving,
+            Pins(
+                MeshSpec.parse(prefill_mesh) if prefill_mesh else None,
+                MeshSpec.parse(decode_mesh) if decode_mesh else None,
+                prefill_instances,
+                decode_instances,
+            ),
         ),
     )
     console = report_console()
@@ -193,7 +224,19 @@ def plan(
         beside = published_beside(answer.winner, search(dataclasses.replace(question, options=options)).winner)
     best = answer.winner or (answer.missed[0] if answer.missed else None)
     sweeps = [run_sweep(question, best, quantity) for quantity in sweep or ()] if best else []
-    outcomes = simulations(best, question.bounds, burstiness, num_prompts, seed) if simulate and best else []
+    outcomes = (
+        simulations(
+            best,
+            question.bounds,
+            burstiness,
+            num_prompts,
+            seed,
+            0 if request_rate and warmup is None else warmup,
+            bool(request_rate),
+        )
+        if simulate and best
+        else []
+    )
     if pareto:
         with writing(pareto):
             (write_html if pareto.suffix == ".html" else draw_front)(answer, pareto)

@@ -26,7 +26,7 @@ class LaunchOutcome(NamedTuple):
     """What a launch gave, on the devices.
 
     Attributes:
-        outcome: ``[B, N + 2R]``: tokens of all positions that make one, and of each decode row how many were made and computed.
+        outcome: ``[B, J + 2R]``: tokens of all positions that make one, and of each decode row how many were made and computed.
         scores: of those positions; prompt_scores: of all token slots of a scored launch. None where nobody asked.
         drafts: ``[B, R + R2, n]``; None where none were proposed.
     """
@@ -77,7 +77,7 @@ class _RankReader(NamedTuple):
     def decodes(self, count: int) -> list[RowResult]:
         """Results of the first ``count`` decode rows."""
         R, C = self.found.shape.decode_rows
-        N = R * C + self.found.shape.prefill_rows[0]
+        J = R * C + self.found.shape.prefill_rows[0]
         rules = self.found.rules.slots
         if C == 1:
             # The usual case, once for each running request in every step.
@@ -87,7 +87,7 @@ class _RankReader(NamedTuple):
                     results[row] = self._detailed(results[row], rules[self.rank, False, row], row, row)
             return results
         tokens = self.outcome[: R * C].reshape(R, C).tolist()
-        made, computed = self.outcome[N : N + R].tolist(), self.outcome[N + R :].tolist()
+        made, computed = self.outcome[J : J + R].tolist(), self.outcome[J + R :].tolist()
         results = []
         for row in range(count):
             run = tokens[row][: made[row]]

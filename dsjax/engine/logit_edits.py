@@ -39,34 +39,34 @@ def pieces(biases: Sequence[np.ndarray], num_rows: int) -> Iterator[np.ndarray]:
 
 
 def add_biases(
-    logits: Float[Array, "N V"],
-    place: Int[Array, "N"],
-    row: Int[Array, "N"],
-    biases: Int[Array, "E 4"],
+    logits: Float[Array, "J V"],
+    place: Int[Array, "J"],
+    row: Int[Array, "J"],
+    biases: Int[Array, "_ 4"],
     first: Int[Array, ""] | int = 0,
-) -> Float[Array, "N V"]:
+) -> Float[Array, "J V"]:
     """Add biases to the logits of every position of their rows.
 
     place: the number in the output of the token that each position makes; row: the row that it belongs to. biases: row, token, bits of a
     float32 bias, and the number in the output from which it holds no more. first: the token that ``logits[:, 0]`` belongs to,
     where the vocabulary is spread over devices.
     """
-    N, V = logits.shape
+    J, V = logits.shape
     of_row, token, bits, until = biases.T
     applies = (of_row[None] == row[:, None]) & (place[:, None] < until[None]) & (of_row[None] >= 0)
     here = applies & (token >= first) & (token < first + V)
-    at = (jnp.where(here, jnp.arange(N)[:, None], N), jnp.where(here, token - first, V))  # beyond the end: dropped
+    at = (jnp.where(here, jnp.arange(J)[:, None], J), jnp.where(here, token - first, V))  # beyond the end: dropped
     values = jnp.broadcast_to(lax.bitcast_convert_type(bits, jnp.float32), here.shape)
     return logits.at[at].add(values, mode="drop")
 
 
 def penalise(
-    logits: Float[Array, "N V"],
-    counts: Int[Array, "N V"],
-    presence: Float[Array, "N"],
-    frequency: Float[Array, "N"],
-    repetition: Float[Array, "N"],
-) -> Float[Array, "N V"]:
+    logits: Float[Array, "J V"],
+    counts: Int[Array, "J V"],
+    presence: Float[Array, "J"],
+    frequency: Float[Array, "J"],
+    repetition: Float[Array, "J"],
+) -> Float[Array, "J V"]:
     """Penalties as vLLM and OpenAI define them.
 
     counts: 2 × (times in the output) + (1 if in the prompt). With a count or in the prompt, the logit is divided by ``repetition``
@@ -78,7 +78,7 @@ def penalise(
     return x - frequency[:, None] * times - jnp.where(times > 0, presence[:, None], 0.0)
 
 
-def allowed(mask: Int[Array, "N W"], vocab_size: int) -> Bool[Array, "N V"]:
+def allowed(mask: Int[Array, "J W"], vocab_size: int) -> Bool[Array, "J V"]:
     """A packed mask unpacked: bit ``t % 32`` of word ``t // 32`` says that token t may be made."""
     bits = (mask[..., None] >> jnp.arange(32)) & 1
     return bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size] != 0

@@ -200,8 +200,8 @@ class Programs:
         """The first pass goes over all tokens of the launch, which fills the module's cache; each further one over one token a row."""
         step = self._step
         R, C = shape.decode_rows
-        N = R * C + shape.prefill_rows[0]
-        tokens, made = outcome[:, :N], outcome[:, N : N + R]
+        J = R * C + shape.prefill_rows[0]
+        tokens, made = outcome[:, :J], outcome[:, J : J + R]
         tables = slots.tables_of(step, state, rows)
         groups, follows = [], []
         if shape.decode:
@@ -325,7 +325,7 @@ class Programs:
         return self._constants[key]
 
 
-def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B N"]:
+def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:
     """The token slot of each position that makes a token: all of decode rows, the last active one of prefill rows."""
     (R, C), (R2, C2) = shape.decode_rows, shape.prefill_rows
     ranks = rows.slot.shape[0]

@@ -18,8 +18,8 @@ from dsjax.model.step import Step
 
 
 def add_biases(
-    step: Step, state: DeviceState, rows: StepRows, logits: Float[Array, "B N V"], biases: Int[Array, "B E 4"]
-) -> Float[Array, "B N V"]:
+    step: Step, state: DeviceState, rows: StepRows, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
+) -> Float[Array, "B J V"]:
     """Logits with the biases of ``logit_edits.add_biases``; the vocabulary stays spread over ``tp``."""
     spec, own = step.rules.spec(("ranks", None, "vocab")), P(step.spec.batch_axes)
     R, C = rows.tokens.shape[1:]
@@ -37,11 +37,11 @@ def draw(
     step: Step,
     state: DeviceState,
     rows: StepRows,
-    raw: Float[Array, "B N V"],
-    biased: Float[Array, "B N V"],
-    masks: Int[Array, "B N W"],
+    raw: Float[Array, "B J V"],
+    biased: Float[Array, "B J V"],
+    masks: Int[Array, "B J W"],
     wanted: Wanted,
-) -> tuple[DeviceState, Int[Array, "B N+2R"], Scores]:
+) -> tuple[DeviceState, Int[Array, "B J+2R"], Scores]:
     """Draw a token at every position, enter them as ``commit`` does, and count them where penalties want that.
 
     raw: the model's logits, which scores are of. Over ``tp`` all devices draw the same.
@@ -97,14 +97,14 @@ def tokens_behind(
     return jnp.where(last, following[..., None], shifted)
 
 
-def _places(state: DeviceState, rows: StepRows) -> Int[Array, "B N"]:
+def _places(state: DeviceState, rows: StepRows) -> Int[Array, "B J"]:
     """The number in its output of the token that each position makes."""
     prompts = jnp.take_along_axis(state.sampling.num_prompt_tokens, jnp.maximum(rows.slots, 0), axis=1)
     return rows.positions + 1 - prompts
 
 
 def _count(
-    step: Step, state: DeviceState, rows: StepRows, outcome: Int[Array, "B N+2R"], wanted: Wanted
+    step: Step, state: DeviceState, rows: StepRows, outcome: Int[Array, "B J+2R"], wanted: Wanted
 ) -> DeviceState:
     """Count the tokens made by slots that have penalties."""
     own = P(step.spec.batch_axes)
@@ -113,8 +113,8 @@ def _count(
     def local(counts, sampling: SlotSampling, rows, outcome, wanted):
         counts, sampling, rows, outcome = jax.tree.map(lambda a: a[0], (counts, sampling, rows, outcome))
         num_slots = counts.shape[0]
-        N = R * C + rows.prefill_slot.shape[0]
-        tokens, made = outcome[:N], outcome[N : N + R]
+        J = R * C + rows.prefill_slot.shape[0]
+        tokens, made = outcome[:J], outcome[J : J + R]
         taken = jnp.concatenate(
             [(jnp.arange(C) < made[:, None]).reshape(-1), (rows.prefill_slot >= 0) & (rows.next_token < 0)]
         )

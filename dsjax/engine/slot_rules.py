@@ -52,7 +52,7 @@ class RowRules(NamedTuple):
 
     Attributes:
         wanted: None where every row's most probable token is enough.
-        biases: ``[B, E, 4]`` pieces. masks: ``[B, N, W]``, None where all tokens are allowed everywhere.
+        biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None where all tokens are allowed everywhere.
         slots: of each (rank, is prefill, row of the launch) that wants more than its token, its slot's rules.
     """
 

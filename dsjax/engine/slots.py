@@ -61,13 +61,13 @@ class StepRows:
         return R * (4 + C) + 5 * R2
 
     @property
-    def slots(self) -> Int[Array, "B N"]:
+    def slots(self) -> Int[Array, "B J"]:
         """The slot of each position that makes a token: C for each decode row, then one for each prefill row."""
         C = self.tokens.shape[-1]
         return jnp.concatenate([jnp.repeat(self.slot, C, axis=1), self.prefill_slot], axis=1)
 
     @property
-    def positions(self) -> Int[Array, "B N"]:
+    def positions(self) -> Int[Array, "B J"]:
         """The position of each of those: the token made there stands one behind it."""
         C = self.tokens.shape[-1]
         decoded = (self.start[..., None] + jnp.arange(C)).reshape(self.start.shape[0], -1)
@@ -245,8 +245,8 @@ def read(
 
 
 def commit(
-    step: Step, state: DeviceState, rows: StepRows, tokens: Int[Array, "B N"]
-) -> tuple[DeviceState, Int[Array, "B N+2R"]]:
+    step: Step, state: DeviceState, rows: StepRows, tokens: Int[Array, "B J"]
+) -> tuple[DeviceState, Int[Array, "B J+2R"]]:
     """Enter the tokens that were drawn: which drafts they accept, where each slot stands now, and its last token.
 
     tokens: of each position that makes one, as ``StepRows.slots`` has them; negative where none could be drawn. A draft is
@@ -304,6 +304,6 @@ def enter_drafts(step: Step, state: DeviceState, rows: StepRows, drafts: Int[Arr
     return _change_slots(step, local, state, rows, drafts)[0]
 
 
-def _change_pages(tables: Int[Array, "Z Pr"], changes: Int[Array, "E 3"]) -> Int[Array, "Z Pr"]:
+def _change_pages(tables: Int[Array, "Z Pr"], changes: Int[Array, "_ 3"]) -> Int[Array, "Z Pr"]:
     slot, index, page = changes.T
     return tables.at[jnp.where(slot < 0, tables.shape[0], slot), index].set(page, mode="drop")

@@ -5,6 +5,7 @@ Nothing here ever stops a start: what cannot be built or used is a ``Found`` wit
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -25,6 +26,9 @@ BINDINGS = SOURCES / "bindings.cc"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-w")
 COMPILE_SECONDS = 600
 """After which a compiler is taken to hang. ``zig``, which builds its own C++ library first, took 55 s on two cores."""
+
+
+TRY_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -132,9 +136,11 @@ def prebuilt_name(march: str) -> str:
 def _try(path: Path, remember: bool = True) -> Found:
     """Whether a library loads and computes rightly here. In a process of its own: a wrong processor's ends by a signal."""
     program = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).dsjax_self_test())"
-    done = subprocess.run(
-        [sys.executable, "-S", "-E", "-c", program, str(path)], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-S", "-E", "-c", program, str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRY_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Found(None, f"the native kernels in {path} did not finish a small case in {TRY_SECONDS} s")
     if done.returncode == 0:
         if remember:
             _remember(path)
@@ -144,7 +150,9 @@ def _try(path: Path, remember: bool = True) -> Found:
 
 
 def _remember(path: Path) -> None:
-    path.with_suffix(".tried").write_text(f"{path.stat().st_size}\n")
+    # In a folder that only holds what others made, a library is tried at each start.
+    with contextlib.suppress(OSError):
+        path.with_suffix(".tried").write_text(f"{path.stat().st_size}\n")
 
 
 def _tried(path: Path) -> bool:

@@ -173,7 +173,7 @@ class Step:
         """Cache slot of each token on its DP rank, −1 for padding."""
         return self._whole(flatten([group.slots(self.page_size) for group in groups]))
 
-    def logits(self, params: Mapping[str, Array], hidden: Float[Array, "B N D"]) -> Float[Array, "B N V"]:
+    def logits(self, params: Mapping[str, Array], hidden: Float[Array, "B J D"]) -> Float[Array, "B J V"]:
         """Float32 logits of hidden states that ``hidden`` gave; the vocabulary is spread over ``tp`` where that divides it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("head"):
             weight = self.table.bind(params).head_weight(self.dtype)
@@ -304,7 +304,11 @@ class Step:
         return self.mesh.devices.flat[0].platform
 
     def _whole(self, array: Array) -> Array:
-        """Each DP rank's tokens, whole on each of its ``tp`` devices: dispatch splits them, and XLA would everything before it."""
+        """Keep each DP rank's tokens whole on each of its ``tp`` devices.
+
+        Dispatch splits a rank's tokens over ``tp``. Without this constraint XLA would carry that split backwards, into everything
+        that is computed before, and add collectives there.
+        """
         return self._constrain(array, self.spec.batch_axes)
 
     def _constrain(self, array: Array, *axes) -> Array:

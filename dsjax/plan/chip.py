@@ -52,7 +52,7 @@ def carried(seconds: float, work: Work, there: Hardware, here: Hardware, fixed: 
     each byte (H20) so reaches a larger share of its peak, by as much as its products take longer for the same waiting; and more of
     any resource never makes an operation slower.
     """
-    if there is here:
+    if there is here or seconds <= 0:
         return seconds
     bound = work.best(there)
     if seconds <= bound:

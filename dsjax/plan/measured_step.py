@@ -32,6 +32,12 @@ class MeasuredStep(StepModel):
         """The sum: modules were timed with all that their launches take."""
         return total(list(parts.values())).named("step", "s")
 
+    def attention(self, tokens: float, read: float, context: float, decode: bool) -> Figure:
+        """One layer as it was timed, with its projections; published where the file has none for such a layout."""
+        whole = self.layout.mesh.tp_size == 1 and context > 0
+        found = self._measured_attention(tokens, read, context, decode, 1, 0) if whole else None
+        return found or super().attention(tokens, read, context, decode)
+
     def launches(self) -> Figure:
         """In the modules' own times."""
         return exact(0.0)

@@ -83,7 +83,7 @@ def draw_front(plan: Plan, path: Path) -> None:
     axes.set_xlabel("tokens a second a user")
     axes.set_ylabel("output tokens a second a device")
     kept = f" with TTFT ≤ {objective.ttft:g} s" if objective.ttft else ""
-    bars = "bars: every assumption at one end of its range"
+    bars = "bars: the ranges of all assumptions combined"
     axes.set_title(f"{plan.question.cluster.name}: Pareto front{kept}; {bars}", fontsize=10)
     axes.grid(which="both", alpha=0.25)
     axes.legend(fontsize=8)
@@ -147,7 +147,7 @@ def write_html(plan: Plan, path: Path) -> None:
 td,th{{padding:3px 10px;text-align:right;border-bottom:1px solid #ddd}}td:first-child,th:first-child{{text-align:left}}
 circle:hover{{stroke:#000;stroke-width:2}}</style>
 <h1 style="font-size:18px">{title}</h1>
-<p>Estimates; bars and brackets: every assumption at one end of its range. Point at a dot for its figures.{_objectives(plan)}</p>
+<p>Estimates; bars and brackets: the ranges of all assumptions combined. Point at a dot for its figures.{_objectives(plan)}</p>
 {_drawing(plan)}
 <table><tr><th>deployment</th><th>batch</th><th>tokens/s a user</th><th>tokens/s a device</th><th>TTFT</th><th>TPOT</th></tr>
 {rows}</table></html>

@@ -103,14 +103,16 @@ def show_usages(console: Console, usages: Sequence[Usage]) -> None:
 def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]) -> None:
     device = "GPU" if plan.question.cluster.hardware.platform == "cuda" else "chip"
     objective = plan.question.bounds
-    # Name, cells, and the order in which columns give way on a narrow terminal; the deployment never does.
-    columns: list[tuple[str, list[str], int]] = [
-        ("", [], 0), ("deployment", [], 0), (f"{device}s", [], 3), ("batch", [], 5), ("TTFT s", [], 6), ("TPOT ms", [], 7),
-        ("tokens/s", [], 8), (f"/{device}", [], 2), ("/user", [], 4), ("first bottleneck", [], 1),
-    ]  # fmt: skip
+    table = Table(title=title, title_justify="left")
+    for name in (
+        "", "deployment", f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user", "first bottleneck"
+    ):  # fmt: skip
+        table.add_column(
+            name, justify="left" if name in ("", "deployment", "first bottleneck") else "right", no_wrap=True
+        )
     for number, candidate in enumerate(candidates, 1):
         sure = "✓" if candidate.meets(objective, sure=True) else "~" if candidate.meets(objective) else "✗"
-        cells = (
+        table.add_row(
             f"{number} {sure}" if _bounded(plan) else f"{number}",
             f"{candidate.name()}\n{candidate.decode.layout.kind}"
             + (", two batches" if candidate.decode.overlapped(candidate.batch) else "")
@@ -124,41 +126,16 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
             f"{candidate.per_user.value:.1f}",
             str(bottlenecks(candidate)[0]),
         )
-        for (_, column, _), cell in zip(columns, cells, strict=True):
-            column.append(cell)
-    shown = _that_fit(columns, console.width)
-    table = Table(title=title, title_justify="left")
-    for name, _, _ in shown:
-        table.add_column(
-            name, justify="left" if name in ("", "deployment", "first bottleneck") else "right", no_wrap=True
-        )
-    for row in zip(*(column for _, column, _ in shown), strict=True):
-        table.add_row(*row)
     console.print(table)
-    left = [name for name, _, _ in columns if name not in [kept for kept, _, _ in shown]]
-    narrow = f" Not shown at {console.width} columns: {', '.join(left)}." if left else ""
     holds = (
         "✓ holds at the unfavourable end of the interval, ~ at the middle estimate, ✗ does not; second lines: interval, kind. "
         if _bounded(plan)
         else "Second lines: interval, kind. "
     )
     console.print(
-        f"{holds}Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.{narrow}",
+        f"{holds}Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.",
         style="dim",
     )
-
-
-def _that_fit(columns: list[tuple[str, list[str], int]], width: int) -> list[tuple[str, list[str], int]]:
-    """Those that stand side by side; the first to give way are left out."""
-    kept = list(columns)
-
-    def needed() -> int:
-        widest = (max(len(line) for cell in [name, *cells] for line in cell.split("\n")) for name, cells, _ in kept)
-        return sum(one + 3 for one in widest) + 1
-
-    while needed() > width and any(order for *_, order in kept):
-        kept.remove(min((column for column in kept if column[2]), key=lambda column: column[2]))
-    return kept
 
 
 def _bounded(plan: Plan) -> bool:

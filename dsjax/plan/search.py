@@ -18,12 +18,16 @@ from dsjax.plan.dry_runs import Usage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import Layout, layouts
 from dsjax.plan.precision import FP8_BLOCK
+from dsjax.plan.prompts import best_step
 from dsjax.plan.workload import Objective, Options, Workload
+from sharding.mesh import MeshSpec
 
 _POOLS, _DECODERS = 6, 400
 """Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
 _FEW_DEVICES = 64
 """Up to which every size of a prefill instance is paired; among more the best sizes are enough."""
+_BISECTED, _TYPICAL_BATCH = 60, 64
+"""Among more: decode instances whose batch is bisected, and the batch at which the size of a step's prompts is chosen."""
 _SHOWN = 60
 """Candidates of a list that get intervals and derivations."""
 
@@ -187,7 +191,7 @@ def _batches(question: Question, instance: Instance, count: int) -> list[float]:
     """Batches of a DP rank: those that memory holds, or just the one that the concurrency gives."""
     wanted = question.workload.concurrency
     if wanted is None:
-        return [float(b) for b in instance.batches()]
+        return [float(b) for b in _rungs(question, instance)]
     batch = wanted / (instance.replicas * count)
     return [batch] if batch <= instance.max_batch else []
 
@@ -203,7 +207,7 @@ def _counts(question: Question, instance: Instance) -> list[int]:
 def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     found = []
     for instance in fitting:
-        sizes = instance.prefill_sizes(chunks=True)
+        sizes = _sizes(question, instance)
         for count in _counts(question, instance):
             for batch in _batches(question, instance, count):
                 some = [quick_aggregated(instance, count, batch, size) for size in sizes]
@@ -214,10 +218,20 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     return found
 
 
+def _sizes(question: Question, instance: Instance) -> list[float]:
+    """Prompt tokens of a step to try beside decodes; on many devices the best one at a typical batch for all batches."""
+    sizes = instance.prefill_sizes(chunks=True)
+    if question.devices <= _FEW_DEVICES:
+        return sizes
+    bound = question.objective.ttft
+    short = [s for s in sizes if bound is None or instance.prefill_step(s).value <= 0.5 * bound] or sizes[:1]
+    return [best_step(instance, min(instance.max_batch, _TYPICAL_BATCH), short)]
+
+
 def _best_size(question: Question, like: Candidate, batch: float) -> Candidate:
     """With another batch, and the size of a step's prompts that is best at it."""
     instance, bounds = like.decode, question.bounds
-    some = [quick_aggregated(instance, like.count, batch, s) for s in instance.prefill_sizes(chunks=True)]
+    some = [quick_aggregated(instance, like.count, batch, s) for s in _sizes(question, instance)]
     met = [c for c in some if c.meets(bounds)]
     return min(met or some, key=_order(question))
 
@@ -268,10 +282,18 @@ def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], C
 def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     if question.devices < 2:
         return []
-    chosen = _pools(question, fitting)
-    points = [(i, b) for i in fitting for b in _decode_batches(question, i)]
+    pins = question.options.pins
+    chosen = _pools(question, _pinned(fitting, pins.prefill_mesh, "--prefill-mesh"))
+    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh")
+    points = [(i, b) for i in decoding for b in _decode_batches(question, i)]
     rate = {(id(i), b): b * i.replicas / i.tpot(b).value / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
+    if question.devices > _FEW_DEVICES and question.objective.tpot is not None:
+        # Bisected for the best only: there are a thousand layouts.
+        top = sorted(decoders, key=lambda p: -rate[id(p[0]), p[1]])[:_BISECTED]
+        more = [(i, _largest_batch(question, i)) for i in {id(i): i for i, _ in top}.values()]
+        points += more
+        rate |= {(id(i), b): b * i.replicas / i.tpot(b).value / i.layout.devices for i, b in more}
     # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
     decoders += _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: p[0].layout.devices, _DECODERS)
     found, tried = [], set()
@@ -288,6 +310,26 @@ def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
                 bound = question.objective.ttft
                 if users is None and bound is not None and found[-1].ttft.value > bound:
                     found += _relieved(pool, left, instance, right, here, bound)
+    return found
+
+
+def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
+    """Those of the mesh that was given.
+
+    Raises:
+        UserError: no layout that fits has it.
+    """
+    if mesh is None:
+        return fitting
+    found = [instance for instance in fitting if instance.layout.mesh == mesh]
+    if not found:
+        near = sorted(
+            {i.layout.mesh for i in fitting},
+            key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size),
+        )
+        raise UserError(
+            f"{flag} {mesh} is no layout that fits here; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
+        )
     return found
 
 
@@ -346,20 +388,31 @@ def _decode_batches(question: Question, instance: Instance) -> list[float]:
         batch = wanted / (instance.replicas * most)
         return [batch] if batch <= instance.max_batch else []
     if bound is None:
-        return [float(b) for b in instance.batches()]
-    held = [b for b in instance.batches() if instance.tpot(float(b)).value <= bound]
-    last = max(held, default=0)
-    high = next((b for b in instance.batches() if b > last), None)
-    if high is not None and (last or instance.tpot(1.0).value <= bound):
-        low = last
-        while high - low > 1:
-            middle = (low + high) // 2
-            if instance.tpot(float(middle)).value <= bound:
-                low = middle
-            else:
-                high = middle
-        held.append(low)
-    return [float(b) for b in sorted(set(held))] or [1.0]
+        return [float(b) for b in _rungs(question, instance)]
+    held = [float(b) for b in _rungs(question, instance) if instance.tpot(float(b)).value <= bound]
+    if question.devices <= _FEW_DEVICES:
+        held.append(_largest_batch(question, instance))
+    return sorted(set(held)) or [1.0]
+
+
+def _rungs(question: Question, instance: Instance) -> list[int]:
+    """Batches to try: on many devices powers of two and the largest, between which the best are bisected."""
+    tried = instance.batches()
+    return tried if question.devices <= _FEW_DEVICES else [b for b in tried if b & (b - 1) == 0 or b == tried[-1]]
+
+
+def _largest_batch(question: Question, instance: Instance) -> float:
+    """The largest batch whose decode step alone keeps the TPOT's objective, by bisection; 1 where none does."""
+    bound, tried = question.objective.tpot, _rungs(question, instance)
+    low = max((b for b in tried if instance.tpot(float(b)).value <= bound), default=0)
+    high = next((b for b in tried if b > low), low + 1)
+    while low and high - low > 1:
+        middle = (low + high) // 2
+        if instance.tpot(float(middle)).value <= bound:
+            low = middle
+        else:
+            high = middle
+    return float(max(low, 1))
 
 
 def _best(items: list, rate, group, most: int) -> list:
@@ -386,10 +439,16 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
         lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
     # Where the TTFT forbids prefill to be as busy, one or two more instances of it relieve the rest.
     lefts |= {left + more for left in tuple(lefts) for more in (1, 2)}
+    pins = question.options.pins
+    if pins.prefill_count is not None:
+        lefts = {pins.prefill_count}
+    elif pins.decode_count is not None:
+        lefts |= {max(1, (devices - pins.decode_count * other) // own)}
     found = []
     for left in sorted(lefts):
-        right = (devices - left * own) // other
-        if right >= 1:
+        room = (devices - left * own) // other
+        right = room if pins.decode_count is None else min(pins.decode_count, room + 1)
+        if 1 <= right <= room and right == (pins.decode_count or right):
             found.append((left, right))
     return found
 

@@ -118,6 +118,21 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class Pins:
+    """What is given of a separated service: the mesh of its prefill and decode instances, and how many there are of each."""
+
+    prefill_mesh: MeshSpec | None = None
+    decode_mesh: MeshSpec | None = None
+    prefill_count: int | None = None
+    decode_count: int | None = None
+
+    def __bool__(self) -> bool:
+        return any(
+            value is not None for value in (self.prefill_mesh, self.decode_mesh, self.prefill_count, self.decode_count)
+        )
+
+
+@dataclass(frozen=True)
 class Options:
     """Choices: precision; MTP drafts and the chance that each is accepted; redundant experts (None: tried); skew.
 
@@ -125,7 +140,7 @@ class Options:
     most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of
     dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
     instance; None searches. measured: times of modules, taken where they are of a layout. operators: tables of operations. host:
-    `overlapped` with the device's work, or `serial`. engine: what the program that serves can do.
+    `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of separated services.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -144,6 +159,7 @@ class Options:
     operators: OperatorTables = BUNDLED
     host: str = "overlapped"
     engine: Engine = PUBLISHED
+    pins: Pins = field(default_factory=lambda: Pins())
 
     def __post_init__(self):
         if self.host not in HOST_TIMES:
@@ -157,6 +173,8 @@ class Options:
         if not self.modes or any(mode not in ("aggregated", "separated") for mode in self.modes):
             raise UserError(f"--mode is {self.modes}, expected aggregated, separated or both")
         for flag, value, least in (
+            ("--prefill-instances", self.pins.prefill_count, 1),
+            ("--decode-instances", self.pins.decode_count, 1),
             ("--mtp", self.drafts, 0),
             ("--prefill-tokens", self.prefill_tokens, 1),
             ("--max-devices", self.max_devices, 1),
@@ -168,12 +186,13 @@ class Options:
     @property
     def possible_modes(self) -> tuple[str, ...]:
         """Of `modes`, those that the engine has."""
-        return tuple(mode for mode in self.modes if mode != "separated" or self.engine.transfers)
+        modes = ("separated",) if self.pins else self.modes
+        return tuple(mode for mode in modes if mode != "separated" or self.engine.transfers)
 
     def check(self, config: ModelConfig, workload: Workload) -> None:
         """Raise `UserError` where the model has no MTP module for drafts, no positions for the mean request, or the engine lacks it."""
         self.engine.check(
-            separated=self.modes == ("separated",),
+            separated=self.modes == ("separated",) or bool(self.pins),
             overlap=self.overlap == "on",
             drafts=self.drafts > 0,
             fp4=self.precision.expert < 1,

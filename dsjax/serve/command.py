@@ -156,8 +156,8 @@ def serve_model(
         facts.dp_ranks,
         facts.max_model_len,
         experts_per_device=facts.physical_experts_per_device,
-        device_memory=device_memory,
         most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
+        device_memory=device_memory,
     )
     serving = Serving(
         AsyncEngine(model.engine),

@@ -167,6 +167,7 @@ class Benchmark:
             result = await run_load(
                 client, requests, arrivals, concurrency, duration=duration, stop=stop, on_done=bar.advance
             )
+        drafts = DraftFigures.between(before, await read_drafts())
         if duration is not None and len(result.records) == len(requests) and arrivals[-1] < duration > result.duration:
             self.say(
                 f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts"

@@ -52,7 +52,7 @@ def _engine(instance: Instance, batch: float, tokens: float, longest: int, *, on
     work = instance.workload
     seqs = max(1, math.ceil(batch))
     step_tokens = max(seqs, math.ceil(tokens))
-    prices = Fastest(instance.step_models(), step_tokens)
+    prices = Fastest(instance.step_models(), step_tokens, 0 if one_token else instance.options.drafts)
     cache = int(instance.memory.cache_tokens.value)
     return Engine(
         prices,
@@ -63,6 +63,7 @@ def _engine(instance: Instance, batch: float, tokens: float, longest: int, *, on
         longest=min(longest, cache),
         sharing=work.prefix_hit > 0,
         one_token=one_token,
+        made=1.0 if one_token else instance.options.tokens_a_step.value,
     )
 
 
@@ -102,9 +103,12 @@ class Separated:
             for _ in range(candidate.prefill_count)
         ]
         seqs = max(1, math.ceil(candidate.batch))
-        prices = Fastest(candidate.decode.step_models(), seqs)
+        prices = Fastest(candidate.decode.step_models(), seqs, candidate.decode.options.drafts)
         replicas = candidate.decode.replicas
-        self._decode = [_Clocked(Decoder(prices, replicas, seqs=seqs)) for _ in range(candidate.count)]
+        self._decode = [
+            _Clocked(Decoder(prices, replicas, seqs=seqs, made=candidate.decode.options.tokens_a_step.value))
+            for _ in range(candidate.count)
+        ]
         self._transfer = candidate.ttft.part("cache transfer").value
         self._moving: list[tuple[float, int, Served]] = []
 

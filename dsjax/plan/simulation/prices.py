@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsjax.plan.figure import exact
+from dsjax.plan.figure import Figure, exact
 from dsjax.plan.operator_tables import Curve, Surface
 from dsjax.plan.step import StepModel
 
@@ -50,8 +50,8 @@ class _Table:
 class Fastest:
     """Of a step, the price by whichever model makes it shortest: an engine overlaps two half batches where that pays."""
 
-    def __init__(self, models: Sequence[StepModel], most_tokens: float):
-        self._prices = [StepPrices(model, most_tokens) for model in models]
+    def __init__(self, models: Sequence[StepModel], most_tokens: float, drafts: int = 0):
+        self._prices = [StepPrices(model, most_tokens, drafts) for model in models]
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
         """As `StepPrices.seconds`."""
@@ -67,7 +67,9 @@ class StepPrices:
     (`uneven prompts`, `longest contexts`) are left out, because the simulation has the unevenness itself.
     """
 
-    def __init__(self, model: StepModel, most_tokens: float):
+    def __init__(self, model: StepModel, most_tokens: float, drafts: int = 0):
+        self._verified = 1 + drafts
+        most_tokens *= self._verified
         self._overlap = model.overlap and model.config.is_moe
         sizes = [1.0]
         while sizes[-1] < max(most_tokens, 2.0):
@@ -80,29 +82,39 @@ class StepPrices:
         layers = model.config.num_hidden_layers
         lengths = [float(2**power) for power in range(5, 21)]
         self._decode_attention = _surface(
-            sizes, lengths, lambda rows, each: model.attention(rows, rows * each, each, True).value * layers
+            sizes,
+            lengths,
+            lambda rows, each: model.attention(rows * self._verified, rows * each, each, True).value * layers,
         )
+        self._drafting = None
+        if drafts:
+
+            def drafting(rows: float, each: float) -> float:
+                step = model.decode(rows, each, drafts=drafts)
+                return sum(part.value for part in step.parts if part.name in ("MTP module", "host, drafts"))
+
+            self._drafting = _surface(sizes, lengths, drafting)
         self._prefill_attention = _surface(
             sizes, lengths, lambda tokens, each: model.attention(tokens, 0.0, each, False).value * layers
         )
         # A cached position of a prompt is expanded anew: the difference that 4,096 of them make.
         both = (model.parts(4096, 4096, 0.0, False), model.parts(4096, 0.0, 0.0, False))
-        self._expansion = (both[0]["projections"].value - both[1]["projections"].value) / 4096
+        self._expansion = (_projections(both[0]) - _projections(both[1])) / 4096
         share = model.beside_communication()
         self._beside = {True: 1.0, False: 1 / (1 - share.value) if share else 1.0}
         self._unhidden = 1 - model.hidden().value
         copies = model.copying()
         self._copies = copies.value if copies else 0.0
         self._launches = model.launches().value
-        self._host = {decode: model.host.step(decode).value for decode in (True, False)}
+        self._host = {d: sum(part.value for part in model.beside(1, 1, d).values()) for d in (True, False)}
         self._head = _Table(sizes, [model.head(size).value for size in sizes])
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
         """Seconds of a step with this work on each DP rank (idle ones included); 0 where there is none."""
-        tokens = max(work.tokens for work in ranks)
+        tokens = max(self._tokens(work) for work in ranks)
         if not tokens:
             return 0.0
-        mean = sum(work.tokens for work in ranks) / len(ranks)
+        mean = sum(self._tokens(work) for work in ranks) / len(ranks)
         decode = not any(work.prompts for work in ranks)
         attention = max(self._attention(work) for work in ranks)
         work = self._halved(self._local, decode, tokens) + self._halved(self._experts, decode, mean) + attention
@@ -112,8 +124,14 @@ class StepPrices:
             layers = max(work, talk) + min(work, talk) * self._unhidden
         else:
             layers = work + talk
-        device = layers + self._head(max(one.decodes for one in ranks) or 1)
+        device = layers + self._head(max(one.decodes for one in ranks) * self._verified or 1)
+        if self._drafting and any(one.decodes for one in ranks):
+            busiest = max(ranks, key=lambda one: one.decodes)
+            device += self._drafting(busiest.decodes, busiest.context / busiest.decodes)
         return (device if decode else max(device, self._launches)) + self._host[decode]
+
+    def _tokens(self, work: RankWork) -> int:
+        return work.decodes * self._verified + work.prompts
 
     def _attention(self, work: RankWork) -> float:
         """Of one rank: its decodes at their mean context, its prompts' tokens at what they attend to on average."""
@@ -131,6 +149,11 @@ class StepPrices:
 def _surface(firsts: Sequence[float], seconds: Sequence[float], price: Callable[[float, float], float]) -> Surface:
     # Every fourth of the sizes: a factor of two apart.
     return Surface({first: Curve((second, price(first, second)) for second in seconds) for first in firsts[::4]})
+
+
+def _projections(parts: dict[str, Figure]) -> float:
+    """Of expanding cached positions; in a measured attention's own time."""
+    return parts["projections"].value if "projections" in parts else 0.0
 
 
 def _split(model: StepModel, tokens: float, decode: bool) -> tuple[float, float, float]:

@@ -15,18 +15,25 @@ from dsjax.plan.workload import Objective
 
 
 def simulations(
-    candidate: Candidate, objective: Objective, burstiness: float, num_requests: int, seed: int
+    candidate: Candidate,
+    objective: Objective,
+    burstiness: float,
+    num_requests: int,
+    seed: int,
+    warmup: int | None = None,
+    at_once: bool = False,
 ) -> list[Outcome]:
     """The candidate under each of its `loads`, with a progress bar on standard error."""
     found = []
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
-        for load in loads(candidate, burstiness):
+        for load in loads(candidate, burstiness, at_once):
             task = bar.add_task(f"simulating {load}", total=num_requests)
 
             def progress(done: int, _: int, task=task) -> None:
                 bar.update(task, completed=done)
 
-            found.append(simulate(candidate, load, objective, num_requests=num_requests, seed=seed, progress=progress))
+            choices = {"num_requests": num_requests, "seed": seed, "warmup": warmup, "at_once": at_once}
+            found.append(simulate(candidate, load, objective, **choices, progress=progress))
     return found
 
 

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable
 
-from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.simulation.deployment import deployment
 from dsjax.plan.simulation.load import Load, requests
@@ -21,9 +20,11 @@ _WARM = 1.25
 """Mean stays of a request before the first that is measured arrives."""
 
 
-def loads(candidate: Candidate, burstiness: float = 1.0) -> list[Load]:
-    """The question's own load, or shares of the rate that the mean-value answer promises."""
+def loads(candidate: Candidate, burstiness: float = 1.0, at_once: bool = False) -> list[Load]:
+    """The question's own load, or shares of the rate that the mean-value answer promises; at_once: as many users as the plan has."""
     work = candidate.decode.workload
+    if at_once and work.concurrency is None:
+        return [Load(None, max(1, round(candidate.concurrency)))]
     if work.concurrency is not None:
         return [Load(None, max(1, round(work.concurrency)))]
     if work.rate is not None:
@@ -39,27 +40,28 @@ def simulate(
     *,
     num_requests: int = 1000,
     seed: int = 0,
+    warmup: int | None = None,
+    at_once: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Play requests until `num_requests` after a warm-up of a mean stay and a quarter have finished, others behind them all the time.
+    """Play requests until `num_requests` after the first `warmup` have finished.
 
     An aggregated service is one instance under its share of the load; a separated one is played whole.
 
-    Raises:
-        UserError: drafts, which the simulation does not make, or measured modules, which it cannot price.
+    Args:
+        warmup: requests of the whole service that are left out of the figures. None: a mean stay's and a quarter, so that the steady
+            state is seen.
+        at_once: a fixed number in flight starts all at once, as benchmarks do, and nobody comes after the last; otherwise one after
+            the other over a mean stay, and others behind the last all the time.
     """
-    if candidate.decode.options.measured:
-        raise UserError("--simulate prices steps of any shape by the published tables; leave --measured out")
-    if candidate.decode.options.drafts:
-        raise UserError("--simulate makes no drafts; leave --mtp out")
     instances = candidate.count if candidate.mode == "aggregated" else 1
     users = load.concurrency and max(1, round(load.concurrency / instances))
     share = Load(load.rate and load.rate / instances, users, load.burstiness)
     work = candidate.decode.workload
     stay = candidate.ttft.value + candidate.tpot.value * work.output.mean
-    warm = math.ceil(_WARM * (users or stay * share.rate))
+    warm = math.ceil(_WARM * (users or stay * share.rate)) if warmup is None else round(warmup / instances)
     longest = candidate.decode.config.max_position_embeddings
-    played = _play(candidate, share, longest, stay, warm, num_requests, seed, progress)
+    played = _play(candidate, share, longest, 0.0 if at_once else stay, warm, num_requests, seed, progress)
     return outcome(load, instances, played, objective, candidate)
 
 
@@ -73,14 +75,18 @@ def _play(
     seed: int,
     progress: Callable[[int, int], None] | None,
 ) -> Played:
-    """The first of a fixed number in flight come one after the other over a mean stay, lest all end together."""
+    """The first of a fixed number in flight come one after the other over `stay` seconds; 0: all at once, and none after the last."""
     service, numbers = deployment(candidate, longest), itertools.count()
     source = requests(load, candidate.decode.workload, longest, seed)
     played = Played([], [], [])
     users = load.concurrency or 0
     starts = iter([stay * index / users for index in range(users)])
 
+    arrived = 0
+
     def arrive(now: float) -> None:
+        nonlocal arrived
+        arrived += 1
         served = Served(next(numbers), asked, now)
         if warm <= served.number < warm + wanted:
             played.measured.append(served)
@@ -102,7 +108,7 @@ def _play(
                 done += 1
                 if progress:
                     progress(done, wanted)
-            if users:
+            if users and (stay or arrived < warm + wanted):
                 arrive(now)
                 asked = next(source)
     played.gaps.extend(service.gaps())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 
 from dsjax.engine.executor import RankResults, RowResult
@@ -49,7 +50,8 @@ def _results(rank: RankPlan) -> RankResults:
 class Engine:
     """One instance under the engine's scheduler: aggregated serving, or the prefill side (outputs of one token).
 
-    gaps: (begin, seconds, decodes) of each step with decodes: a running request waits so long for its next token.
+    gaps: (begin, seconds, decodes) of each step with decodes: a running request waits so long for its next token. made: tokens that a
+    step yields for a request; with drafts more than one, so that a request takes as many steps fewer.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Engine:
         longest: int,
         sharing: bool,
         one_token: bool = False,
+        made: float = 1.0,
     ):
         config = SchedulerConfig(
             max_num_seqs=seqs,
@@ -75,6 +78,7 @@ class Engine:
             prefix_caching=sharing,
         )
         self._scheduler, self._prices, self._one_token = Scheduler(config, ranks), prices, one_token
+        self._made = made
         self._serving: dict[str, Served] = {}
         self._count = 0
         self._plan = None
@@ -95,7 +99,7 @@ class Engine:
         asked, name = served.asked, str(self._count)
         # Only the shared part may be found in the cache: what follows is each request's own from its first token on.
         tokens = [_SHARED_TOKEN] * asked.shared + [_OWN_TOKEN + self._count] * (asked.prompt - asked.shared)
-        output = 1 if self._one_token else asked.output
+        output = 1 if self._one_token else steps_of(asked.output, self._made)
         self._scheduler.add(Request(name, tokens, asked.prompt, _PARAMS, output, 0, arrival_time=now))
         self._serving[name] = served
         self._count += 1
@@ -122,6 +126,11 @@ class Engine:
         return done
 
 
+def steps_of(output: int, made: float) -> int:
+    """Steps that make so many tokens: the first by the prompt, then `made` each."""
+    return output if made == 1 else 1 + math.ceil((output - 1) / made)
+
+
 def _work(rank: RankPlan) -> RankWork:
     decodes, prefills = rank.decodes, rank.prefills
     context = sum(row.start for row in decodes) + len(decodes)
@@ -136,8 +145,8 @@ def _work(rank: RankPlan) -> RankWork:
 class Decoder:
     """One instance that only decodes: requests come with their caches and run to their end in a slot of the emptiest rank."""
 
-    def __init__(self, prices: Fastest, ranks: int, *, seqs: int):
-        self._prices, self._seqs = prices, seqs
+    def __init__(self, prices: Fastest, ranks: int, *, seqs: int, made: float = 1.0):
+        self._prices, self._seqs, self._made = prices, seqs, made
         self._decodes, self._context = [0] * ranks, [0] * ranks
         self._waiting: deque[Served] = deque()
         self._ends: list[tuple[int, int, int, Served]] = []
@@ -166,7 +175,7 @@ class Decoder:
             self._decodes[rank] += 1
             self._context[rank] += served.asked.prompt
             served.first = now
-            steps = max(1, served.asked.output - 1)
+            steps = max(1, steps_of(served.asked.output, self._made) - 1)
             heapq.heappush(self._ends, (self._steps + steps, self._count, rank, served))
             self._count += 1
         for rank, decodes in enumerate(self._decodes):
@@ -184,6 +193,6 @@ class Decoder:
             _, _, rank, served = heapq.heappop(self._ends)
             served.finished = now
             self._decodes[rank] -= 1
-            self._context[rank] -= served.asked.prompt + max(1, served.asked.output - 1)
+            self._context[rank] -= served.asked.prompt + max(1, steps_of(served.asked.output, self._made) - 1)
             done.append(served)
         return done

@@ -97,6 +97,21 @@ def test_what_was_built_is_found_again_and_tried_once(kernels, monkeypatch):
     assert again.native.path == kernels.native.path
 
 
+def test_a_library_in_a_folder_that_cannot_be_written_is_used(kernels, monkeypatch, tmp_path):
+    shutil.copy(kernels.native.path, tmp_path)
+    monkeypatch.setattr(build.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
+    found = choose(cache=tmp_path)
+    assert found.native.path == tmp_path / kernels.native.path.name
+
+
+def test_a_library_that_hangs_costs_one_line(kernels, monkeypatch, tmp_path):
+    shutil.copy(kernels.native.path, tmp_path)
+    monkeypatch.setattr(build, "TRY_SECONDS", 0)
+    found = choose(cache=tmp_path)
+    assert found.native is None
+    assert "did not finish a small case" in found.note
+
+
 def test_another_machines_library_is_tried_and_left_alone(kernels, tmp_path):
     library = tmp_path / kernels.native.path.name
     library.write_bytes(b"\x7fELF of another machine")

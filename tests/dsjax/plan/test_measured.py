@@ -16,6 +16,7 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.measured import Measured, Point, _at, read_measured, widths
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.own_cluster import choose_precision, find_cluster
+from dsjax.plan.simulation.prices import RankWork, StepPrices
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import StepModel
 
@@ -254,3 +255,15 @@ def test_the_command_plans_for_the_machine_that_was_timed(path):
     assert "on measured device" in done.output
     assert f"{path}: 2026-01-01" in done.output.replace("\n", "")
     assert "dsjax serve --model demo --mesh dp=1" in done.output
+
+
+def test_a_simulation_prices_measured_modules_as_their_steps_do(demo, body, path):
+    step = model(demo, body)
+    prices = StepPrices(step, 2048)
+    # At the contexts between which attention was timed; the projections of a prompt are in attention's own time.
+    assert prices.seconds([RankWork(decodes=4, context=1400)]) == pytest.approx(step.decode(4, 350).value, rel=0.05)
+    one = RankWork(prompts=300, pairs=300 * 150.5)
+    assert prices.seconds([one]) == pytest.approx(step.prefill(300, prompt=300).value, rel=0.06)
+    options = "plan --model demo --input 300 --output 100 --concurrency 4 --mode aggregated --simulate --num-prompts 20 --json -"
+    done = CliRunner().invoke(app, [*options.split(), "--measured", str(path)], catch_exceptions=False)
+    assert json.loads(done.stdout)["simulation"][0]["requests"] == 20

@@ -13,7 +13,8 @@ from dsjax.plan.limits import bottlenecks, forbidden, on
 from dsjax.plan.report import sentence, to_json
 from dsjax.plan.search import search
 from dsjax.plan.sweep import sweep
-from dsjax.plan.workload import Lengths, Objective, Options, Workload
+from dsjax.plan.workload import Lengths, Objective, Options, Pins, Workload
+from sharding.mesh import MeshSpec
 
 # Fewer layouts, where a test is not about them.
 FEW = Options(modes=("aggregated",), redundant=0, overlap="off")
@@ -231,3 +232,15 @@ def test_wrong_wishes_say_what_was_expected(make, message):
 def test_a_request_longer_than_the_models_positions_is_refused(ask):
     with pytest.raises(UserError, match="positions for 163840"):
         search(ask(prompt=163_000, output=1000))
+
+
+def test_meshes_and_numbers_of_a_separated_service_can_be_given(ask):
+    pins = Pins(MeshSpec.parse("tp=8,ep=1"), MeshSpec.parse("dp=8"), 1, 3)
+    plan = search(ask("h200-32", options=Options(pins=pins)))
+    assert {c.name() for c in plan.ranked} <= {
+        f"1 × tp=8,ep=1{e} | 3 × dp=8{d}" for e in ("", " +32") for d in ("", " +32")
+    }
+    assert plan.winner.mode == "separated"
+    assert plan.winner.devices == 32
+    with pytest.raises(UserError, match=r"--decode-mesh dp=5 is no layout that fits here; nearest are"):
+        search(ask("h200-16", options=Options(pins=Pins(decode_mesh=MeshSpec.parse("dp=5")))))

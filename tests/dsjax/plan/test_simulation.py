@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from dsjax.cli import app
-from dsjax.errors import UserError
 from dsjax.plan.candidate import aggregated, prefill_pool, separated
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.instance import Instance
@@ -149,11 +148,27 @@ def test_percentiles_weigh_tokens():
     assert Spread.of(range(1, 101)).p99 == 99
 
 
-def test_drafts_are_refused(v3, candidate):
-    found = candidate()
-    drafting = Instance(v3, found.decode.cluster, found.decode.layout, Options(drafts=1), found.decode.workload)
-    with pytest.raises(UserError, match="makes no drafts"):
-        simulate(aggregated(drafting, 1, 4, 1000), Load(1.0, None), Objective())
+def test_drafts_make_a_request_take_fewer_steps_that_each_take_longer(v3, candidate):
+    found = candidate(batch=8)
+    decode = found.decode
+    drafting = Instance(
+        v3, decode.cluster, decode.layout, Options(overlap="off", drafts=1, acceptance=0.8), decode.workload
+    )
+    plain, fast = found, aggregated(drafting, 1, 8, 8192)
+    load = Load(None, 8)
+    first, second = (simulate(c, load, Objective(), num_requests=40) for c in (plain, fast))
+    assert second.itl.p50 > first.itl.p50
+    assert second.tpot.mean < first.tpot.mean
+    assert second.tpot.mean == pytest.approx(fast.tpot.value, rel=0.25)
+
+
+def test_a_start_of_all_at_once_is_seen_in_the_ttft_and_a_warmup_leaves_it_out(candidate):
+    found = candidate(batch=32, output=400, variation=0.2)
+    load = Load(None, 32)
+    choices = {"num_requests": 128, "at_once": True}
+    whole, warm = (simulate(found, load, Objective(), warmup=left, **choices) for left in (0, 64))
+    assert whole.ttft.p99 > 1.5 * warm.ttft.p99
+    assert whole.requests == warm.requests == 128
 
 
 def test_the_command_shows_and_writes_it():
