@@ -172,7 +172,6 @@ class Benchmark:
             self.say(
                 f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts"
             )
-        drafts = DraftFigures.between(before, await read_drafts())
         statistics = summarise(result, self.report.percentiles, self.report.objectives)
         bound = dataset.cached_share_bound(len(requests)) if isinstance(dataset, PrefixRepetition) else None
         point = Point(
