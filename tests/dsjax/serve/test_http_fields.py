@@ -31,8 +31,8 @@ CALL = FORMATS["deepseek_v31"].calls([("get_weather", '{"city": "Köln"}'), ("ge
 def start(start_server):
     def start(script: str = "", special: bool = False, options=None, **others):
         tokenizer = tool_tokenizer(special=special)
-        runner = ScriptedExecutor(tokenizer, script, max_chunk=16, num_ranks=2, **others)
-        return start_server(tokenizer=tokenizer, executor=runner, eos=(tokenizer.eos_id,), options=options)
+        executor = ScriptedExecutor(tokenizer, script, max_chunk=16, num_ranks=2, **others)
+        return start_server(tokenizer=tokenizer, executor=executor, eos=(tokenizer.eos_id,), options=options)
 
     return start
 

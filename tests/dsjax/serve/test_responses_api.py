@@ -22,8 +22,8 @@ CALL = FORMATS["deepseek_v31"].calls([("get_time", '{"city": "Ulm"}')])
 def start(start_server):
     def start(script: str, **others):
         tokenizer = tool_tokenizer()
-        runner = ScriptedExecutor(tokenizer, script, max_chunk=16, **others)
-        return start_server(tokenizer=tokenizer, executor=runner, eos=(tokenizer.eos_id,))
+        executor = ScriptedExecutor(tokenizer, script, max_chunk=16, **others)
+        return start_server(tokenizer=tokenizer, executor=executor, eos=(tokenizer.eos_id,))
 
     return start
 
