@@ -4,15 +4,18 @@
     python tools/bench_generate.py --prompts 256 --prompt-tokens 32 dsjax:dp=1 dsjax:dp=32
     python tools/bench_generate.py dsjax:dp=1 dsjax+synchronous:dp=1 dsjax+speculative:dp=1 dsjax+speculative+synchronous:dp=1
 
-A system is ``dsjax:MESH`` or ``transformers:EXPERTS``; ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for
-example ``dsjax:dp=1/kernels=plain``; ``+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module,
-``+synchronous`` turns asynchronous scheduling off; ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand
-in one run. Each runs in a process of its own; they take turns, one round each, so
-that a slow minute of the machine hits all of them. Round 0 warms up and is not counted. The figure is the median over rounds
-of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to the first system. The second
-ratio is of processor time, the least of the rounds: on a machine shared with others it says more, with one thread (``taskset
--c 0 … --threads 1``). All use the same prompts, greedy; dsjax without its prefix cache, which would spare it every prompt after
-the first round.
+A system is ``dsjax:MESH`` or ``transformers:EXPERTS``. ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for example
+``dsjax:dp=1/kernels=plain``; ``dsjax+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module; ``dsjax+synchronous``
+turns asynchronous scheduling off; ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand in one run.
+
+Each system runs in a process of its own; they take turns, one round each, so that a slow minute of the machine hits all of them. Round 0
+warms up and is not counted. The figure is the median over rounds of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to
+the first system. The second ratio is of processor time, the least of the rounds: on a machine shared with others it says more, with
+one thread (``taskset -c 0 … --threads 1``).
+
+All use the same prompts, greedy; dsjax without its prefix cache, which would spare it every prompt after the first round. ``--held-out``
+takes prompts from the files that the demo model was not trained on, instead of random tokens: drafts are then accepted as on real
+text, and how many is printed by position.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=1, help="of dsjax+speculative, tokens a row")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch and transformers")
+    parser.add_argument("--held-out", action="store_true", help="prompts are pieces of the demo's held-out files")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option of dsjax")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -71,6 +75,7 @@ def compare(args: argparse.Namespace) -> None:
     seconds: dict[str, list[float]] = {system: [] for system in args.systems}
     processor: dict[str, list[float]] = {system: [] for system in args.systems}
     produced: dict[str, list] = {}
+    drafts: dict[str, list[int]] = {}
     try:
         for round_number in range(args.rounds + 1):
             for system, worker in workers.items():
@@ -81,6 +86,7 @@ def compare(args: argparse.Namespace) -> None:
                     sys.exit(f"{system} ended with code {worker.wait()}; its message is above")
                 answer = json.loads(line)
                 produced[system] = answer["tokens"]
+                drafts[system] = answer.get("drafts") or []
                 if round_number:
                     seconds[system].append(answer["seconds"])
                     processor[system].append(answer.get("processor", float("nan")))  # an older checkout says none
@@ -104,6 +110,10 @@ def compare(args: argparse.Namespace) -> None:
             f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f} {least:12.2f} "
             f"{of_first / least:7.2f}  {same:.0%}"
         )
+        if drafts[system]:
+            rows_with, *accepted = drafts[system]
+            shares = ", ".join(f"{count / rows_with:.1%}" for count in accepted)
+            print(f"{'':32} accepted by position: {shares}; {1 + sum(accepted) / rows_with:.2f} tokens a row and step")
     if args.json:
         Path(args.json).write_text(json.dumps({"arguments": vars(args), "systems": rows}, indent=1))
 
@@ -114,8 +124,8 @@ def _start(args: argparse.Namespace, system: str) -> subprocess.Popen:
         f"--{name.replace('_', '-')}={getattr(args, name)}"
         for name in ("model", "prompts", "prompt_tokens", "new_tokens", "drafts", "threads")
     ]
-    options = [f"--option={option}" for option in args.option]
-    system, _, checkout = system.partition("@")
+    options = [f"--option={option}" for option in args.option] + ["--held-out"] * args.held_out
+    system, _, checkout = system.partition("@") if system.startswith("dsjax") else (system, "", "")
     script = Path(checkout) / "tools" / Path(__file__).name if checkout else __file__
     # An older checkout need not know what is said of drafts; each reads its own code, wherever dsjax is installed from.
     sizes = [size for size in sizes if not (checkout and size.startswith("--drafts"))]
@@ -135,13 +145,16 @@ def work(args: argparse.Namespace) -> None:
         start, processor = time.perf_counter(), time.process_time()
         tokens = run()
         found = {"seconds": time.perf_counter() - start, "processor": time.process_time() - processor, "tokens": tokens}
+        found["drafts"] = list(getattr(run, "drafts", []))
         json.dump(found, answers)
         answers.write("\n")
         answers.flush()
 
 
 def _prompts(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
-    """The same pseudo-random prompts for every system, without a library that might differ."""
+    """The same prompts for every system: pseudo-random ones, without a library that might differ, or pieces of held-out files."""
+    if args.held_out:
+        return _held_out(args)
     state, prompts = 12345, []
     for _ in range(args.prompts):
         prompt = []
@@ -149,6 +162,21 @@ def _prompts(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
             state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
             prompt.append(16 + (state >> 33) % (vocabulary - 16))
         prompts.append(prompt)
+    return prompts
+
+
+def _held_out(args: argparse.Namespace) -> list[list[int]]:
+    sys.path.insert(0, str(ROOT))
+    from dsjax.engine.tokenizer import Tokenizer
+    from tools.demo.corpus import read_corpus
+
+    tokenizer, prompts = Tokenizer.from_directory(args.model), []
+    files = [file.content.decode() for file in read_corpus()[1]]
+    files = [text for text in files if len(text) > 40 * args.prompt_tokens]
+    for index in range(args.prompts):
+        text = files[index % len(files)]
+        first = (index // len(files) + 1) * 997 % (len(text) // 2)
+        prompts.append(tokenizer.encode(text[first : first + 20 * args.prompt_tokens])[: args.prompt_tokens])
     return prompts
 
 
@@ -168,8 +196,26 @@ def _dsjax(args: argparse.Namespace, mesh: str, variants: list[str]):
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in _prompts(args, llm.config.vocab_size)]
 
+    step, counted = llm.engine.core.step, []
+
+    def counting(meanwhile=None):
+        updates = step(meanwhile)
+        stats = llm.engine.core.stats()
+        if stats is not None and getattr(stats, "drafts", None) is not None:
+            counted.append(stats.drafts)
+        return updates
+
+    llm.engine.core.step = counting
+
     def run():
-        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+        counted.clear()
+        found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+        most = max((len(one.accepted_per_position) for one in counted), default=0)
+        by_position = [
+            sum((*one.accepted_per_position, *[0] * most)[place] for one in counted) for place in range(most)
+        ]
+        run.drafts = [sum(one.num_drafts for one in counted), *by_position] if most else []
+        return found
 
     return run
 
