@@ -12,7 +12,7 @@ import numpy as np
 from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting
 from dsjax.bench.modules.timing import Prepared, device_loop
-from dsjax.engine import device_state
+from dsjax.engine import device_state, slots
 from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.slots import LaunchShape
@@ -42,13 +42,13 @@ def _inputs(setting: Setting, rows: int, pages: int) -> Prepared:
 
     def one_step(inputs, _, carry):
         # Each round begins where the one before has ended, so that nothing is computed ahead of the loop.
-        state, rotated, slots, last = carry
+        state, rotated, written, last = carry
         state, read, groups = slots.read(step, state, inputs["packed"], shape)
         rotation = Rotation.at(flatten([groups[0].positions]), config.rope, config.qk_rope_head_dim)
         found = flatten([groups[0].slots(step.page_size)])
         last = last + jnp.take_along_axis(inputs["x"], jnp.maximum(read.slot, 0)[..., None], axis=1)
         state, _ = slots.commit(step, state, read, found % config.vocab_size)
-        return state, rotation(rotated), slots + found, last
+        return state, rotation(rotated), written + found, last
 
     carry = (
         _state(setting, rows),
