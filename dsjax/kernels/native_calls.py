@@ -121,9 +121,20 @@ class NativeKernels:
 
 
 @functools.cache
+def _libraries() -> dict[str, ctypes.CDLL]:
+    """The libraries of this process, by name."""
+    return {}
+
+
 def _library(path: Path) -> ctypes.CDLL:
-    """The library at ``path``, its kernels registered with XLA, once in a process."""
-    library = ctypes.CDLL(str(path))
+    """The library at ``path``, its kernels registered with XLA, once in a process.
+
+    A copy of a library that is loaded already is not loaded again: its name says that it is the same, and XLA refuses a second
+    function under one name.
+    """
+    if path.stem in _libraries():
+        return _libraries()[path.stem]
+    library = _libraries()[path.stem] = ctypes.CDLL(str(path))
     for kernel in TARGETS:
         capsule = jax.ffi.pycapsule(getattr(library, f"dsjax_{kernel}"))
         jax.ffi.register_ffi_target(_target(kernel, path.stem), capsule, platform="cpu")

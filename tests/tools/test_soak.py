@@ -1,20 +1,17 @@
 """What the soak test judges by: the bound on a step's launches, and every claim's failure."""
 
 import argparse
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsjax.engine.buckets import Buckets
-from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
+from dsjax.engine.commands import TOKEN_MADE, PrefillRow, RankStep, Step, int32s
 from dsjax.top.reading import Exposition
 from tools.soak import judge
 from tools.soak_bound import ChunkBudget
 from tools.soak_sessions import Mix, Outcome
-
-REQUEST = SimpleNamespace(wants_prompt_logprobs=False)
 
 
 @st.composite
@@ -33,8 +30,8 @@ def chunks_within_a_budget(draw):
 @given(chunks_within_a_budget())
 def test_no_step_has_more_prompt_launches_than_the_bound_counts(case):
     budget, chunk, rows, lengths = case
-    plan = StepPlan([RankPlan([], [ScheduledRow(REQUEST, 0, length) for length in lengths])])
-    launches = Buckets.covering(rows, chunk, mixed=False).launches(plan)
+    prompts = [PrefillRow(slot, 0, int32s([1] * length), TOKEN_MADE, 4096) for slot, length in enumerate(lengths)]
+    launches = Buckets.covering(rows, chunk, mixed=False).launches(Step([RankStep([], [], b"", prompts, [])]))
     assert len(launches) <= ChunkBudget(budget, chunk, rows, 0.0, 0.0).most_prompt_launches
 
 
