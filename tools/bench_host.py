@@ -143,7 +143,12 @@ def _inputs(executor, pending):
     from dsjax.engine.launch_inputs import pack_launch
 
     outcome, ranks = pending.outcomes[0], len(pending.command.ranks)
-    return pack_launch(pending.command, outcome.launch, outcome.shape, [[] for _ in range(ranks)], [{}] * ranks)
+    packed = pack_launch(pending.command, outcome.launch, outcome.shape, [[] for _ in range(ranks)], [{}] * ranks)
+    rows = outcome.shape.decode_rows[0]
+    packed[:, rows : 2 * rows] = (
+        512  # the rows have come to their limits; what lies beyond goes to page 0, which nobody reads
+    )
+    return packed
 
 
 def _ranks(mesh: str) -> int:

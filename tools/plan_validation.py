@@ -56,8 +56,8 @@ because an FP8 cache must never make a plan worse.
 
 What is wrong, and not repaired here:
 
-- **Not quite monotone between table points.** A longer context or a larger batch can make a step up to 0.02 % faster, where what hides behind
-  what changes (`tests/dsjax/plan/test_monotone.py` holds 0.1 %).
+- **Not quite monotone between table points.** A longer context or a larger batch can make a step up to 0.02 % faster, where what
+  hides behind what changes (`tests/dsjax/plan/test_monotone.py` holds 0.1 %).
 - **Prefill on GB200 (D, E)** is a quarter too slow. Dispatch and combine are 0.36 of 1.17 s: they are carried over from an H200 in one
   host with the link's rate only, one after the other, and overlap of two batches was taken to be off.
 - **TP16 between hosts (H, I)** takes twice what is predicted: 122 sums a step between two hosts at about 0.1 ms each, where the model

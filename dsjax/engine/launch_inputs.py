@@ -34,7 +34,10 @@ def split_page_changes(step: Step, room: int) -> tuple[list[list[PageEntry]], li
 
 
 def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.ndarray]:
-    """``[B, ADMIT_WIDTH]`` int32 inputs of the admission program, as many as it takes; none where there is nothing to do."""
+    """``[B, ADMIT_WIDTH]`` int32 inputs of the admission program, as many as it takes; none where there is nothing to do.
+
+    An admission voids what its slot had, so page changes and counts begin with the run that has the last admissions.
+    """
     counts = [
         [
             np.insert(np.frombuffer(admission.counts, "<i4").reshape(-1, 2), 0, admission.slot, axis=1)
@@ -44,12 +47,13 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
         for rank in step.ranks
     ]
     joined = [np.concatenate(own) if own else np.zeros((0, 3), np.int32) for own in counts]
-    runs = max(
-        max(
-            -(-len(rank.admissions) // ADMISSIONS), -(-len(own_changes) // PAGE_CHANGES), -(-len(own_counts) // COUNTED)
-        )
-        for rank, own_changes, own_counts in zip(step.ranks, changes, joined, strict=True)
+    admitting = max(-(-len(rank.admissions) // ADMISSIONS) for rank in step.ranks)
+    filling = max(
+        max(-(-len(own_changes) // PAGE_CHANGES), -(-len(own_counts) // COUNTED))
+        for own_changes, own_counts in zip(changes, joined, strict=True)
     )
+    first = max(admitting - 1, 0)
+    runs = max(admitting, first + filling)
     for run in range(runs):
         admissions = np.full((len(step.ranks), ADMISSIONS, ADMISSION_WIDTH), -1, np.int32)
         pages = np.full((len(step.ranks), PAGE_CHANGES, 3), -1, np.int32)
@@ -57,10 +61,12 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
         for rank, (own, own_changes, own_counts) in enumerate(zip(step.ranks, changes, joined, strict=True)):
             for place, admission in enumerate(own.admissions[run * ADMISSIONS : (run + 1) * ADMISSIONS]):
                 admissions[rank, place] = _admission(admission)
-            part = own_changes[run * PAGE_CHANGES : (run + 1) * PAGE_CHANGES]
+            if run < first:
+                continue
+            part = own_changes[(run - first) * PAGE_CHANGES : (run - first + 1) * PAGE_CHANGES]
             if part:
                 pages[rank, : len(part)] = part
-            part = own_counts[run * COUNTED : (run + 1) * COUNTED]
+            part = own_counts[(run - first) * COUNTED : (run - first + 1) * COUNTED]
             counted[rank, : len(part)] = part
         yield np.concatenate([a.reshape(len(step.ranks), -1) for a in (admissions, pages, counted)], axis=1)
 

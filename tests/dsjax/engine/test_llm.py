@@ -13,6 +13,7 @@ from dsjax import LLM, SamplingParams
 from dsjax.config import ModelConfig
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.commands import Step
+from dsjax.engine.slots import ADMISSIONS
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
 
@@ -83,6 +84,16 @@ def test_outputs_come_in_the_prompts_order_each_by_its_own_parameters(llm):
     longer = llm.generate(prompts, greedy(9))
     for tokens, more in zip(tokens_of(outputs), tokens_of(longer), strict=True):
         assert tokens == more[: len(tokens)]
+
+
+def test_more_requests_than_one_run_of_admissions_takes_start_in_one_step(checkpoint):
+    made = load(checkpoint, max_num_seqs=12, max_num_batched_tokens=256, enable_prefix_caching=False)
+    made.executor.buckets = Buckets(decode=(12,), prefill=(Rectangle(4, 16),), mixed=False)
+    prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 + 2 for j in range(15)]} for i in range(ADMISSIONS + 4)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    together = [output.outputs[0].token_ids for output in made.generate(prompts, params)]
+    assert together == [made.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    made.shutdown()
 
 
 def test_greedy_tokens_are_the_largest_logits_of_the_sequence_so_far(llm):

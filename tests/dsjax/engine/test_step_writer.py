@@ -183,18 +183,20 @@ def test_a_launch_s_integers_are_its_rows_and_the_pages_that_they_gained():
     assert columns(second, widths) == [[0, -1], [4, 0], [0, 0], *piece, [-1, -1, -1, *nothing]]
 
 
-def test_admissions_take_as_many_runs_as_they_need_and_none_where_there_are_none():
+def test_admissions_take_as_many_runs_as_they_need_and_page_changes_come_with_the_last_of_them_or_later():
     slots = ADMISSIONS + 1
     requests = [running(slot, list(range(1, 41)), temperature=0.5) for slot in range(slots)]
     step = StepWriter(2, slots, PAGE).write(decode(requests, []))
     _, before = split_page_changes(step, 3)
     runs = list(pack_admissions(step, before))
-    assert len(runs) == 2 == -(-slots * 40 // PAGE_CHANGES)
+    # An admission voids its slot's pages, so none may be entered before it.
+    assert len(runs) == 1 + -(-slots * 40 // PAGE_CHANGES)
     given, changed = [], []
     for run in runs:
         admissions, pages, counts = np.split(run[0], np.cumsum([ADMISSIONS * ADMISSION_WIDTH, 3 * PAGE_CHANGES]))
         given += [row[0] for row in admissions.reshape(-1, ADMISSION_WIDTH) if row[0] >= 0]
         changed += [tuple(row) for row in pages.reshape(-1, 3).tolist() if row[0] >= 0]
+        assert {slot for slot, _, _ in changed} <= set(given), "no slot has pages before its admission"
         assert len(counts) == 3 * COUNTED
         assert (counts == -1).all()
         assert (run[1] == -1).all()
