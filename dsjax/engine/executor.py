@@ -129,7 +129,7 @@ class Executor(Protocol):
 
     def collect(self, pending: Any) -> Any:
         """Wait, and give what came of a command: of a `Step` a `RankResults` for each rank, of `Score` float32 logits
-        `[tokens, V]`, of the others None. Commands are collected in their order, each once.
+        `[tokens, V]`, of the others None. Steps are collected in their order, each once; `Copy` and `Clear` need not be.
         """
 
     def counts(self) -> ExecutorCounts:

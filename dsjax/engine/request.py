@@ -148,11 +148,6 @@ class Request:
         return self.num_computed_tokens + self.num_in_flight
 
     @property
-    def is_ending(self) -> bool:
-        """Whether the rows under way are sure to make the last of its `max_tokens`."""
-        return len(self.token_ids) + self.num_due >= self.max_total_tokens
-
-    @property
     def max_cached_tokens(self) -> int:
         """The most tokens that it can ever have in the cache: its last one is never computed."""
         return max(self.num_prompt_tokens, self.max_total_tokens - 1)

@@ -53,39 +53,37 @@ class StepWriter:
             told[:] = [0] * len(told)
 
     def _write_rank(self, index: int, rank: RankPlan, num_drafts: int) -> RankStep:
-        owners, told = self._owner[index], self._told[index]
         admissions: list[Admission] = []
         changes: list[PageChange] = []
         guides: list[Guide] = []
         decodes: list[int] = []
         page_size = self._page_size
         for request, start, _, _ in rank.decodes:
-            slot, pages = request.slot, request.pages
-            owner, admission = owners[slot]
-            if owner is not request or admission != request.admissions:
-                self._admit(index, request, start, admissions)
-            known = told[slot]
-            if known != len(pages):
-                changes.append(PageChange(slot, known, pages[known:]))
-                told[slot] = len(pages)
-            decodes += (slot, min(len(pages) * page_size, request.max_cached_tokens))
+            self._tell(index, request, start, admissions, changes)
+            decodes += (request.slot, min(len(request.pages) * page_size, request.max_cached_tokens))
             if request.rules is not None:
                 _guide(request, num_drafts, guides)
         prefills = []
         for row in rank.prefills:
             request, start, _, sampled = row
-            slot, pages = request.slot, request.pages
-            owner, admission = owners[slot]
-            if owner is not request or admission != request.admissions:
-                self._admit(index, request, start, admissions)
-            known = told[slot]
-            if known != len(pages):
-                changes.append(PageChange(slot, known, pages[known:]))
-                told[slot] = len(pages)
+            self._tell(index, request, start, admissions, changes)
             prefills.append(self._prefill(row))
             if sampled and request.rules is not None:
                 _guide(request, 0, guides)
         return RankStep(admissions, changes, int32s(decodes), prefills, guides)
+
+    def _tell(
+        self, rank: int, request: Request, start: int, admissions: list[Admission], changes: list[PageChange]
+    ) -> None:
+        """Add what the executor does not know yet of the slot that a row is in: whose it is, and its new pages."""
+        slot, pages, told = request.slot, request.pages, self._told[rank]
+        owner, admission = self._owner[rank][slot]
+        if owner is not request or admission != request.admissions:
+            self._admit(rank, request, start, admissions)
+        known = told[slot]
+        if known != len(pages):
+            changes.append(PageChange(slot, known, pages[known:]))
+            told[slot] = len(pages)
 
     def _admit(self, rank: int, request: Request, start: int, admissions: list[Admission]) -> None:
         slot = request.slot
