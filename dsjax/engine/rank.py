@@ -186,9 +186,8 @@ class Rank:
             if request.num_rows_under_way:
                 if request.num_computed_tokens + 1 < known:
                     computing.append(request)
-                if (
-                    known + request.num_due >= request.max_total_tokens
-                ):  # the rows under way are sure to make its last token
+                # The rows under way are sure to make its last token.
+                if known + request.num_due >= request.max_total_tokens:
                     continue
                 if request.num_due and request.rules is not None and request.rules.needs_tokens:
                     continue
