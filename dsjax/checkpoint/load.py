@@ -22,6 +22,7 @@ from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.model.parameters import Weights
 from dsjax.model.transformer import abstract_parameters
+from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
 from sharding.rules import Rules
 
@@ -35,7 +36,7 @@ def load(
     rules: Rules,
     *,
     weights: Weights | Literal["auto"] = "auto",
-    placement: Placement | None = None,
+    placement: Placement | LayerPlacements | None = None,
     mtp: bool = True,
     progress: bool = False,
 ) -> dict[str, jax.Array]:
@@ -52,7 +53,7 @@ def load(
             (with their block scales; a checkpoint that is not FP8 is quantised). An FP8 checkpoint is dequantised
             otherwise, exactly: ``float32(fp8) × scale``, then rounded to the dtype. ``auto`` is ``f32`` for a float32
             checkpoint, else ``bf16``.
-        placement: the logical expert of each physical slot; default: one copy of each, in order.
+        placement: the logical expert of each physical slot, of all layers or layer by layer; default: one copy of each, in order.
         mtp: whether to load the MTP modules, where the configuration has any.
         progress: whether to draw a progress bar on standard error.
 
@@ -110,7 +111,7 @@ def from_hf_tensors(
     *,
     weights: Weights = "f32",
     platform: str = "cpu",
-    placement: Placement | None = None,
+    placement: Placement | LayerPlacements | None = None,
     mtp: bool = True,
 ) -> dict[str, np.ndarray]:
     """Parameters in host memory from Hugging Face tensors in host memory; arguments and errors as ``load``'s.

@@ -20,6 +20,7 @@ from dsjax.model.step import Step
 from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig, resolved_method
+from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
 
 
@@ -55,7 +56,7 @@ def make_step(
     weights = weights_format(args, config, dtype, bf16_experts)
     common_layout(args.mla_prefill, args.mla_decode)
     check_layout(config, spec, args.redundant_experts, weights)
-    placement = expert_placement(config, spec, args.redundant_experts)
+    placement = expert_placement(config, spec, args.redundant_experts, mtp=mtp)
     table = parameter_table(
         config,
         weights=weights,
@@ -151,12 +152,16 @@ def model_rules(config: ModelConfig, spec: MeshSpec) -> Rules:
     return rules.replace(vocab=()) if config.vocab_size % spec.tp_size else rules
 
 
-def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int) -> Placement:
-    """Which logical expert each physical slot holds: in order, or with redundant copies spread evenly."""
-    if not redundant:
-        return Placement.identity(config.n_routed_experts)
-    physical = config.n_routed_experts + redundant
-    return Placement.with_redundancy(config.n_routed_experts, physical, ranks=spec.ep_size)
+def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp: bool = False) -> LayerPlacements:
+    """Which logical expert each physical slot of each MoE layer holds: in order, or with redundant copies spread evenly.
+
+    The layer of the MTP module, with ``mtp``, is the last.
+    """
+    experts = config.n_routed_experts
+    placement = Placement.identity(experts)
+    if redundant:
+        placement = Placement.with_redundancy(experts, experts + redundant, ranks=spec.ep_size)
+    return LayerPlacements.alike(placement, (config.num_moe_layers + mtp) if config.is_moe else 0)
 
 
 def dispatch_method(step: Step, tokens: int) -> str:

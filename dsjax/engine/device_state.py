@@ -67,7 +67,7 @@ def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceS
     integers = {"num_prompt_tokens": np.int32, "seed": np.uint32, "top_k": np.int32}
     copies = None
     if step.config.is_moe:
-        tables = step.placement.tables_of(step.moe_layers_with_module)
+        tables = step.placement.tables
         copies = CopyTables(*(jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in tables))
     filled = None
     if num_drafts:
@@ -98,8 +98,9 @@ def allocate(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceS
     )
     state = jax.block_until_ready(make())
     if described.copies is not None:
-        tables = step.placement.tables_of(step.moe_layers_with_module)
-        state.copies = jax.device_put(tables, jax.tree.map(lambda array: array.sharding, described.copies))
+        state.copies = jax.device_put(
+            step.placement.tables, jax.tree.map(lambda array: array.sharding, described.copies)
+        )
     return state
 
 
