@@ -55,8 +55,8 @@ def make_step(
     dtype = compute_dtype(args, config, platform)
     weights = weights_format(args, config, dtype, bf16_experts)
     common_layout(args.mla_prefill, args.mla_decode)
-    check_layout(config, spec, args.redundant_experts, weights)
-    placement = expert_placement(config, spec, args.redundant_experts, mtp=mtp)
+    check_layout(config, spec, args.num_redundant, weights)
+    placement = expert_placement(config, spec, args.num_redundant, mtp=mtp)
     table = parameter_table(
         config,
         weights=weights,

@@ -113,7 +113,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    check_layout(config, spec, args.redundant_experts, "fp8" if args.weights == "fp8" else "bf16")
+    check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
     mesh = spec.build()
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":

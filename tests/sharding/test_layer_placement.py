@@ -18,7 +18,8 @@ def random_row(seed: int, experts: int, physical: int) -> np.ndarray:
 def test_tables_are_as_wide_as_any_placement_needs_and_name_every_slot_once():
     rows = LayerPlacements(np.array([[0, 1, 2, 2, 2, 2], [0, 1, 2, 0, 1, 2]]), 3)
     physical, copies = rows.tables
-    assert physical.shape == (2, 3, 4) and rows.width == 4
+    assert physical.shape == (2, 3, 4)
+    assert rows.width == 4
     assert copies.tolist() == [[1, 1, 4], [2, 2, 2]]
     assert physical[0].tolist() == [[0, -1, -1, -1], [1, -1, -1, -1], [2, 3, 4, 5]]
     assert physical[1].tolist() == [[0, 3, -1, -1], [1, 4, -1, -1], [2, 5, -1, -1]]
