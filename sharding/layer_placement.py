@@ -92,52 +92,6 @@ def copy_tables(physical_to_logical: Sequence[int], n_logical: int) -> CopyTable
     return CopyTables(physical, copies)
 
 
-def rank_loads(load: np.ndarray, physical_to_logical: np.ndarray, ranks: int) -> np.ndarray:
-    """Load of each rank, ``[L, ranks]``, where each expert's load is shared evenly by its copies.
-
-    load: ``[L, E]``, tokens of each logical expert; physical_to_logical: ``[L, P]``.
-    """
-    load, rows = np.asarray(load, float), np.asarray(physical_to_logical)
-    copies = np.stack([np.bincount(row, minlength=load.shape[1]) for row in rows])
-    per_slot = np.take_along_axis(load / np.maximum(copies, 1), rows, axis=1)
-    return per_slot.reshape(len(rows), ranks, -1).sum(axis=2)
-
-
-def keep_in_place(old: np.ndarray, new: np.ndarray, *, ranks: int, hosts: int = 1) -> np.ndarray:
-    """``new`` for one layer, its ranks and slots named anew so that as many experts as possible stay where they are in ``old``.
-
-    Ranks are alike but for their hosts, so what ``new`` gives to one rank may as well go to another of the same host; and the
-    slots of a rank are alike. The load of each rank is that of ``new``, in another order.
-
-    old, new: ``[P]`` physical to logical; hosts: runs of ranks within which ranks may be exchanged.
-    """
-    from scipy.optimize import linear_sum_assignment  # takes long to import, and only a rebalance needs it
-
-    old, new = np.asarray(old).reshape(ranks, -1), np.asarray(new).reshape(ranks, -1)
-    experts = int(max(old.max(), new.max())) + 1
-    counts_old, counts_new = (np.stack([np.bincount(row, minlength=experts) for row in rows]) for rows in (old, new))
-    per_host = ranks // hosts
-    kept = np.empty_like(old)
-    for first in range(0, ranks, per_host):
-        part = slice(first, first + per_host)
-        common = np.minimum(counts_old[part, None], counts_new[None, part]).sum(axis=-1)
-        places, sources = linear_sum_assignment(common, maximize=True)
-        for place, source in zip(places, sources, strict=True):
-            kept[first + place] = _in_old_slots(old[first + place], new[first + source])
-    return kept.reshape(-1)
-
-
-def _in_old_slots(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """A rank's new experts, each in a slot that holds it already where there is one."""
-    waiting, found = list(new), np.full_like(old, -1)
-    for slot, expert in enumerate(old):
-        if expert in waiting:
-            waiting.remove(expert)
-            found[slot] = expert
-    found[found < 0] = sorted(waiting)
-    return found
-
-
 def exchange_rounds(
     old: Sequence[int], new: Sequence[int], *, ranks: int, experts: int
 ) -> Iterator[list[tuple[int, int]]]:
