@@ -79,7 +79,7 @@ class EngineArgs:
     eplb_config: str | dict[str, Any] | None = option(
         None,
         'how, with vLLM\'s names: JSON such as \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
-        '"log_balancedness": true, "max_bytes_per_step": 134217728, "policy": "auto"}\'; implies --enable-eplb',
+        '"log_balancedness": true, "max_bytes_per_step": 134217728, "policy": "auto"}\'; with --enable-eplb',
     )
     init_expert_location: str | None = option(
         None,
@@ -151,7 +151,11 @@ class EngineArgs:
         Raises:
             UserError: it is not JSON, or has fields or values that cannot be.
         """
-        if self.eplb_config is None and not self.enable_eplb:
+        if not self.enable_eplb:
+            if self.eplb_config is not None:
+                raise UserError(
+                    "--eplb-config is given without --enable-eplb; add it, or for experts that stay where they are use --redundant-experts"
+                )
             return None
         return EplbConfig.parse(self.eplb_config)
 

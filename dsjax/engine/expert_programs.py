@@ -210,13 +210,9 @@ def lower_place(step: Step, params: Mapping[str, Any], layers: ExpertLayers, cop
 
     described = (copies, loads)
     number = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
-    marked = jax.ShapeDtypeStruct(
-        (group.size, step.placement.n_physical // group.size), np.int32, sharding=everywhere
-    )
+    marked = jax.ShapeDtypeStruct((group.size, step.placement.n_physical // group.size), np.int32, sharding=everywhere)
     tables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=everywhere), copies)
-    return jax.jit(place, donate_argnums=(0, 2, 3)).lower(
-        stack, staging, copies, loads, marked, tables, number, number
-    )
+    return jax.jit(place, donate_argnums=(0, 2, 3)).lower(stack, staging, copies, loads, marked, tables, number, number)
 
 
 def _word(dtype: np.dtype) -> np.dtype:

@@ -22,7 +22,7 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import check_layout, dispatch_method, make_step, weights_format
+from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.executor import Executor, ExecutorLimits
 from dsjax.engine.mesh_executor import MeshExecutor
@@ -124,6 +124,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     if mesh.devices.flat[0].platform == "cpu":
         _check_host_memory(args, step)
+    per_exchange = experts_per_exchange(args, step)
     params = load(
         config,
         checkpoint,
@@ -139,7 +140,17 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     mixed = mesh.devices.flat[0].platform != "cpu"
     buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed, speculation=speculation)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
-    executor: Executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
+    executor: Executor = MeshExecutor(
+        step,
+        params,
+        limits,
+        buckets,
+        num_drafts=num_drafts,
+        experts_per_exchange=per_exchange,
+        reload=lambda paths, placements: load(
+            config, directory, mesh, step.rules, weights=weights, placement=placements, mtp=step.has_module, only=paths
+        ),
+    )
     if args.record_steps is not None:
         executor = _recording(args, executor, mesh, directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
