@@ -179,7 +179,7 @@ class MeshExecutor:
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
-        within, before = split_page_changes(command, shapes[0].page_changes)
+        within, before = split_page_changes(command, shapes[0].page_changes if shapes else 0)
         admissions = [self._send(packed) for packed in pack_admissions(command, before)]
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
