@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from goldens.our_model import COMPILE_QUICKLY, bound, hf_tensors, logits_of
