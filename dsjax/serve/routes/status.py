@@ -14,7 +14,7 @@ from dsjax.engine.output_stream import EngineDeadError
 from dsjax.engine.rank import RankLoad
 from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import ExpertLoad, Load, RankLoadBody, ServerInfo, State, Version, errors
+from dsjax.serve.schemas import ExpertLoad, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
 
 _LOADS_SECONDS = 0.5
