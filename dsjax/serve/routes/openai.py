@@ -39,7 +39,7 @@ def openai_routes(serving: Serving) -> APIRouter:
         """The served names."""
         return {"object": "list", "data": [_card(serving, name) for name in serving.model_names]}
 
-    @router.get("/models/{name:path}", responses=errors())
+    @router.get("/models/{name:path}", responses=errors(422))
     async def model(name: str) -> ModelCard:
         """One served name."""
         return _card(serving, serving.check_model(name))
