@@ -58,8 +58,9 @@ class StepModel:
     def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> Figure:
         """One decode step.
 
-        batch: requests; context: cached positions of each; drafts: tokens verified beside the next one, each made by one
-        pass of the MTP module; uneven: coefficient of variation of the requests' contexts; the replica with the
+        batch: requests; context: cached positions of each; drafts: tokens verified beside the next one. The MTP module makes
+        each in a pass of its own: the first goes over all tokens that were computed, whose entries its cache needs, each further
+        one over one token of a request. uneven: coefficient of variation of the requests' contexts; the replica with the
         longest contexts is waited for.
         """
         tokens = batch * (1 + drafts)
@@ -67,7 +68,8 @@ class StepModel:
         layers = self._layers(tokens, batch * context, context, True, self.config.num_hidden_layers, wait)
         parts = {**layers, "head": self.head(tokens), **self.beside(tokens, batch, True)}
         if drafts:
-            parts["MTP module"] = self._draft(batch, context, wait) * drafts
+            further = self._draft(batch, batch, context, wait) * (drafts - 1)
+            parts["MTP module"] = (self._draft(tokens, batch, context, wait) + further).named("MTP module", "s")
             parts["host, drafts"] = self.host.draft() * drafts
         return self._whole(parts)
 
@@ -360,11 +362,11 @@ class StepModel:
             self.shared[key] = (product + logits).named("head", "s")
         return self.shared[key]
 
-    def _draft(self, batch: float, context: float, wait: Figure) -> Figure:
-        """One pass of the MTP module: a layer with experts, its projection of two widths, the head."""
+    def _draft(self, tokens: float, batch: float, context: float, wait: Figure) -> Figure:
+        """One pass of the MTP module: a layer with experts and its projection of two widths over all tokens, the head for each request."""
         config = self.config
-        layer = total(list(self._layers(batch, batch * context, context, True, 1, wait, dense=0).values()))
-        joined = self.chip.bf16_product(batch, config.hidden_size, 2 * config.hidden_size)
+        layer = total(list(self._layers(tokens, batch * context, context, True, 1, wait, dense=0).values()))
+        joined = self.chip.bf16_product(tokens, config.hidden_size, 2 * config.hidden_size)
         return (layer + joined + self.head(batch)).named("MTP module", "s")
 
 
