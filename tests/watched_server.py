@@ -100,7 +100,7 @@ class WatchedServer:
         self.asked: list[dict] = []
         self.api_key: str | None = None
         self.status = 200
-        app = FastAPI()
+        app = FastAPI(docs_url=None)
         create_metrics_routes(app, self)
         create_page_routes(app, self)
         self._add(app)

@@ -14,7 +14,7 @@ from dsjax.engine.output_stream import EngineDeadError
 from dsjax.engine.rank import RankLoad
 from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import ExpertLoad, Load, RankLoadBody, ServerInfo, State, Version, errors
+from dsjax.serve.schemas import ExpertLoad, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
 
 _LOADS_SECONDS = 0.5
@@ -40,9 +40,9 @@ def status_routes(serving: Serving) -> APIRouter:
         return {"status": "ready"}
 
     @router.get("/version", responses=errors())
-    async def package_version() -> Version:
+    async def version_of_server() -> Version:
         """The version of dsjax."""
-        return {"version": _version()}
+        return {"version": package_version()}
 
     @router.get("/get_load", responses=errors(503))
     async def get_load() -> Load:
@@ -54,7 +54,7 @@ def status_routes(serving: Serving) -> APIRouter:
         """What is served, how, and under which load."""
         experts = serving.expert_counts
         body: ServerInfo = {
-            "version": _version(),
+            "version": package_version(),
             "models": list(serving.model_names),
             "phase": serving.phase.value,
             "options": serving.options.to_json(),
@@ -110,7 +110,8 @@ def expert_load(counts: ExpertCounts) -> ExpertLoad:
     }
 
 
-def _version() -> str:
+def package_version() -> str:
+    """The version of dsjax that is installed."""
     try:
         return version("dsjax")
     except PackageNotFoundError:  # run from the source tree

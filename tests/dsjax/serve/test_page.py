@@ -12,6 +12,7 @@ from watched_server import WatchedServer, experts, load, request, step, token
 from dsjax.engine.request import FinishReason
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
+from dsjax.serve.page.reference import reference
 from dsjax.serve.page.routes import PAGE_PATHS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -279,6 +280,37 @@ def test_it_fits_narrow_screens_and_is_readable_in_light_and_dark(browser, serve
         contrasts = page.evaluate(CONTRASTS)
         assert len(contrasts) > 10
         assert min(ratio for _, ratio in contrasts) >= 4.5, contrasts
+
+
+def test_docs_name_every_endpoint_and_field_without_a_network(browser, start_server):
+    server = start_server(num_ranks=1)
+    schema = server.get("/openapi.json").json()
+    assert "HTTPValidationError" not in str(schema), "every error has OpenAI's shape"
+    with opened(browser, server, viewport={"width": 320, "height": 800}) as page:
+        page.goto(server.url + "/docs#ChatRequest")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+        shown = set(page.locator("h3 code").all_text_contents())
+        assert shown == {f"{method.upper()} {path}" for path, all_ in schema["paths"].items() for method in all_}
+        for name, shape in schema["components"]["schemas"].items():
+            rows = page.locator(f"[id='{name}'] th").all_text_contents()
+            assert rows == list(shape.get("properties", {})), name
+        (stop,) = page.locator("#CompletionRequest tr").filter(has=page.get_by_text("stop", exact=True)).all()
+        assert "string (at most 1024 characters) or list of string" in stop.text_content()
+        broken = page.evaluate("""[...document.querySelectorAll("a[href^='#']")].map((each) => each.hash.slice(1))
+            .filter((id) => !document.getElementById(id))""")
+        assert broken == []
+        assert min(ratio for _, ratio in page.evaluate(CONTRASTS)) >= 4.5
+
+
+def test_what_a_schema_says_is_text_in_docs_and_never_markup():
+    field = {"type": "string", "description": EVIL, "enum": [EVIL], "default": EVIL}
+    body = {"properties": {EVIL: field}, "required": [], "description": EVIL}
+    operation = {"summary": EVIL, "responses": {"200": {"description": EVIL}}}
+    schema = {"info": {"version": EVIL}, "paths": {EVIL: {"get": operation}}, "components": {"schemas": {EVIL: body}}}
+    text = reference(schema)
+    assert text.count("&lt;script&gt;") > 6
+    assert "<script" not in text
+    assert "<img" not in text
 
 
 CONTRASTS = """() => {
