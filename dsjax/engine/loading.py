@@ -128,9 +128,9 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu:
         _check_host_memory(args, step)
-    per_exchange = experts_per_exchange(args, step)
     else:
         check_device_memory(args, step, Pool.of(step, 0))
+    per_exchange = experts_per_exchange(args, step)
     smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
     with explained_out_of_memory("its weights were loaded", smaller):
         params = load(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 from dsjax.config import ModelConfig
 from dsjax.plan.balancing import STEP_INTERVAL, Slots
@@ -219,8 +220,12 @@ class StepModel:
         config, tp = self.config, self.layout.mesh.tp_size
         dense = config.num_dense_layers if dense is None else dense
         moe = layers - dense
-        found = dict(self._shared(tokens, read, context, decode, layers, dense))
-        found["attention"] = found["attention"] * wait
+        found = dict(self._shared(tokens, read, decode, layers, dense))
+        # The rank with the longest contexts reads as much as more rows of the mean one would.
+        attention = self.attention(tokens * wait.value, read * wait.value, context, decode) * layers
+        found["attention"] = Figure(
+            attention.value, attention.low, attention.high, attention.kinds, parts=(*attention.parts, *_if_named(wait))
+        )
         run = nearest(self.dry_runs, decode, tokens / tp) if layers == config.num_hidden_layers else None
         if run:
             if tp > 1:
@@ -235,18 +240,15 @@ class StepModel:
             found["shared experts"] = found["shared experts"] * self.beside_routed()
         return found
 
-    def _shared(
-        self, tokens: float, read: float, context: float, decode: bool, layers: int, dense: int
-    ) -> dict[str, Figure]:
-        """The parts that are the same in all layouts of a replica's width, computed once for them."""
+    def _shared(self, tokens: float, read: float, decode: bool, layers: int, dense: int) -> dict[str, Figure]:
+        """The parts, without attention, that are the same in all layouts of a replica's width, computed once for them."""
         config, chip, mesh = self.config, self.chip, self.layout.mesh
         tp, moe, streamed = mesh.tp_size, layers - dense, self._streamed(tokens, decode)
-        key = (tp, tokens, read, context, decode, layers, dense, streamed)
+        key = (tp, tokens, read, decode, layers, dense, streamed)
         if key in self.shared:
             return self.shared[key]
         found = {
             "projections": self._projections(tokens, read, decode) * layers,
-            "attention": self.attention(tokens, read, context, decode) * layers,
             "element-wise": chip.stream(streamed) * layers,
         }
         if decode:
@@ -339,7 +341,13 @@ class StepModel:
         products = None
         if mesh.splits_expert_width and self.chip.hardware.same_die and (width, hidden, top_k) == (7168, 2048, 8):
             # Only V3's own widths were timed.
-            products = chip.fused_experts(everyone, touched, mesh.expert_width_shards, mesh.ep_size)
+            products = chip.fused_experts(
+                everyone,
+                partial(self.skew.touched, top_k=top_k, experts=config.n_routed_experts),
+                self.skew,
+                mesh.expert_width_shards,
+                mesh.ep_size,
+            )
         if products is None:
             received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
             products = chip.experts(used, arriving, received * slowest.value, slots, width, inner, decode)
@@ -410,6 +418,10 @@ def _longest(ranks: int, batch: float, variation: float) -> Figure:
     if ranks == 1 or variation == 0:
         return Figure(1.0)
     return exact(1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1)), "longest contexts ÷ mean")
+
+
+def _if_named(figure: Figure) -> tuple[Figure, ...]:
+    return (figure,) if figure.name else ()
 
 
 def whole_engine() -> Figure:
