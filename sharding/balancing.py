@@ -217,10 +217,9 @@ def _part_copies(item_XP: np.ndarray, share_XP: np.ndarray, ranks: int) -> None:
     sorted_XRS = np.sort(item_XP.reshape(len(item_XP), ranks, -1), axis=-1)
     for row, rank in np.argwhere((sorted_XRS[..., 1:] == sorted_XRS[..., :-1]).any(axis=-1)):
         items_RS, shares_RS = (array[row].reshape(ranks, -1) for array in (item_XP, share_XP))
-        for slot in range(1, items_RS.shape[1]):
+        items = items_RS[rank].tolist()
+        for slot in [s for s, item in enumerate(items) if item in items[:s]]:
             item, share = items_RS[rank, slot], shares_RS[rank, slot]
-            if item not in items_RS[rank, :slot]:
-                continue
             loads_R = shares_RS.sum(axis=1)
             change_RS = shares_RS - share  # what this rank gains and the other one loses
             heavier_RS = np.maximum(loads_R[rank] + change_RS, loads_R[:, None] - change_RS)

@@ -24,9 +24,19 @@ _OF_THE_HOST = (
 """Options that change which commands an executor gets, and not what it makes of them."""
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None, least: int | None = None) -> Any:
-    """A field that the command line shows with this help, and that `EngineArgs` checks against choices or least value."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "least": least})
+def option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    least: int | None = None,
+    alias: str | None = None,
+) -> Any:
+    """A field that the command line shows with this help, and that `EngineArgs` checks against choices or least value.
+
+    alias: another flag for it on the command line.
+    """
+    metadata = {"help": help, "choices": choices, "least": least, "alias": alias}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +64,11 @@ class EngineArgs:
         None,
         "token slots of a DP rank's cache, in whole pages; default: all that --max-num-seqs can use, if memory allows",
         least=1,
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of an accelerator's memory for weights, cache and what a step needs beside them, from above 0 to 1",
+        alias="--mem-fraction-static",
     )
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
     async_scheduling: bool = option(True, "plan a step while the one before computes")
@@ -191,6 +206,10 @@ def _check(field: dataclasses.Field, value: Any) -> None:
     if isinstance(field.default, bool):
         if not isinstance(value, bool):
             raise UserError(f"{flag} is {value!r}, expected True or False")
+        return
+    if isinstance(field.default, float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise UserError(f"{flag} is {value!r}, expected a number above 0 and at most 1")
         return
     if choices is not None and value not in choices:
         raise UserError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")

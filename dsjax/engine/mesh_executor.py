@@ -19,6 +19,7 @@ from dsjax.engine.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.expert_recorder import ExpertRecorder
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
+from dsjax.engine.process import explained_out_of_memory
 from dsjax.engine.programs import COPIES, Programs
 from dsjax.engine.slot_rules import RowRules, SlotTable
 from dsjax.model import step as model_step
@@ -26,6 +27,13 @@ from dsjax.model.rows import RowGroup
 
 Running = Generator[Array, None, None]
 """A command being executed: gives, program by program, an array that is ready when the program is done."""
+
+
+SMALLER_STEPS = (
+    "give a smaller --cache-tokens, so that more is left for a step, or make steps smaller with --max-num-batched-tokens, "
+    "--prefill-chunk or --moe-chunk-tokens"
+)
+"""What to do where a step needs more memory than the cache has left it."""
 
 
 class Pending:
@@ -100,25 +108,27 @@ class MeshExecutor:
         pending = Pending(command)
         pending.running = self._execution(pending)
         self._queue.append(pending)
-        if self.max_in_flight > 1:
-            pending.started = time.monotonic()
-            for array in pending.running:
-                pending.last = array
-            if not pending.kept:
-                pending.last = None  # a part of the state, which the next program takes
-        elif len(self._queue) == 1:
-            self._advance()
+        with explained_out_of_memory("a step was launched", SMALLER_STEPS):
+            if self.max_in_flight > 1:
+                pending.started = time.monotonic()
+                for array in pending.running:
+                    pending.last = array
+                if not pending.kept:
+                    pending.last = None  # a part of the state, which the next program takes
+            elif len(self._queue) == 1:
+                self._advance()
         return pending
 
     def wait(self, pending: Pending) -> None:
         """Wait until a command is done; start the next one."""
-        while not pending.done:
-            head = self._queue[0]
-            self._finish(head)
-            self._queue.popleft()
-            if self._queue and self._queue[0].started:  # enqueued before, and begun only now
-                self._queue[0].started = max(self._queue[0].started, head.ended)
-            self._advance()
+        with explained_out_of_memory("a step was computed", SMALLER_STEPS):
+            while not pending.done:
+                head = self._queue[0]
+                self._finish(head)
+                self._queue.popleft()
+                if self._queue and self._queue[0].started:  # enqueued before, and begun only now
+                    self._queue[0].started = max(self._queue[0].started, head.ended)
+                self._advance()
 
     def collect(self, pending: Pending) -> Any:
         """Wait for a command, and give what came of it."""
@@ -210,7 +220,7 @@ class MeshExecutor:
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
-        within, before = split_page_changes(command, shapes[0].page_changes)
+        within, before = split_page_changes(command, shapes[0].page_changes if shapes else 0)
         admissions = [self._send(packed) for packed in pack_admissions(command, before)]
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]

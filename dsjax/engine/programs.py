@@ -363,8 +363,9 @@ class Programs:
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
 
         def run(params, state, packed):
-            hidden, cache, _ = self._step.hidden(params, state.cache, [RowGroup.unpack(packed, shape)], state.copies)
-            state = dataclasses.replace(state, cache=cache)
+            groups = [RowGroup.unpack(packed, shape)]
+            hidden, cache, _ = self._step.hidden(params, state.cache, groups, state.copies)
+            state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
             return self._pin(state, self._state), self._step.logits(params, hidden)
 
         packed = self._described((shape.packed_width,), np.int32)
