@@ -182,6 +182,13 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [(rate("dsjax_host_seconds_total", "part"), "{{part}}")],
         ),
         (
+            "Time in exchanges",
+            "Share of the devices' time in operations that collectives took, waiting for the last device included: of the last "
+            "profile, by POST /start_profile and /stop_profile. No value before the first.",
+            "percentunit",
+            [(f"dsjax_exchange_time_share{{{OF_MODEL}}}", "share")],
+        ),
+        (
             "Tokens in steps",
             "Rows computed a second; padding is computed for nothing.",
             "short",

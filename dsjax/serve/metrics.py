@@ -101,6 +101,14 @@ class Metrics:
                 ("model_name", "device"),
                 lambda index=index: [((model_name, found[0]), float(found[index])) for found in device_memory()],
             )
+        self._exchange_share: float | None = None
+        Gauge(
+            registry,
+            "dsjax_exchange_time_share",
+            "Share of the devices' time in operations that exchanges between them took, in the last profile.",
+            labels[:1],
+            lambda: [] if self._exchange_share is None else [((model_name,), self._exchange_share)],
+        )
         self._experts = ExpertMetrics(registry, model_name, experts_per_device)
         self._drafts = DraftMetrics(registry, model_name, most_drafts)
         self._preemptions.add((model_name,), 0)
@@ -129,6 +137,10 @@ class Metrics:
     def show_loads(self, loads: Sequence[RankLoad]) -> None:
         """Replace the ranks' loads that the gauges show."""
         self._loads = loads
+
+    def show_exchange_share(self, share: float | None) -> None:
+        """Show what the last profile said, until the next one; None: it saw no operation."""
+        self._exchange_share = share
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Enter a step's tokens."""

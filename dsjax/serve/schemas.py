@@ -191,6 +191,13 @@ class HistoryBody(TypedDict):
     buckets_a_minute_ago: dict[str, dict[str, int]]
 
 
+class Profiled(TypedDict):
+    """Answer of `/stop_profile`. `exchange_share`: of the devices' time in operations, between 0 and 1; None where there was none."""
+
+    status: str
+    exchange_share: float | None
+
+
 class Version(TypedDict):
     """Answer of `/version`."""
 

@@ -33,6 +33,7 @@ def exposed():
     body = {"prompt": "ab", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "stream": True}
     assert server.post("/v1/completions", body).text.endswith("[DONE]\n\n")
     server.serving.metrics.on_rejected("queue_full")
+    server.serving.metrics.show_exchange_share(0.3)
     drafts = DraftCounts(3, 6, 4, (3, 1))
     server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), drafts=drafts))
     found: dict[str, set[str]] = {}
