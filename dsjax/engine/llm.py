@@ -44,6 +44,9 @@ class LLM:
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
         emulate_devices(MeshSpec.parse(self.args.mesh).num_devices)
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
+        from dsjax.engine.process import size_memory_pool
+
+        size_memory_pool(self.args.gpu_memory_utilization)
 
         loaded = load_model(self.args, show_progress=show_progress)
         self.executor, self.tokenizer, self.config, self.facts = (

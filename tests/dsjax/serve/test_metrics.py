@@ -117,19 +117,17 @@ def test_a_server_that_drafts_nothing_shows_no_sample_of_drafts(metrics):
     assert set(drafts(metrics).values()) == {None}
 
 
-def test_accepted_drafts_of_rows_are_one_less_than_the_tokens_that_they_made():
+def test_accepted_drafts_of_rows_are_one_less_than_the_tokens_that_they_made_unless_they_failed():
     rows = [
         RowResult((5, 6, 7), num_drafts=2),
         RowResult((5,), num_drafts=2),
         RowResult((5, 6), num_drafts=1),
         RowResult((9,)),
     ]
-    failed = RowResult(
-        (5,), finite=False, num_drafts=2
-    )  # its first draft was accepted, or would have been the last token
+    failed = RowResult((5,), finite=False, num_drafts=2)  # the position behind its first draft was reached
     counts = DraftCounts.of([RankResults(rows, []), RankResults([failed], [])])
     assert (counts.num_drafts, counts.num_draft_tokens) == (4, 7)
-    assert counts.num_accepted_tokens == sum(counts.accepted_per_position)
+    assert (counts.num_accepted_tokens, counts.accepted_per_position) == (4, (3, 1))
 
 
 def test_one_token_alone_has_no_time_per_output_token(metrics, clock):
