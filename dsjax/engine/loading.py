@@ -23,7 +23,7 @@ from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine import device_state
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import check_layout, dispatch_method, make_step, weights_format
+from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.cache import Pool
 from dsjax.engine.executor import Executor, ExecutorLimits
@@ -116,7 +116,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    check_layout(config, spec, args.redundant_experts, "fp8" if args.weights == "fp8" else "bf16")
+    check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
     mesh = spec.build()
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
@@ -130,6 +130,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
         _check_host_memory(args, step)
     else:
         check_device_memory(args, step, Pool.of(step, 0))
+    per_exchange = experts_per_exchange(args, step)
     smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
     with explained_out_of_memory("its weights were loaded", smaller):
         params = load(
@@ -149,7 +150,24 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     pool = None if on_cpu else Pool.of(step, beside_the_cache(step, params, sizes, buckets, num_drafts))
     limits = _limits(args, step, sizes, pool)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
-        executor: Executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
+        executor: Executor = MeshExecutor(
+            step,
+            params,
+            limits,
+            buckets,
+            num_drafts=num_drafts,
+            experts_per_exchange=per_exchange,
+            reload=lambda paths, placements: load(
+                config,
+                directory,
+                mesh,
+                step.rules,
+                weights=weights,
+                placement=placements,
+                mtp=step.has_module,
+                only=paths,
+            ),
+        )
     if args.record_steps is not None:
         executor = _recording(args, executor, mesh, directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None

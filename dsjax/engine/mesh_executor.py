@@ -13,8 +13,9 @@ from jaxtyping import Array
 
 from dsjax.engine import device_state, slots
 from dsjax.engine.buckets import Buckets, Launch
-from dsjax.engine.commands import Clear, Command, Copy, Flush, Score, Step
-from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress
+from dsjax.engine.commands import Clear, Command, Copy, Flush, PlaceExperts, ReadLoads, Score, StageExperts, Step
+from dsjax.engine.executor import Exchanged, ExecutorCounts, ExecutorLimits, ExpertCounts, ExpertSlots, Progress
+from dsjax.engine.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.expert_recorder import ExpertRecorder
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
@@ -40,6 +41,7 @@ class Pending:
 
     Attributes:
         outcomes: of a step, what each of its launches gave, on the devices.
+        loads: of `ReadLoads`, what was taken off the devices. error: of a command that moves experts, why it could not.
         started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
     """
 
@@ -49,6 +51,8 @@ class Pending:
         self.last: Array | None = None
         self.outcomes: list[LaunchOutcome] = []
         self.logits: list[Array] = []
+        self.loads: Any = None
+        self.error: str | None = None
         self.done = False
         self.started = self.ended = 0.0
 
@@ -56,6 +60,11 @@ class Pending:
     def awaited(self) -> bool:
         """Whether somebody will wait for it."""
         return isinstance(self.command, Step | Score | Flush)
+
+    @property
+    def kept(self) -> bool:
+        """Whether what its programs gave last is nobody else's, so that it can be waited for at any time."""
+        return not isinstance(self.command, Copy | Clear)
 
 
 class MeshExecutor:
@@ -73,18 +82,26 @@ class MeshExecutor:
         buckets: Buckets,
         *,
         num_drafts: int = 0,
+        experts_per_exchange: int = 0,
+        reload: Reload | None = None,
     ):
         self.model, self.limits, self.buckets = step, limits, buckets
         self.params = {path: params[path] for path in step.table.infos}
-        self.state = device_state.allocate(step, limits, num_drafts)
-        self.programs = Programs(step, self.params, self.state, limits)
+        self.state = device_state.allocate(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
+        self.programs = Programs(step, self.params, self.state, limits, experts_per_exchange)
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
         self._recorder = ExpertRecorder(step)
+        self._exchange = ExpertExchange(self, experts_per_exchange, reload) if experts_per_exchange else None
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
+
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """Where experts are now; None where they cannot be moved."""
+        return self._exchange.slots if self._exchange else None
 
     def launch(self, command: Command) -> Pending:
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
@@ -96,7 +113,7 @@ class MeshExecutor:
                 pending.started = time.monotonic()
                 for array in pending.running:
                     pending.last = array
-                if not pending.awaited:
+                if not pending.kept:
                     pending.last = None  # a part of the state, which the next program takes
             elif len(self._queue) == 1:
                 self._advance()
@@ -109,6 +126,8 @@ class MeshExecutor:
                 head = self._queue[0]
                 self._finish(head)
                 self._queue.popleft()
+                if self._queue and self._queue[0].started:  # enqueued before, and begun only now
+                    self._queue[0].started = max(self._queue[0].started, head.ended)
                 self._advance()
 
     def collect(self, pending: Pending) -> Any:
@@ -118,6 +137,10 @@ class MeshExecutor:
             return np.concatenate([np.asarray(array[0]) for array in pending.logits])[
                 : len(pending.command.tokens) // 4
             ]
+        if isinstance(pending.command, ReadLoads):
+            return self._exchange.window(pending.loads)
+        if isinstance(pending.command, StageExperts | PlaceExperts):
+            return Exchanged(pending.ended - pending.started, pending.error)
         if not isinstance(pending.command, Step):
             return None
         for outcome in pending.outcomes:
@@ -129,6 +152,8 @@ class MeshExecutor:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
         self.programs.warm_up(self.buckets, progress)
+        if self._exchange:
+            self._exchange.rehearse()
         self._warm = self.programs.compiled
 
     def counts(self) -> ExecutorCounts:
@@ -180,6 +205,12 @@ class MeshExecutor:
             return self._copy(command)
         if isinstance(command, Clear):
             return self._clear([np.frombuffer(own, "<i4") for own in command.ranks])
+        if isinstance(command, ReadLoads):
+            return self._exchange.read(pending, command)
+        if isinstance(command, StageExperts):
+            return self._exchange.stage(pending, command)
+        if isinstance(command, PlaceExperts):
+            return self._exchange.place(pending, command)
         assert isinstance(command, Flush)
         self._slots.void()
         return self._clear([np.arange(self.limits.pages_per_rank)] * self.limits.num_ranks)

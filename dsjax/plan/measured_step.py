@@ -79,7 +79,9 @@ class MeasuredStep(StepModel):
     ) -> Figure | None:
         find = self.measured.attention
         if decode:
-            return find(DECODE_FORM, tokens, 1, context, times=layers, places=stacks)
+            rows = read / context if context else tokens
+            width = round(tokens / rows)
+            return find(DECODE_FORM, rows, width, context, times=layers, places=stacks, verify=width > 1)
         # `context` is the mean position that is attended to: cached + (prompt + 1) / 2, and read = tokens × cached ÷ prompt.
         prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
         cached = read / tokens * prompt

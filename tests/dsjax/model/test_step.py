@@ -77,7 +77,7 @@ class Model:
             parts.append(RowGroup.pack(*(a.astype(np.int32) for a in (token, start, length, table))))
         key = (tuple(shapes), every_token)
         if key not in self._programs:
-            copies = self.step.placement.tables_of(self.step.config.num_moe_layers)
+            copies = self.step.placement.tables
 
             def run(params, cache, packed):
                 parts = unpack(packed, key[0])
