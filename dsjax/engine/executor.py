@@ -110,6 +110,7 @@ class ExpertSlots:
     Attributes:
         physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots lie rank by rank.
         ranks: of an EP group; hosts: runs of them that are on one machine. groups: of experts, where routing is limited to some of them.
+        expert_share: of a token's arithmetic, the routed experts' part: their parameters among those that act on it.
         expert_bytes: of one expert on one device. per_exchange: experts that a rank sends and receives in one `StageExperts`, at most.
         seconds: that a `StageExperts` and a `PlaceExperts` took when they were tried during warm-up; None before.
     """
@@ -119,6 +120,7 @@ class ExpertSlots:
     ranks: int
     hosts: int
     groups: int
+    expert_share: float
     expert_bytes: int
     per_exchange: int
     seconds: tuple[float, float] | None = None

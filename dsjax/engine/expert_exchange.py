@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from dsjax.config import ModelConfig
 from dsjax.engine import expert_programs
 from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts
 from dsjax.engine.executor import ExpertSlots, LoadWindow
 from dsjax.engine.expert_programs import ExpertLayers, expert_layers, pack_moves, pack_slots
+from dsjax.model.parameter_counts import parameter_counts
 from sharding.dispatch.statistics import tokens_per_physical_expert
 from sharding.layer_placement import LayerPlacements, copy_tables
 
@@ -45,6 +47,7 @@ class ExpertExchange:
         self._ranks = self._step.spec.ep_size
         self._per_rank = self._placements.n_physical // self._ranks
         self._staging = self._allocate()
+        self._staged: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and its slots that have come
         self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, what it had counted
         self._seconds: tuple[float, float] | None = None
 
@@ -59,6 +62,7 @@ class ExpertExchange:
             ranks=self._ranks,
             hosts=hosts if self._ranks % hosts == 0 and self._ranks == self._step.spec.num_devices else 1,
             groups=config.n_group,
+            expert_share=_expert_share(config),
             expert_bytes=expert_programs.expert_bytes(self._step),
             per_exchange=self._per_exchange,
             seconds=self._seconds,
@@ -79,7 +83,10 @@ class ExpertExchange:
             except Exception as error:
                 pending.error = _described(error)
                 _log.exception("Experts of MoE layer %d could not be sent; they stay where they are.", command.layer)
-                self._staging = self._allocate()
+                self._staging, self._staged = self._allocate(), (-1, frozenset())
+                return
+            before = self._staged[1] if self._staged[0] == command.layer else frozenset()
+            self._staged = command.layer, before | {slot for _, slot in pairs}
 
         return run()
 
@@ -93,7 +100,11 @@ class ExpertExchange:
         sent = self._send((marked, tables, np.int32(layer), np.int32(command.layer)))
 
         def run() -> Running:
-            executor = self._executor
+            executor, staged = self._executor, self._staged
+            self._staged = (-1, frozenset())
+            if slots and (staged[0] != command.layer or not staged[1].issuperset(slots)):
+                pending.error = "what is to be placed has not been staged"
+                return
             try:
                 program = executor.programs.place_experts(layers)
                 stack, copies, loads, retired, done = program(
@@ -184,6 +195,13 @@ class ExpertExchange:
 
     def _send(self, arrays):
         return jax.device_put(arrays, self._executor.programs.everywhere)
+
+
+def _expert_share(config: ModelConfig) -> float:
+    """The routed experts' part of the parameters that act on a token, the embedding left out: a look-up takes no time."""
+    counts = parameter_counts(config)
+    used = config.num_moe_layers * config.num_experts_per_tok * counts["expert"]
+    return used / (counts["active"] - counts["embedding"])
 
 
 def _described(error: Exception) -> str:
