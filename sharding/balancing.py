@@ -69,7 +69,7 @@ def rebalance(
             f"balancing policy hierarchical with {groups} groups of experts on {hosts} hosts; expected the same number of "
             "groups on each host; auto or global work with any"
         )
-    if policy == "global" or groups % hosts:
+    if not by_host(policy, groups, hosts):
         groups = hosts = 1
 
     load_LE = _weights(load_LE)
@@ -78,6 +78,11 @@ def rebalance(
     group_LG = np.argsort(host_LG * groups + place_LG, axis=1)
     expert_LE = (group_LG[:, :, None] * size + np.arange(size)).reshape(layers, experts)
     return within_hosts(load_LE, expert_LE, n_physical=n_physical, ranks=ranks, hosts=hosts)
+
+
+def by_host(policy: Policy, groups: int, hosts: int) -> bool:
+    """Whether ``rebalance`` then keeps groups of experts on hosts; else a rank may get any other rank's number (``keep_in_place``)."""
+    return policy != "global" and groups % hosts == 0
 
 
 def within_hosts(
@@ -129,6 +134,8 @@ def keep_in_place(
 
     Which rank is called the first is without meaning to the load, and not to the bytes that must be sent. What each rank
     holds and what lies together on a host stay as they were in ``new_LP``. ``experts_moved`` counts what is left to move.
+
+    hosts: 1 where the placement is not by host (``by_host``): ranks then take each other's numbers freely, and fewer experts move.
     """
     layers, slots = new_LP.shape
     if old_LP.shape != new_LP.shape or slots % ranks or ranks % hosts:

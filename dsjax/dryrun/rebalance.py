@@ -17,7 +17,7 @@ from dsjax.plan.balancing import Slots, drawn
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.skew import DEFAULT_SKEW, DRIFT
-from sharding.balancing import experts_moved, keep_in_place, rebalance
+from sharding.balancing import by_host, experts_moved, keep_in_place, rebalance
 from sharding.layer_placement import exchange_rounds
 from sharding.placement import Placement
 from sharding.program import Program, program_collectives
@@ -104,7 +104,8 @@ def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster
     prices = Assumed.of(machines) if machines else None
 
     def moves(old: np.ndarray, new: np.ndarray) -> Moves:
-        return _moves(old, new, slots, exchange.experts, domain, size, prices)
+        kept = keep_in_place(old, new, ranks, hosts if by_host(config.policy, slots.groups, hosts) else 1)
+        return _moves(old, kept, slots, exchange.experts, domain, size, prices)
 
     program = Program.parse(exchange.stage.compiled.as_text())
     sent = program_collectives(program, dict(step.mesh.shape), host_devices=domain, trip_count=lambda *_: 1)
@@ -129,9 +130,8 @@ def _placed(load: np.ndarray, slots: Slots, policy: str) -> Int[np.ndarray, "L P
 
 
 def _moves(
-    old: np.ndarray, new: np.ndarray, slots: Slots, per_exchange: int, domain: int, size: int, assumed: Assumed | None
+    old: np.ndarray, kept: np.ndarray, slots: Slots, per_exchange: int, domain: int, size: int, assumed: Assumed | None
 ) -> Moves:
-    kept = keep_in_place(old, new, slots.ranks, slots.hosts)
     layers = [
         list(exchange_rounds(*pair, ranks=slots.ranks, experts=per_exchange)) for pair in zip(old, kept, strict=True)
     ]

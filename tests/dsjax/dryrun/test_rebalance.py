@@ -15,7 +15,7 @@ from dsjax.engine.expert_balancer import decide
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.balancing import Slots, drawn
-from sharding.balancing import rebalance
+from sharding.balancing import keep_in_place, rebalance
 from sharding.placement import Placement
 
 EXPERT = 3 * 256 * 32 * 2
@@ -64,7 +64,7 @@ def test_the_buffer_and_the_counters_are_all_that_is_kept_on_a_device(both):
 def test_steps_and_bytes_are_those_of_the_engines_own_decision():
     load = drawn(1.28, 256, 0.0).seen[:4]
     start = np.tile(Placement.with_redundancy(256, 288, ranks=32).physical_to_logical, (4, 1))
-    new = rebalance(load, n_physical=288, ranks=32, groups=8, hosts=4)
+    new = keep_in_place(start, rebalance(load, n_physical=288, ranks=32, groups=8, hosts=4), 32, 4)
     cluster = default_cluster(load_hardware("h200"), 32)
     found = _moves(start, new, V3, 3, cluster.domain, V3_EXPERT, Assumed.of(cluster))
     slots = ExpertSlots(
