@@ -15,8 +15,6 @@ from dsjax.engine.stats import DraftCounts, StepStats
 from dsjax.engine.step_writer import StepWriter, clear_command
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
-    import numpy as np
-
     from dsjax.engine.expert_balancer import ExpertBalancer
 
 
@@ -172,15 +170,6 @@ class EngineCore:
             UserError: a rebalance is under way.
         """
         return self._balancer.rebalance_now() if self._balancer else None
-
-    def expert_location(self) -> "tuple[np.ndarray | None, np.ndarray] | None":
-        """Tokens of each logical expert in the last window, and the logical expert in each physical slot.
-
-        None where experts cannot be moved, and in place of the tokens before the first window.
-        """
-        if self._balancer is None:
-            return None
-        return self._balancer.load(), self.executor.expert_slots.physical_to_logical
 
     def _launch(self) -> bool:
         """Plan and launch one step; False where there is nothing to compute now."""

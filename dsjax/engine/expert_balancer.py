@@ -16,18 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsjax.engine.commands import Command, PlaceExperts, ReadLoads, StageExperts, int32s
-from dsjax.engine.eplb import EplbConfig
+from dsjax.engine.eplb import EplbConfig, RebalanceUnderWayError
 from dsjax.engine.executor import Executor, ExpertSlots, LoadWindow
 from dsjax.engine.stats import BalanceStats
-from dsjax.errors import UserError
 from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
 from sharding.layer_placement import exchange_rounds
 
 _log = logging.getLogger(__name__)
-
-
-class RebalanceUnderWayError(UserError):
-    """A rebalance was asked for in the middle of another one."""
 
 
 class LayerChange(NamedTuple):

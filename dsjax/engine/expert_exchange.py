@@ -37,15 +37,18 @@ class ExpertExchange:
     Args:
         experts: that a rank sends and receives in one ``StageExperts``, at most.
         reload: for a failure that took the experts' arrays with it; None: such a failure is not survived.
+
+    Attributes:
+        placements: where experts are.
     """
 
     def __init__(self, executor: MeshExecutor, experts: int, reload: Reload | None = None):
         self._executor, self._step, self._reload = executor, executor.model, reload
         self._per_exchange = experts
         self._layers = expert_layers(self._step)
-        self._placements = self._step.placement
+        self.placements = self._step.placement
         self._ranks = self._step.spec.ep_size
-        self._per_rank = self._placements.n_physical // self._ranks
+        self._per_rank = self.placements.n_physical // self._ranks
         self._staging = self._allocate()
         self._staged: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and its slots that have come
         self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, what it had counted
@@ -57,8 +60,8 @@ class ExpertExchange:
         config, mesh = self._step.config, self._step.mesh
         hosts = len({device.process_index for device in mesh.devices.flat})
         return ExpertSlots(
-            physical_to_logical=self._placements.physical_to_logical,
-            n_logical=self._placements.n_logical,
+            physical_to_logical=self.placements.physical_to_logical,
+            n_logical=self.placements.n_logical,
             ranks=self._ranks,
             hosts=hosts if self._ranks % hosts == 0 and self._ranks == self._step.spec.num_devices else 1,
             groups=config.n_group,
@@ -96,7 +99,7 @@ class ExpertExchange:
         slots = np.frombuffer(command.slots, "<i4").tolist()
         placement = np.frombuffer(command.physical_to_logical, "<i4")
         marked = pack_slots(slots, ranks=self._ranks, per_rank=self._per_rank)
-        tables = copy_tables(placement, self._placements.n_logical)
+        tables = copy_tables(placement, self.placements.n_logical)
         sent = self._send((marked, tables, np.int32(layer), np.int32(command.layer)))
 
         def run() -> Running:
@@ -116,8 +119,8 @@ class ExpertExchange:
                 return
             executor.params |= {path: stack[name] for name, path in layers.names.items()}
             executor.state = dataclasses.replace(executor.state, copies=copies, loads=loads)
-            self._retired.append((command.layer, self._placements.physical_to_logical[command.layer], retired))
-            self._placements = self._placements.with_layer(command.layer, placement)
+            self._retired.append((command.layer, self.placements.physical_to_logical[command.layer], retired))
+            self.placements = self.placements.with_layer(command.layer, placement)
             yield done
 
         return run()
@@ -127,7 +130,7 @@ class ExpertExchange:
         state = self._executor.state
         counts, loads = self._executor.programs.read_loads()(state.loads)
         self._executor.state = dataclasses.replace(state, loads=loads)
-        pending.loads = (self._placements, counts, self._retired)
+        pending.loads = (self.placements, counts, self._retired)
         self._retired = []
         yield counts
 
@@ -149,7 +152,7 @@ class ExpertExchange:
         """
         executor, nothing = self._executor, b""
         for layers in self._layers:
-            row = self._placements.physical_to_logical[layers.first].astype("<i4").tobytes()
+            row = self.placements.physical_to_logical[layers.first].astype("<i4").tobytes()
             for _ in range(2):
                 seconds = []
                 for command in (StageExperts(layers.first, nothing), PlaceExperts(layers.first, nothing, row)):
@@ -171,11 +174,11 @@ class ExpertExchange:
         if lost:
             if self._reload is None:
                 raise
-            executor.params |= self._reload(lost, self._placements)
+            executor.params |= self._reload(lost, self.placements)
         state = executor.state
         if any(array.is_deleted() for array in (*state.copies, state.loads)):
             shardings = jax.tree.map(lambda array: array.sharding, (state.copies, state.loads))
-            fresh = (self._placements.tables, np.zeros(state.loads.shape, np.int32))
+            fresh = (self.placements.tables, np.zeros(state.loads.shape, np.int32))
             copies, loads = jax.device_put(fresh, shardings)
             executor.state = dataclasses.replace(state, copies=copies, loads=loads)
             self._retired = []

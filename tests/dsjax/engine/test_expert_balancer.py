@@ -1,5 +1,6 @@
 """An engine whose experts follow the load tells every request what an engine tells whose experts stay, whatever happens meanwhile."""
 
+import json
 import logging
 import threading
 
@@ -10,11 +11,15 @@ from balanced_model import generate, load
 from layouts import TINY, prompts, write_checkpoint
 
 from dsjax import SamplingParams
-from dsjax.engine.eplb import EplbConfig
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.assembly import make_step
+from dsjax.engine.eplb import EplbConfig, RebalanceUnderWayError
 from dsjax.engine.executor import ExpertSlots
-from dsjax.engine.expert_balancer import RebalanceUnderWayError, decide
+from dsjax.engine.expert_balancer import decide
+from dsjax.engine.expert_location import ExpertLocation
 from dsjax.errors import UserError
-from sharding.balancing import rank_loads
+from sharding import MeshSpec
+from sharding.balancing import rank_loads, rebalance
 
 OFTEN = {"window_size": 4, "step_interval": 4}
 TOKENS = 40
@@ -264,6 +269,54 @@ def test_a_wrong_configuration_names_what_was_found_and_what_would_fit(given, fo
 def test_balancing_that_cannot_be_is_refused_at_start(checkpoint, mesh, options, found):
     with pytest.raises(UserError, match=found):
         load(checkpoint, mesh, **options)
+
+
+def test_a_server_begins_as_a_file_of_places_or_of_loads_says(llm, checkpoint, tmp_path, expected):
+    llm.executor.set_recording(True)
+    llm.engine.flush_prefix_cache()
+    generate(llm, TOKENS)
+    counts = llm.executor.expert_counts()
+    llm.executor.set_recording(False)
+    location = ExpertLocation("tiny", counts.logical_load, counts.physical_to_logical)
+    path = tmp_path / "location.json"
+    path.write_text(json.dumps(location.to_json()))
+    begun = load(checkpoint, "dp=8", dispatch="gather", init_expert_location=str(path))
+    try:
+        np.testing.assert_array_equal(begun.executor.expert_slots.physical_to_logical, location.physical_to_logical)
+        assert generate(begun, TOKENS) == expected
+    finally:
+        begun.shutdown()
+    # Other slots than those of the file: places are made for its loads.
+    args = EngineArgs(
+        model=str(checkpoint), mesh="dp=4", dtype="float32", redundant_experts=4, init_expert_location=str(path)
+    )
+    spec = MeshSpec.parse(args.mesh)
+    rows = make_step(args, llm.config, spec, spec.build()).placement.physical_to_logical
+    np.testing.assert_array_equal(rows, rebalance(counts.logical_load, n_physical=36, ranks=4, groups=4))
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (None, "cannot be read"),
+        ("[", "is not JSON"),
+        ('{"logical_load": [[1]]}', "has version None, expected 1"),
+        ('{"version": 1}', "has neither"),
+        ('{"version": 1, "logical_load": [[1, -1]]}', "logical_load that is no table of numbers"),
+        ('{"version": 1, "logical_load": [[1, 2], [3]]}', "logical_load that is no table of numbers"),
+        (
+            '{"version": 1, "logical_load": [[1, 2], [3, 4]]}',
+            r"expected physical_to_logical \[2, 40\] or logical_load \[2, 32\]",
+        ),
+        (json.dumps({"version": 1, "physical_to_logical": [[0] * 40] * 2}), "MoE layer 0: .* missing"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_with_what_would_fit(checkpoint, tmp_path, content, found):
+    path = tmp_path / "location.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=found):
+        load(checkpoint, "dp=8", init_expert_location=str(path))
 
 
 def test_the_tiny_model_has_two_layers_with_experts(llm):
