@@ -301,6 +301,47 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             ],
         ),
     ],
+    "Experts that follow the load (with --enable-eplb)": [
+        (
+            "Balancedness",
+            "Mean over max of the EP ranks' tokens in the last window: ratio of sums over layers, and mean of the layers' ratios.",
+            "percentunit",
+            [(f"dsjax_eplb_balancedness{{{OF_MODEL}}}", "{{of}}")],
+        ),
+        (
+            "Tokens by rank",
+            "Times the mean rank, in the last window.",
+            "short",
+            [
+                (
+                    f"dsjax_eplb_rank_tokens{{{OF_MODEL}}} / scalar(avg(dsjax_eplb_rank_tokens{{{OF_MODEL}}}))",
+                    "ep rank {{ep_rank}}",
+                )
+            ],
+        ),
+        (
+            "Rebalances",
+            "A minute, and those that were given up; layers that the one under way has still to change.",
+            "short",
+            [
+                (f"60 * {rate('dsjax_eplb_rebalances_total')}", "rebalances a minute"),
+                (f"60 * {rate('dsjax_eplb_failures_total')}", "given up a minute"),
+                (f"dsjax_eplb_layers_left{{{OF_MODEL}}}", "layers left"),
+            ],
+        ),
+        (
+            "Moved",
+            "Bytes of experts that were written to another slot, over the devices of an EP group.",
+            "Bps",
+            [(rate("dsjax_eplb_moved_bytes_total"), "bytes a second")],
+        ),
+        (
+            "Time in exchanges",
+            "Share of the time in which experts were moved and no step computed.",
+            "percentunit",
+            [(rate("dsjax_eplb_exchange_seconds_total"), "share")],
+        ),
+    ],
 }
 
 

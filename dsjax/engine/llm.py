@@ -62,6 +62,7 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             seed=self.args.seed,
             async_scheduling=self.args.async_scheduling,
+            eplb=self.args.eplb,
         )
         self._ids = itertools.count()
 

@@ -24,6 +24,7 @@ from dsjax.engine.programs import COPIES, Programs
 from dsjax.engine.slot_rules import RowRules, SlotTable
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
+from sharding.layer_placement import LayerPlacements
 
 Running = Generator[Array, None, None]
 """A command being executed: gives, program by program, an array that is ready when the program is done."""
@@ -41,6 +42,7 @@ class Pending:
 
     Attributes:
         outcomes: of a step, what each of its launches gave, on the devices.
+        placements: of a step, where experts were when it began.
         loads: of `ReadLoads`, what was taken off the devices. error: of a command that moves experts, why it could not.
         started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
     """
@@ -53,6 +55,7 @@ class Pending:
         self.logits: list[Array] = []
         self.loads: Any = None
         self.error: str | None = None
+        self.placements: LayerPlacements | None = None
         self.done = False
         self.started = self.ended = 0.0
 
@@ -144,7 +147,7 @@ class MeshExecutor:
         if not isinstance(pending.command, Step):
             return None
         for outcome in pending.outcomes:
-            self._recorder.add(outcome.reports, outcome.shape.tokens)
+            self._recorder.add(outcome.reports, outcome.shape.tokens, pending.placements)
         results = read_step(pending.command, pending.outcomes)
         self._slots.settle(pending.command, results)
         return results
@@ -167,7 +170,7 @@ class MeshExecutor:
 
     def expert_counts(self) -> ExpertCounts | None:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
-        return self._recorder.counts()
+        return self._recorder.read()
 
     def shutdown(self) -> None:
         """Free the state and drop the programs."""
@@ -238,6 +241,7 @@ class MeshExecutor:
         return self._run_step(pending, command, admissions, list(zip(launches, shapes, inputs, rules, strict=True)))
 
     def _run_step(self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple]) -> Running:
+        pending.placements = self._exchange.placements if self._exchange else self.model.placement
         for packed in admissions:
             self.state = self.programs.admit()(self.state, packed)
             yield self.state.start

@@ -37,6 +37,13 @@ _OTHERS = (
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "dsjax_expert_tokens_total",
     "dsjax_expert_balancedness",
+    "dsjax_eplb_balancedness",
+    "dsjax_eplb_rebalances_total",
+    "dsjax_eplb_experts_moved_total",
+    "dsjax_eplb_moved_bytes_total",
+    "dsjax_eplb_exchanges_total",
+    "dsjax_eplb_exchange_seconds_total",
+    "dsjax_eplb_layers_left",
 )
 _NAMES = (*(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum", "count")), *_OTHERS)
 

@@ -25,6 +25,8 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
       with drafts made), and `per_position`: of rows with drafts, the share whose first, second, … draft was accepted.
     - `experts`: None before anything was recorded; `balancedness`, and `hottest`: `expert`, `ep_rank`, `share` of all tokens,
       `times_mean`, in the window, or since recording began where the window has none.
+    - `balancing`: None where experts stay where they are; `balancedness` of the server's last window of loads, `layers_left` of the
+      rebalance under way, and in the window `rebalances`, `experts_moved`, `moved_bytes`, `exchanges` and `exchange_seconds`.
     """
     seconds = max(after.time - before.time, 1e-9)
     old, new = before.metrics, after.metrics
@@ -61,6 +63,7 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
         "steps": _steps(old, new, seconds, steps["count"]),
         "drafts": _drafts(old, new, seconds),
         "experts": _experts(old, new),
+        "balancing": _balancing(old, new),
     }
 
 
@@ -155,6 +158,20 @@ def _experts(old: Exposition, new: Exposition) -> dict[str, Any] | None:
             }
             for key in hottest
         ],
+    }
+
+
+def _balancing(old: Exposition, new: Exposition) -> dict[str, Any] | None:
+    if not new.by("dsjax_eplb_layers_left", "model_name"):
+        return None
+    grown = {
+        name: _grown(old, new, f"dsjax_eplb_{name}_total")
+        for name in ("rebalances", "experts_moved", "moved_bytes", "exchanges", "exchange_seconds")
+    }
+    return {
+        "balancedness": {of: value for (of,), value in new.by("dsjax_eplb_balancedness", "of").items()},
+        "layers_left": new.total("dsjax_eplb_layers_left"),
+        **grown,
     }
 
 

@@ -21,7 +21,7 @@ from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax import cli
 from dsjax.engine.request import FinishReason
-from dsjax.engine.stats import DraftCounts
+from dsjax.engine.stats import BalanceStats, DraftCounts
 from dsjax.top.reading import Client, Exposition, NoAnswerError, Reading
 from dsjax.top.screen import Screen
 from dsjax.top.view import quantile, view
@@ -119,6 +119,27 @@ def test_a_server_that_drafts_nothing_has_no_line_of_drafts(server):
     console = Console(file=io.StringIO(), width=110, height=40)
     console.print(Screen(server.url, found))
     assert "drafts" not in console.file.getvalue()
+
+
+def test_balancing_is_shown_where_experts_follow_the_load(server):
+    server.metrics.on_step(step(server.ranks, balance=BalanceStats(rebalances=1, exchange_seconds=1.0)))
+    before = reading(server, 0.0)
+    now = BalanceStats(3, 0.75, 0.5, (10, 20), 2, 0, 5, 40, 4_000_000, 9, 1.25, 1.5, 4)
+    server.metrics.on_step(step(server.ranks, balance=now))
+    found = view(before, reading(server, 2.0))
+    assert found["balancing"] == {
+        "balancedness": {"sums": 0.75, "layers": 0.5},
+        "layers_left": 4,
+        "rebalances": 1,
+        "experts_moved": 40,
+        "moved_bytes": 4_000_000,
+        "exchanges": 9,
+        "exchange_seconds": 0.25,
+    }
+    console = Console(file=io.StringIO(), width=130, height=40)
+    console.print(Screen(server.url, found))
+    line = "experts balanced 0.75 (sums), 0.50 (layers)   1 rebalances, 40 moved (4.0 MB) in 250 ms, 4 layers left"
+    assert line in console.file.getvalue()
 
 
 def test_a_server_that_was_restarted_is_counted_from_its_start(server):
