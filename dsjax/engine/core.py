@@ -148,10 +148,12 @@ class EngineCore:
         began = time.monotonic()
         plan = self.scheduler.schedule(began)
         self._clear_dirty()  # pages of a request that was preempted or aborted
-        if plan.is_empty:
-            return False
         planned = time.monotonic()
         try:
+            for moves in self._writer.moves(plan):
+                self.executor.launch(moves)
+            if plan.is_empty:
+                return False
             copies = self._writer.copies(plan)
             if copies is not None:
                 self.executor.launch(copies)

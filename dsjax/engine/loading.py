@@ -351,7 +351,26 @@ def _limits(args: EngineArgs, step: Step, sizes: ExecutorLimits, pool: Pool | No
                 else " or use a mesh of more devices"
             )
         )
-    return replace(sizes, pages_per_rank=pages)
+    return replace(sizes, pages_per_rank=pages, host_pages_per_rank=_host_pages(args, step))
+
+
+def _host_pages(args: EngineArgs, step: Step) -> int:
+    """Pages of each DP rank for which ``--host-cache-bytes`` has room."""
+    if not args.host_cache_bytes:
+        return 0
+    if not args.enable_prefix_caching:
+        raise UserError(
+            "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
+        )
+    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
+    each = device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
+    pages = args.host_cache_bytes // step.spec.dp_size // each
+    if pages < 1:
+        raise UserError(
+            f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
+            f"a page takes {each:,} bytes: give at least {each * step.spec.dp_size:,}"
+        )
+    return pages
 
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
