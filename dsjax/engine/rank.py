@@ -19,9 +19,9 @@ MOST_FETCHED = 64
 
 
 class _Arrival(NamedTuple):
-    """Pages on their way from host memory, their names, and who waits for them."""
+    """Pages on their way from host memory, their names, and who waits for them: nobody where it has ended and given them back."""
 
-    request: Request
+    request: Request | None
     pages: list[int]
     names: list[bytes]
 
@@ -194,11 +194,9 @@ class Rank:
         for request, pages, names in arrivals:
             for page, name in zip(pages, names, strict=False):
                 self.pool.seal(page, name)
-            if request.is_arriving:
+            if request is not None:
                 request.is_arriving = False
                 request.held_pages += pages
-            else:  # it has ended meanwhile
-                self.pool.release(pages)
         return PageMoves(places=[page for arrival in arrivals for page in arrival.pages])
 
     def _fetch(self, request: Request, names: list[bytes], found: list[int], room: int, moves: PageMoves) -> bool:
@@ -228,10 +226,15 @@ class Rank:
 
     def _let_go(self, request: Request) -> None:
         """Keep no page any more for a request that waited for others."""
-        if request.held_pages:
-            self.pool.release(request.held_pages)
-            request.held_pages = []
-        request.is_arriving = False
+        self.pool.release(request.held_pages)
+        request.held_pages = []
+        if request.is_arriving:
+            # Whoever gets such a page next writes it after it was placed.
+            request.is_arriving = False
+            for index, arrival in enumerate(self._arrivals):
+                if arrival.request is request:
+                    self.pool.release(arrival.pages)
+                    self._arrivals[index] = arrival._replace(request=None, names=[])
 
     def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
         """Rows for requests with one token to compute; the requests still in their prompt; and those whose prompt is under way to

@@ -151,10 +151,13 @@ class FakeExecutor:
         clears = [one.command for one in self._queue if isinstance(one.command, Clear)]
         return {page for command in clears for page in from_int32s(command.ranks[rank])}
 
+    def pages_to_be_placed(self, rank: int) -> set[int]:
+        """By commands on their way."""
+        places = [one.command for one in self._queue if isinstance(one.command, PlacePages)]
+        return {page for command in places for page in from_int32s(command.ranks[rank])}
+
     def _run_what_nobody_waits_for(self) -> None:
-        while self._queue and isinstance(
-            self._queue[0].command, Copy | Clear | StorePages | FetchPages | PlacePages
-        ):
+        while self._queue and isinstance(self._queue[0].command, Copy | Clear | StorePages | FetchPages | PlacePages):
             self._run(self._queue.popleft().command)
 
     def collect(self, pending: Pending):

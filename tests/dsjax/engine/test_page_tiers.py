@@ -18,7 +18,7 @@ from dsjax.errors import UserError
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from("store fetch forget step".split()), st.integers(0, 9))))
+@given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from(["store", "fetch", "forget", "step"]), st.integers(0, 9))))
 def test_each_page_has_a_slot_of_its_own_and_is_found_where_it_was_put(slots, actions):
     tier, memory, where = HostTier(slots), {}, {}
     for action, number in actions:
@@ -37,7 +37,7 @@ def test_each_page_has_a_slot_of_its_own_and_is_found_where_it_was_put(slots, ac
             where.pop(name, None)
         else:
             tier.begin_step()
-        assert {name for name in map(lambda n: bytes([n]), range(10)) if name in tier} == set(where)
+        assert {name for name in (bytes([n]) for n in range(10)) if name in tier} == set(where)
         assert tier.counts().used_pages == len(where) <= slots
 
 
@@ -69,7 +69,9 @@ def core(**sizes):
 
 def run(engine, prompts, *, abort=()):
     """Tokens that each prompt gets, all added at once; `abort`: of these after a few steps."""
-    requests = [Request(f"{i}", list(tokens), len(tokens), SamplingParams(temperature=0), 6, 0) for i, tokens in prompts]
+    requests = [
+        Request(f"{i}", list(tokens), len(tokens), SamplingParams(temperature=0), 6, 0) for i, tokens in prompts
+    ]
     for request in requests:
         engine.add(request)
     steps = 0
