@@ -59,6 +59,7 @@ class EngineFacts:
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        host_cache_tokens: token slots of host memory below the cache, all DP ranks together.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
@@ -82,6 +83,7 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    host_cache_tokens: int = 0
     speculation: dict[str, Any] | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
@@ -406,6 +408,7 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
+        host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),
         kernels_note=step.kernels.note,

@@ -6,7 +6,7 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from dsjax.engine.page_tiers import PageMoves
+from dsjax.engine.page_tiers import PageMoves, TierCounts
 from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.plan import RankPlan, ScheduledRow
 from dsjax.engine.request import Request, Status
@@ -37,6 +37,7 @@ class RankLoad(NamedTuple):
         usable_pages: pages that can be held at all.
         cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
             be computed (docs/scheduler.md).
+        host: of the pages in host memory; None where none go there.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class RankLoad(NamedTuple):
     cached_pages: int
     usable_pages: int
     cost: float
+    host: TierCounts | None = None
 
 
 class Rank:

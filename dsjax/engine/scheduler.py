@@ -181,6 +181,7 @@ class Scheduler:
                 rank.pool.num_cached,
                 rank.pool.num_usable,
                 standing_cost(rank),
+                None if rank.pool.below is None else rank.pool.below.counts(),
             )
             for index, rank in enumerate(self.ranks)
         ]
