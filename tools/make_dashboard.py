@@ -167,6 +167,18 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [(f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}", "hits")],
         ),
         (
+            "Host memory's pages",
+            "Share in use of the room that --host-cache-bytes gives.",
+            "percentunit",
+            [(f"{gauge('dsjax_rank_host_pages_used')} / {gauge('dsjax_rank_host_pages')}", "used")],
+        ),
+        (
+            "Pages to and from host memory",
+            "A second, with --host-cache-bytes: of the latent cache, stored when their room was needed, and fetched again.",
+            "short",
+            [(rate(f"dsjax_rank_host_pages_{what}_total"), what) for what in ("stored", "fetched", "evicted")],
+        ),
+        (
             "Cost by rank",
             "In tokens; a new request goes where it is lowest.",
             "short",

@@ -190,6 +190,23 @@ class Metrics:
         gauge(
             "dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages
         )
+        self._add_host_pages(labels)
+
+    def _add_host_pages(self, labels: tuple[str, str]) -> None:
+        def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
+            return lambda: [
+                (self._ranks[load.rank], getattr(load.host, field)) for load in self._loads if load.host is not None
+            ]
+
+        name = "dsjax_rank_host_pages"
+        Gauge(self.registry, name, "Pages that host memory has room for.", labels, read("usable_pages"))
+        Gauge(self.registry, f"{name}_used", "Pages in host memory.", labels, read("used_pages"))
+        for what, documentation in (
+            ("stored", "Pages that went from the device to host memory."),
+            ("fetched", "Pages that came back from there."),
+            ("evicted", "Pages that were dropped there because others needed the room."),
+        ):
+            Total(self.registry, f"{name}_{what}", documentation, labels, read(what))
 
 
 class DraftMetrics:

@@ -204,6 +204,16 @@ class Version(TypedDict):
     version: str
 
 
+class HostPages(TypedDict):
+    """What host memory has of a rank's pages: `TierCounts` of `dsjax/engine/page_tiers.py`."""
+
+    used_pages: int
+    usable_pages: int
+    stored: int
+    fetched: int
+    evicted: int
+
+
 class RankLoadBody(TypedDict):
     """What a DP rank has to do: `RankLoad` of `dsjax/engine/rank.py`."""
 
@@ -215,6 +225,7 @@ class RankLoadBody(TypedDict):
     cached_pages: int
     usable_pages: int
     cost: float
+    host: HostPages | None
 
 
 class Load(TypedDict):
