@@ -19,7 +19,7 @@ from dsjax.engine.commands import Command, PlaceExperts, ReadLoads, StageExperts
 from dsjax.engine.eplb import EplbConfig, RebalanceUnderWayError
 from dsjax.engine.executor import Executor, ExpertSlots, LoadWindow
 from dsjax.engine.stats import BalanceStats
-from sharding.balancing import experts_moved, keep_in_place, rank_loads, rebalance
+from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
 from sharding.layer_placement import exchange_rounds
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def decide(
     """
     old, ranks = slots.physical_to_logical, slots.ranks
     new = rebalance(load, n_physical=old.shape[1], ranks=ranks, groups=slots.groups, hosts=slots.hosts, policy=policy)
-    new = keep_in_place(old, new, ranks, slots.hosts)
+    new = keep_in_place(old, new, ranks, slots.hosts if by_host(policy, slots.groups, slots.hosts) else 1)
     loads, planned = (rank_loads(load, rows, ranks) for rows in (old, new))
     before, after = loads.max(axis=1), planned.max(axis=1)
     of_experts = step_seconds * slots.expert_share * interval

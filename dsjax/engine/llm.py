@@ -141,7 +141,7 @@ class LLM:
         pool = self.engine.core.scheduler.ranks[0].pool
         found = []
         for sequence in sequences:
-            pages = pool.allocate(pool.pages_for(len(sequence)))
+            pages = pool.allocate(pool.pages_for(len(sequence)), store=False)
             try:
                 score = self.executor.launch(Score(int32s(sequence), int32s(pages)))
                 found.append(self.executor.collect(score))

@@ -13,10 +13,24 @@ from jaxtyping import Array
 
 from dsjax.engine import device_state, slots
 from dsjax.engine.buckets import Buckets, Launch
-from dsjax.engine.commands import Clear, Command, Copy, Flush, PlaceExperts, ReadLoads, Score, StageExperts, Step
+from dsjax.engine.commands import (
+    Clear,
+    Command,
+    Copy,
+    FetchPages,
+    Flush,
+    PlaceExperts,
+    PlacePages,
+    ReadLoads,
+    Score,
+    StageExperts,
+    Step,
+    StorePages,
+)
 from dsjax.engine.executor import Exchanged, ExecutorCounts, ExecutorLimits, ExpertCounts, ExpertSlots, Progress
 from dsjax.engine.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.expert_recorder import ExpertRecorder
+from dsjax.engine.host_pages import HostPages
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
 from dsjax.engine.process import explained_out_of_memory
@@ -67,7 +81,7 @@ class Pending:
     @property
     def kept(self) -> bool:
         """Whether what its programs gave last is nobody else's, so that it can be waited for at any time."""
-        return not isinstance(self.command, Copy | Clear)
+        return not isinstance(self.command, Copy | Clear | PlacePages)
 
 
 class MeshExecutor:
@@ -97,6 +111,7 @@ class MeshExecutor:
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
         self._recorder = ExpertRecorder(step)
         self._exchange = ExpertExchange(self, experts_per_exchange, reload) if experts_per_exchange else None
+        self._host_pages = HostPages(self) if limits.host_pages_per_rank else None
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
@@ -208,6 +223,12 @@ class MeshExecutor:
             return self._copy(command)
         if isinstance(command, Clear):
             return self._clear([np.frombuffer(own, "<i4") for own in command.ranks])
+        if isinstance(command, StorePages):
+            return self._host_pages.store(command)
+        if isinstance(command, FetchPages):
+            return self._host_pages.fetch(command)
+        if isinstance(command, PlacePages):
+            return self._host_pages.place(command)
         if isinstance(command, ReadLoads):
             return self._exchange.read(pending, command)
         if isinstance(command, StageExperts):

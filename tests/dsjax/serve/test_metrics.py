@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax.engine.executor import RankResults, RowResult
+from dsjax.engine.page_tiers import TierCounts
 from dsjax.engine.request import ErrorKind, FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
@@ -333,8 +334,11 @@ def filled() -> Metrics:
     one = request("a", rank=1)
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])
-    metrics.on_step(step([load(0), load(1, used=1, usable=3)], decode=1, experts=experts([[1, 2, 3, 4]])))
     metrics.on_step(step([load(0)], balance=BalanceStats(windows=1, rank_tokens=(3, 4))))
+    below = TierCounts(1, 4, 3, 1, 2)
+    metrics.on_step(
+        step([load(0), load(1, used=1, usable=3)._replace(host=below)], decode=1, experts=experts([[1, 2, 3, 4]]))
+    )
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)
     return metrics
