@@ -299,7 +299,7 @@ def main() -> None:
         "--payback",
         type=float,
         default=0.0,
-        help="of the engine's options; emulated devices share their cores, so that balance gains them nothing: 0 moves experts all the same",
+        help="of the engine's options; 0 moves experts although emulated devices, which share cores, gain nothing by balance",
     )
     parser.add_argument("--repeats", type=int, default=1, help="runs off and on, by turns")
     parser.add_argument(

@@ -21,7 +21,7 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
-from dsjax.engine import device_state
+from dsjax.engine import device_state, expert_programs
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
@@ -149,7 +149,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     sizes = _sizes(args, step, max_model_len)
     buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=not on_cpu, speculation=speculation)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
-    pool = None if on_cpu else Pool.of(step, beside_the_cache(step, params, sizes, buckets, num_drafts))
+    moving = expert_programs.exchange_bytes(step, per_exchange) if per_exchange else 0
+    pool = None if on_cpu else Pool.of(step, moving + beside_the_cache(step, params, sizes, buckets, num_drafts))
     limits = _limits(args, step, sizes, pool)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
         executor: Executor = MeshExecutor(
