@@ -334,11 +334,9 @@ def filled() -> Metrics:
     one = request("a", rank=1)
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])
-    metrics.on_step(step([load(0)], balance=BalanceStats(windows=1, rank_tokens=(3, 4))))
-    below = TierCounts(1, 4, 3, 1, 2)
-    metrics.on_step(
-        step([load(0), load(1, used=1, usable=3)._replace(host=below)], decode=1, experts=experts([[1, 2, 3, 4]]))
-    )
+    below, balance = TierCounts(1, 4, 3, 1, 2), BalanceStats(windows=1, rank_tokens=(3, 4))
+    loads = [load(0), load(1, used=1, usable=3)._replace(host=below)]
+    metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), balance=balance))
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)
     return metrics
