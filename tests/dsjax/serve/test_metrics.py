@@ -337,6 +337,7 @@ def filled() -> Metrics:
     below, balance = TierCounts(1, 4, 3, 1, 2), BalanceStats(windows=1, rank_tokens=(3, 4))
     loads = [load(0), load(1, used=1, usable=3)._replace(host=below)]
     metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), balance=balance))
+    metrics.show_exchange_share(0.3)
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)
     return metrics
