@@ -19,9 +19,11 @@ from dsjax.engine.expert_recorder import ExpertRecorder
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
 from dsjax.engine.programs import COPIES, Programs
+from dsjax.engine.sampler import Wanted
 from dsjax.engine.slot_rules import RowRules, SlotTable
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
+from sharding.arrays import put
 
 Running = Generator[Array, None, None]
 """A command being executed: gives, program by program, an array that is ready when the program is done."""
@@ -105,9 +107,7 @@ class MeshExecutor:
         """Wait for a command, and give what came of it."""
         self.wait(pending)
         if isinstance(pending.command, Score):
-            return np.concatenate([np.asarray(array[0]) for array in pending.logits])[
-                : len(pending.command.tokens) // 4
-            ]
+            return np.concatenate([np.asarray(array) for array in pending.logits])[: len(pending.command.tokens) // 4]
         if not isinstance(pending.command, Step):
             return None
         for outcome in pending.outcomes:
@@ -289,8 +289,8 @@ class MeshExecutor:
         if rules.wanted is None:
             return rules
         masks = None if rules.masks is None else self._send(rules.masks)
-        wanted = jax.device_put(rules.wanted, self.programs.everywhere)
+        wanted = Wanted(*(put(flag, self.programs.everywhere) for flag in rules.wanted))
         return rules._replace(wanted=wanted, biases=[self._send(piece) for piece in rules.biases], masks=masks)
 
     def _send(self, array: np.ndarray) -> Array:
-        return jax.device_put(array, self.programs.rows)
+        return put(array, self.programs.rows)

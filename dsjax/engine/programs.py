@@ -10,6 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from dsjax.engine.sampler import Wanted, greedy
 from dsjax.engine.slots import ADMIT_WIDTH, LaunchShape, StepRows
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import Step
+from sharding.arrays import put
 
 COPIES = 32
 """Pairs of pages that one run of the copying program takes."""
@@ -46,6 +48,8 @@ class Programs:
         self._state = device_state.description(state)
         self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
         self.everywhere = NamedSharding(step.mesh, P())
+        # Whether other processes have a part of the mesh. Then what is to be read must first be on devices of one's own.
+        self._shared = not self.rows.is_fully_addressable
         self._compiled: dict[Hashable, Compiled] = {}
         self._constants: dict[Hashable, Array] = {}
 
@@ -126,7 +130,7 @@ class Programs:
         return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed, rows, outcome, hidden)
 
     def every_token(self) -> Compiled:
-        """``(params, state, packed) -> (state, logits of every token slot)`` of one row a rank of the widest chunk.
+        """``(params, state, packed) -> (state, logits [C, V])`` of the row of rank 0; all ranks compute one of the widest chunk.
 
         packed: the row as of ``RowGroup.pack``; it brings its own page table.
         """
@@ -142,10 +146,20 @@ class Programs:
         marked = self._described((self._limits.pages_per_rank,), bool)
         return self._get(("clear",), lambda: self._lower_small(device_state.clear_pages, marked))
 
+    def gather(self, producer: Hashable, place: int, tree: Any) -> Any:
+        """An output of a program, given number ``place`` by it, where this process can read it.
+
+        producer: the program's key. On a mesh of one process that is the output itself. Else a program brings it to all devices, which all
+        processes must run.
+        """
+        if not self._shared:
+            return tree
+        return self._get(("gather", producer, place), lambda: self._lower_gather(self._compiled[producer], place))(tree)
+
     def no_masks(self, sampled: tuple[int, int, int]) -> Array:
         """Masks that allow everything, on the devices."""
         shape = (self._limits.num_ranks, _positions(sampled), mask_words(self._limits.vocab_size))
-        return self._constant(("masks", sampled), lambda: jax.device_put(np.full(shape, -1, np.int32), self.rows))
+        return self._constant(("masks", sampled), lambda: put(np.full(shape, -1, np.int32), self.rows))
 
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
         """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
@@ -276,7 +290,8 @@ class Programs:
         def run(state, rows, raw, biased, masks, wanted):
             rows = StepRows.unpack(rows, sampled)
             state, *found = sampling_programs.draw(self._step, state, rows, raw, biased, masks, wanted)
-            return self._pin(state, self._state), *found
+            outcome, scores = found
+            return self._pin(state, self._state), self._pin(outcome, self._of_rows(sampled)[1]), scores
 
         return jax.jit(run, donate_argnums=0).lower(self._state, rows, logits, logits, masks, wanted)
 
@@ -286,15 +301,28 @@ class Programs:
         def run(params, state, packed):
             hidden, cache, _ = self._step.hidden(params, state.cache, [RowGroup.unpack(packed, shape)], state.copies)
             state = dataclasses.replace(state, cache=cache)
-            return self._pin(state, self._state), self._step.logits(params, hidden)
+            logits = self._step.logits(params, hidden)[0]  # of rank 0
+            if self._shared:
+                logits = jax.lax.with_sharding_constraint(logits, self.everywhere)
+            return self._pin(state, self._state), logits
 
         packed = self._described((shape.packed_width,), np.int32)
         return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
+
+    def _lower_gather(self, producer: Compiled, place: int) -> Lowered:
+        described = jax.tree.map(
+            lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+            producer.out_info[place],
+            producer.output_shardings[place],
+        )
+        return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)
 
     def _of_rows(self, sampled: tuple[int, int, int]):
         """Descriptions of what a step hands on to the sampling programs: packed rows, outcome, logits."""
         rows = self._described((StepRows.packed_width(sampled),), np.int32)
         outcome = self._described((_positions(sampled) + 2 * sampled[0],), np.int32)
+        if self._shared:
+            outcome = jax.ShapeDtypeStruct(outcome.shape, outcome.dtype, sharding=self.everywhere)
         return rows, outcome, self._logits(sampled)
 
     def _of_step(self, shape: LaunchShape):
