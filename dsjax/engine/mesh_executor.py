@@ -212,6 +212,12 @@ class MeshExecutor:
         rules: RowRules,
         proposes: int,
     ) -> Running:
+        if proposes and launch.prefill is None and rules.wanted is None:
+            program = self.programs.drafting_step(shape, proposes)
+            self.state, outcome, drafts, reports = program(self.params, self.state, packed)
+            yield outcome
+            pending.outcomes.append(LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules))
+            return
         program = self.programs.step(shape, launch.scored)
         self.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(self.params, self.state, packed)
         yield outcome

@@ -82,22 +82,29 @@ class Programs:
 
     def lower_step(self, shape: LaunchShape, scored: bool = False) -> Lowered:
         """The program of ``step``, traced but not compiled."""
-        step = self._step
 
         def run(params, state, packed):
-            state, rows, groups = slots.read(step, state, packed, shape)
-            hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
-            state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
-            scores = ()
-            if scored:
-                every = step.logits(params, hidden)
-                logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
-                scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
-            else:
-                logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
-            state, outcome = slots.commit(step, state, rows, greedy(logits))
+            state, rows, outcome, logits, hidden, reports, *scores = self._compute(params, state, packed, shape, scored)
             pinned = self._pin((rows.pack(), outcome, logits, hidden), self._of_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
+
+        packed = self._described((shape.packed_width,), np.int32)
+        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
+
+    def drafting_step(self, shape: LaunchShape, count: int) -> Compiled:
+        """``(params, state, packed) -> (state, outcome, drafts [B, R, count], reports)``: ``step`` and ``drafts`` in one program.
+
+        For decode rows whose tokens are the most probable ones: nothing stands between the two then, and a launch is saved.
+        """
+        return self._get(("drafting step", shape, count), lambda: self.lower_drafting_step(shape, count))
+
+    def lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
+        """The program of ``drafting_step``, traced but not compiled."""
+
+        def run(params, state, packed):
+            state, rows, outcome, _, hidden, reports = self._compute(params, state, packed, shape)
+            state, proposed = self._propose(params, state, packed, rows, outcome, hidden, shape, count)
+            return self._pin(state, self._state), outcome, proposed, reports
 
         packed = self._described((shape.packed_width,), np.int32)
         return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
@@ -181,6 +188,9 @@ class Programs:
             for count in proposes:
                 lower = lambda shape=shape, count=count: self.lower_drafts(shape, count)  # noqa: E731
                 work["drafts", shape, count] = (f"{count} drafts, {name}", lower)
+                if prefill is None:
+                    lower = lambda shape=shape, count=count: self.lower_drafting_step(shape, count)  # noqa: E731
+                    work["drafting step", shape, count] = (f"{name}, then {count} drafts", lower)
         work["admit",] = ("admission", self._lower_admit)
         marked = self._described((self._limits.pages_per_rank,), bool)
         work["clear",] = ("clearing pages", lambda: self._lower_small(device_state.clear_pages, marked))
@@ -207,6 +217,22 @@ class Programs:
         """Drop all programs."""
         self._compiled.clear()
         self._constants.clear()
+
+    def _compute(self, params, state: DeviceState, packed, shape: LaunchShape, scored: bool = False):
+        """The launch's rows through the model, each with its most probable tokens; results as of ``step``, the rows unpacked."""
+        step = self._step
+        state, rows, groups = slots.read(step, state, packed, shape)
+        hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
+        state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
+        scores = ()
+        if scored:
+            every = step.logits(params, hidden)
+            logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
+            scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
+        else:
+            logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
+        state, outcome = slots.commit(step, state, rows, greedy(logits))
+        return state, rows, outcome, logits, hidden, reports, *scores
 
     def _propose(
         self, params, state: DeviceState, packed, rows: StepRows, outcome, hidden, shape: LaunchShape, count: int
