@@ -25,11 +25,13 @@ from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import check_layout, dispatch_method, make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.executor import Executor, ExecutorLimits
+from dsjax.engine.leader import LeaderExecutor
 from dsjax.engine.mesh_executor import MeshExecutor
 from dsjax.engine.process import available_bytes, enable_compile_cache, keep_freed_memory
 from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
+from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import device_bytes
 from dsjax.model.step import Step
 from sharding import MeshSpec
@@ -99,10 +101,12 @@ class LoadedModel:
     facts: EngineFacts
 
 
-def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
+def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progress: bool = False) -> LoadedModel:
     """Check everything, then load the model that ``args`` names onto its mesh.
 
     Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
+
+    group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -115,6 +119,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     # Before the mesh is built, for that starts JAX and emulates its devices.
     check_layout(config, spec, args.redundant_experts, "fp8" if args.weights == "fp8" else "bf16")
     mesh = spec.build()
+    if group is not None:
+        _check_shares(spec, mesh, group)
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
@@ -122,25 +128,33 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=speculation is not None)
     max_model_len = _max_model_len(args, config)
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
-    if mesh.devices.flat[0].platform == "cpu":
-        _check_host_memory(args, step)
-    params = load(
-        config,
-        checkpoint,
-        mesh,
-        step.rules,
-        weights=weights,
-        placement=step.placement if config.is_moe else None,
-        mtp=step.has_module,
-        progress=show_progress,
-    )
+    if group is not None:
+        group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
+
+    def read() -> dict[str, Array]:
+        if mesh.devices.flat[0].platform == "cpu":
+            _check_host_memory(args, step)
+        return load(
+            config,
+            checkpoint,
+            mesh,
+            step.rules,
+            weights=weights,
+            placement=step.placement if config.is_moe else None,
+            mtp=step.has_module,
+            progress=show_progress,
+        )
+
+    params = read() if group is None else group.run("loading", read)
     params = materialise(step, params)
-    limits = _limits(args, step, max_model_len)
+    limits = _limits(args, step, max_model_len, group)
     mixed = mesh.devices.flat[0].platform != "cpu"
     buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed, speculation=speculation)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
     executor: Executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
-    if args.record_steps is not None:
+    if group is not None and group.is_leader:
+        executor = LeaderExecutor(executor, group)
+    if args.record_steps is not None and (group is None or group.is_leader):
         executor = _recording(args, executor, mesh, directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
@@ -150,6 +164,17 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
         read_eos_token_ids(directory, tokenizer),
         _facts(args, step, limits, buckets, params, weights),
     )
+
+
+def _check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
+    """Refuse a mesh in which a process of the group has no device: it would have nothing to follow with."""
+    sharing = {device.process_index for device in mesh.devices.flat}
+    idle = [member for member in group.members if member.process_id not in sharing]
+    if idle:
+        raise UserError(
+            f"mesh {spec} takes {spec.num_devices} of the group's {jax.device_count()} devices, none of them of {idle[0].name}; "
+            f"start {len(sharing)} processes, or use a larger mesh"
+        )
 
 
 def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
@@ -243,13 +268,14 @@ def _check_host_memory(args: EngineArgs, step: Step) -> None:
         )
 
 
-def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
+def _limits(args: EngineArgs, step: Step, max_model_len: int, group: HostGroup | None) -> ExecutorLimits:
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
     pages_per_request = -(-max_model_len // args.page_size)
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sequences * pages_per_request
-    pages = device_cache.pages_that_fit(step, wanted + 1)
+    find = lambda: device_cache.pages_that_fit(step, wanted + 1)  # noqa: E731
+    pages = find() if group is None else min(group.ask("pages", group.run("memory", find)))
     room = (pages - 1) * args.page_size
     if args.cache_tokens and room < args.cache_tokens:
         raise UserError(

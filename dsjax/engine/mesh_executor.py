@@ -194,14 +194,17 @@ class MeshExecutor:
         self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
             len(rank.decodes) // 8 + sum(row.length for row in rank.prefills) for rank in command.ranks
         )
-        return self._run_step(pending, command, admissions, list(zip(launches, shapes, inputs, rules, strict=True)))
+        laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
+        return self._run_step(pending, command, admissions, laid_out, self._recorder.on)
 
-    def _run_step(self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple]) -> Running:
+    def _run_step(
+        self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple], recording: bool
+    ) -> Running:
         for packed in admissions:
             self.state = self.programs.admit()(self.state, packed)
             yield self.state.start
         for launch, shape, packed, rules in launches:
-            yield from self._run_launch(pending, launch, shape, packed, rules, command.proposes)
+            yield from self._run_launch(pending, launch, shape, packed, rules, command.proposes, recording)
 
     def _run_launch(
         self,
@@ -211,12 +214,14 @@ class MeshExecutor:
         packed: Array,
         rules: RowRules,
         proposes: int,
+        recording: bool,
     ) -> Running:
         if proposes and launch.prefill is None and rules.wanted is None:
             program = self.programs.drafting_step(shape, proposes)
             self.state, outcome, drafts, reports = program(self.params, self.state, packed)
             yield outcome
-            pending.outcomes.append(LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules))
+            found = LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules)
+            yield from self._keep(pending, found, recording)
             return
         program = self.programs.step(shape, launch.scored)
         self.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(self.params, self.state, packed)
@@ -238,6 +243,23 @@ class MeshExecutor:
         found = LaunchOutcome(
             launch, shape, outcome, scores, prompt_scores[0] if prompt_scores else None, drafts, reports, rules
         )
+        yield from self._keep(pending, found, recording)
+
+    def _keep(self, pending: Pending, found: LaunchOutcome, recording: bool) -> Running:
+        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
+        if self.programs.shared:
+            slots_read = found.rules.slots.values()
+            wanted = {
+                "scores": found.scores is not None and any(own.sampling.logprobs >= 0 for own in slots_read),
+                "prompt_scores": found.prompt_scores is not None,
+                "drafts": found.drafts is not None and any(own.guided for own in slots_read),
+                "reports": recording and bool(found.reports),
+            }
+            for name, is_wanted in wanted.items():
+                gathered = self.programs.gather(getattr(found, name)) if is_wanted else {} if name == "reports" else None
+                found = found._replace(**{name: gathered})
+                if is_wanted:
+                    yield jax.tree.leaves(gathered)[0]
         pending.outcomes.append(found)
 
     def _score(self, pending: Pending, command: Score) -> Running:

@@ -38,7 +38,8 @@ COPIES = 32
 class Programs:
     """Each program is traced and compiled once, when it is first asked for or by ``warm_up``.
 
-    rows, everywhere: shardings of what the host sends: one entry for each DP rank; the same on all devices.
+    rows, everywhere: shardings of what the host sends: one entry for each DP rank; the same on all devices. shared: whether other processes
+    have a part of the mesh: then the outcome of a step is the same on all devices, and what else is to be read must be gathered.
     """
 
     def __init__(self, step: Step, params: Mapping[str, Array], state: DeviceState, limits: ExecutorLimits):
@@ -48,8 +49,7 @@ class Programs:
         self._state = device_state.description(state)
         self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
         self.everywhere = NamedSharding(step.mesh, P())
-        # Whether other processes have a part of the mesh. Then what is to be read must first be on devices of one's own.
-        self._shared = not self.rows.is_fully_addressable
+        self.shared = not self.rows.is_fully_addressable
         self._compiled: dict[Hashable, Compiled] = {}
         self._constants: dict[Hashable, Array] = {}
 
@@ -104,6 +104,7 @@ class Programs:
         def run(params, state, packed):
             state, rows, outcome, _, hidden, reports = self._compute(params, state, packed, shape)
             state, proposed = self._propose(params, state, packed, rows, outcome, hidden, shape, count)
+            outcome = self._pin(outcome, self._of_rows(shape.sampled)[1])
             return self._pin(state, self._state), outcome, proposed, reports
 
         packed = self._described((shape.packed_width,), np.int32)
@@ -153,15 +154,15 @@ class Programs:
         marked = self._described((self._limits.pages_per_rank,), bool)
         return self._get(("clear",), lambda: self._lower_small(device_state.clear_pages, marked))
 
-    def gather(self, producer: Hashable, place: int, tree: Any) -> Any:
-        """An output of a program, given number ``place`` by it, where this process can read it.
+    def gather(self, tree: Any) -> Any:
+        """What a program gave, where this process can read it.
 
-        producer: the program's key. On a mesh of one process that is the output itself. Else a program brings it to all devices, which all
-        processes must run.
+        On a mesh of one process that is the tree itself. Else a program brings it to all devices, which all processes must run.
         """
-        if not self._shared:
+        if not self.shared:
             return tree
-        return self._get(("gather", producer, place), lambda: self._lower_gather(self._compiled[producer], place))(tree)
+        key, described = _described_tree(tree)
+        return self._get(key, lambda: self._lower_gather(described))(tree)
 
     def no_masks(self, sampled: tuple[int, int, int]) -> Array:
         """Masks that allow everything, on the devices."""
@@ -209,6 +210,8 @@ class Programs:
                 key, label = pending[future]
                 self._compiled[key] = future.result()
                 report(done, len(work), label)
+            if self.shared:
+                self._warm_up_gathers()
         finally:
             # An end before all is compiled must not wait for what is queued.
             pool.shutdown(cancel_futures=True)
@@ -328,26 +331,36 @@ class Programs:
             hidden, cache, _ = self._step.hidden(params, state.cache, [RowGroup.unpack(packed, shape)], state.copies)
             state = dataclasses.replace(state, cache=cache)
             logits = self._step.logits(params, hidden)[0]  # of rank 0
-            if self._shared:
+            if self.shared:
                 logits = jax.lax.with_sharding_constraint(logits, self.everywhere)
             return self._pin(state, self._state), logits
 
         packed = self._described((shape.packed_width,), np.int32)
         return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
 
-    def _lower_gather(self, producer: Compiled, place: int) -> Lowered:
-        described = jax.tree.map(
-            lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
-            producer.out_info[place],
-            producer.output_shardings[place],
-        )
+    def _lower_gather(self, described: Any) -> Lowered:
         return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)
+
+    def _warm_up_gathers(self) -> None:
+        """Compile what brings to all devices that which is wanted seldom: reports, scores, drafts."""
+        places = {"step": 5, "drafting step": 3, "draw": 2, "drafts": 1}
+        for producer in [key for key in self._compiled if key[0] in places]:
+            program = self._compiled[producer]
+            for place in range(places[producer[0]], len(program.out_info)):
+                tree = jax.tree.map(
+                    lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+                    program.out_info[place],
+                    program.output_shardings[place],
+                )
+                if jax.tree.leaves(tree):
+                    key, described = _described_tree(tree)
+                    self._get(key, lambda described=described: self._lower_gather(described))
 
     def _of_rows(self, sampled: tuple[int, int, int]):
         """Descriptions of what a step hands on to the sampling programs: packed rows, outcome, logits."""
         rows = self._described((StepRows.packed_width(sampled),), np.int32)
         outcome = self._described((_positions(sampled) + 2 * sampled[0],), np.int32)
-        if self._shared:
+        if self.shared:
             outcome = jax.ShapeDtypeStruct(outcome.shape, outcome.dtype, sharding=self.everywhere)
         return rows, outcome, self._logits(sampled)
 
@@ -377,6 +390,13 @@ class Programs:
         if key not in self._constants:
             self._constants[key] = make()
         return self._constants[key]
+
+
+def _described_tree(tree: Any) -> tuple[Hashable, Any]:
+    """Descriptions of a tree's arrays, and the key of the program that gathers such a tree."""
+    described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+    leaves, structure = jax.tree.flatten(described)
+    return ("gather", structure, *((leaf.shape, str(leaf.dtype), leaf.sharding) for leaf in leaves)), described
 
 
 def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:
