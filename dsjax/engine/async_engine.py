@@ -222,8 +222,9 @@ class AsyncEngine:
                 logger.error("the engine's thread has ended: %s", error)
             else:
                 logger.exception("the engine's thread has failed")
-            self._hand_over()
-            self._loop.call_soon_threadsafe(self._die, error)
+            with contextlib.suppress(RuntimeError):  # a process of the group was lost, and the loop has ended before this step did
+                self._hand_over()
+                self._loop.call_soon_threadsafe(self._die, error)
 
     def _step(self) -> None:
         self.step_started = time.monotonic()

@@ -41,7 +41,7 @@ class Follower:
         self._running: deque[Any] = deque()  # of those, what has not been waited for
 
     def follow(self, executor: Executor) -> None:
-        """Carry out messages until the leader ends, or is lost.
+        """Carry out messages until the leader ends, or is lost. The process must end soon after, for the leader waits for that.
 
         Raises:
             GroupError: it did not end as it should.
@@ -60,7 +60,6 @@ class Follower:
                 executor.wait(self._running.popleft())
         self.phase = "shutting down"
         executor.shutdown()
-        self.group.leave()
         if self.reason is not None:
             raise GroupError(f"process 0 has ended the group: {self.reason}")
 

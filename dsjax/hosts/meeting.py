@@ -26,6 +26,7 @@ MAGIC = b"dsjaxmt1"
 _MOST_BYTES = 1 << 20
 _RETRY_SECONDS = 0.1
 _PEEK_SECONDS = 10.0
+_LINGER_SECONDS = 3.0
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
@@ -172,6 +173,7 @@ class _Host:
                 )
             else:
                 self._arrivals[arrival.process_id] = arrival
+                self._changed.notify_all()
                 return True
         return False
 
@@ -201,7 +203,11 @@ class _Host:
                     if rest <= 0:
                         return _missing(options, self._arrivals)
                 self._changed.wait(rest)
-            return self._problem or _unlike(self._arrivals, self._prepared) or _on_loopback(self._arrivals)
+            if self._problem is None:
+                return _unlike(self._arrivals, self._prepared) or _on_loopback(self._arrivals)
+            # Whoever is on the way hears of it too, instead of waiting for a process 0 that has ended.
+            self._changed.wait_for(lambda: len(self._arrivals) == options.num_processes, _LINGER_SECONDS)
+            return self._problem
 
 
 def _missing(options: HostOptions, arrivals: Mapping[int, Arrival]) -> str:
