@@ -96,7 +96,9 @@ class EngineArgs:
         "HOST:PORT of process 0, for a mesh of several processes; default: what Slurm, Open MPI, GKE or LeaderWorkerSet say",
     )
     num_processes: int | None = option(None, "processes that the mesh's devices belong to", least=1)
-    process_id: int | None = option(None, "which of them this is, from 0; process 0 has HTTP and the scheduler", least=0)
+    process_id: int | None = option(
+        None, "which of them this is, from 0; process 0 has HTTP and the scheduler", least=0
+    )
     host_address: str | None = option(
         None, "address that others reach this host at; default: that of the way to the coordinator"
     )

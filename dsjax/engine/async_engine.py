@@ -222,7 +222,9 @@ class AsyncEngine:
                 logger.error("the engine's thread has ended: %s", error)
             else:
                 logger.exception("the engine's thread has failed")
-            with contextlib.suppress(RuntimeError):  # a process of the group was lost, and the loop has ended before this step did
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a process of the group was lost, and the loop has ended before this step did
                 self._hand_over()
                 self._loop.call_soon_threadsafe(self._die, error)
 

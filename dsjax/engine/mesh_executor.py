@@ -256,7 +256,9 @@ class MeshExecutor:
                 "reports": recording and bool(found.reports),
             }
             for name, is_wanted in wanted.items():
-                gathered = self.programs.gather(getattr(found, name)) if is_wanted else {} if name == "reports" else None
+                gathered = (
+                    self.programs.gather(getattr(found, name)) if is_wanted else {} if name == "reports" else None
+                )
                 found = found._replace(**{name: gathered})
                 if is_wanted:
                     yield jax.tree.leaves(gathered)[0]

@@ -6,8 +6,6 @@ Nothing here may start a backend: `join` must come before JAX sees a device.
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
 from collections.abc import Callable, Sequence
 
 import jax

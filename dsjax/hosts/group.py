@@ -258,9 +258,7 @@ class StreamReader:
             ConnectionError: the leader is gone.
         """
         while True:
-            found = self._group._store.get(
-                self._group._key("stream", self._next // _BLOCK, self._next), _WAIT_SECONDS
-            )
+            found = self._group._store.get(self._group._key("stream", self._next // _BLOCK, self._next), _WAIT_SECONDS)
             if found is not None:
                 self._next += 1
                 return found

@@ -1,8 +1,9 @@
 """The processes of a group find each other, and agree that they were started alike, before JAX joins them.
 
-JAX's coordination service ends a process with a C++ stack trace when another one is missing, has the same id, or cannot be reached, and tells
-no names. So process 0 first listens at the coordinator's port itself; the others come there, say what they are, prepare (a
-model may have to be downloaded), and get one verdict, the same for all. Then the port is closed, and JAX's service takes it over.
+JAX's coordination service ends a process with a C++ stack trace when another one is missing, has the same id, or cannot be
+reached, and tells no names. So process 0 first listens at the coordinator's port itself; the others come there, say what they
+are, prepare (a model may have to be downloaded), and get one verdict, the same for all. Then the port is closed, and JAX's
+service takes it over.
 
 A connection carries frames: four little-endian bytes of length, then a message in MessagePack; `MAGIC` comes first in both directions.
 """

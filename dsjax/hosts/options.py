@@ -118,7 +118,9 @@ def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
     from dsjax.hosts.coordination import detect
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in Kubernetes without LeaderWorkerSet JAX tells of a package that it would want
+        warnings.simplefilter(
+            "ignore"
+        )  # in Kubernetes without LeaderWorkerSet JAX tells of a package that it would want
         return detect(timeout)
 
 

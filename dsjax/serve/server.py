@@ -44,7 +44,8 @@ class Server(uvicorn.Server):
         warm_up: compiles every shape, in a thread of its own. It is given a function to call between two shapes, which raises
             once the server is to end. What else it raises, `serve_on` raises.
         on_ready: called once requests are admitted.
-        before_exit: called with the exit code where the process ends without Python's own end, because a thread hangs in a step or a compilation.
+        before_exit: called with the exit code where the process ends without Python's own end, because a thread hangs in a step or a
+            compilation.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ A layout is a generation: the processes stay, and the executors on top of them a
 
 import argparse
 import json
+import logging
 import sys
 
 from dsjax import SamplingParams
@@ -37,6 +38,7 @@ def continuations(engine: LLMEngine, prompts: list[list[int]], params: SamplingP
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser()
     for name in ("coordinator-address", "num-processes", "process-id", "start-timeout", "heartbeat-timeout"):
         parser.add_argument(f"--{name}", type=str if name == "coordinator-address" else int)

@@ -27,7 +27,9 @@ class Group:
     options: more options of each process.
     """
 
-    def __init__(self, command: list[str], count: int, *, options: dict[int, list[str]] | None = None, timeout: int = 20):
+    def __init__(
+        self, command: list[str], count: int, *, options: dict[int, list[str]] | None = None, timeout: int = 20
+    ):
         port = free_port()
         environment = {
             **os.environ,

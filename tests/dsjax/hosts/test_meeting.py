@@ -168,6 +168,7 @@ def test_a_port_in_use_is_known_at_once():
 
 def test_a_process_that_dies_while_the_group_forms_ends_it():
     processes = group_of(3)
+
     # It comes, and goes without a word.
     def visit() -> None:
         connection = meeting._connect(processes[2])

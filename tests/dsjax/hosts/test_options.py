@@ -64,7 +64,7 @@ def test_what_cannot_be_is_refused_with_what_would(given, message):
 
 def test_a_host_address_must_be_this_hosts_own():
     assert HostOptions.find("127.0.0.1:1234", 2, 1, host_address="127.0.0.1").address == "127.0.0.1"
-    with pytest.raises(UserError, match="--host-address: '192.0.2.1' is no address of this host"):
+    with pytest.raises(UserError, match=r"--host-address: '192\.0\.2\.1' is no address of this host"):
         HostOptions.find("127.0.0.1:1234", 2, 1, host_address="192.0.2.1")
     with pytest.raises(UserError, match="others cannot reach"):
         HostOptions.find("127.0.0.1:1234", 2, 1, host_address="0.0.0.0")
