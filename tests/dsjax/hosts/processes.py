@@ -62,8 +62,8 @@ class Group:
         """Wait until a process has printed something."""
         deadline = time.monotonic() + seconds
         while text not in self.output[index]:
-            assert self.processes[index].poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
+            assert self.processes[index].poll() is None, self.last_words()
+            assert time.monotonic() < deadline, self.last_words()
             time.sleep(0.05)
 
     def codes(self, seconds: float) -> list[int]:
@@ -72,10 +72,14 @@ class Group:
         try:
             found = [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
         except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"somebody is still there after {seconds} s: {self.output}") from error
+            raise AssertionError(f"somebody is still there after {seconds} s: {self.last_words()}") from error
         for thread in self._threads:
             thread.join(5)
         return found
+
+    def last_words(self) -> str:
+        """The end of what each printed, for a test that fails."""
+        return "\n".join(f"--- process {index}:\n{text[-3000:]}" for index, text in enumerate(self.output))
 
     def end(self) -> None:
         """Leave nothing behind."""

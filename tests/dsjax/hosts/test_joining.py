@@ -33,7 +33,9 @@ def test_a_copy_of_the_checkpoint_is_alike_and_other_weights_are_not(checkpoint,
     other.mkdir()
     write_checkpoint(other, seed=8)
     assert alike(checkpoint) == alike(copy)
-    assert {name for name, value in alike(other).items() if value != alike(copy)[name]} == {"the checkpoint fingerprint"}
+    assert {name for name, value in alike(other).items() if value != alike(copy)[name]} == {
+        "the checkpoint fingerprint"
+    }
 
 
 @pytest.mark.parametrize("change", [{"page_size": 8}, {"kernels": "plain"}, {"dispatch": "gather"}, {"seed": 3}])

@@ -21,7 +21,7 @@ def errors(command: list[str], options: dict[int, list[str]], *, timeout: int = 
     """The one error of each of two processes, which end with 2."""
     group = Group(["-m", "dsjax.serve", "--port", "0", *command], 2, options=options, timeout=timeout)
     try:
-        assert group.codes(30) == [2, 2], group.output
+        assert group.codes(30) == [2, 2], group.last_words()
     finally:
         group.end()
     found = []

@@ -148,7 +148,7 @@ def test_a_killed_follower_ends_the_stream_with_an_error_and_the_server_with_its
         served.group.processes[1].send_signal(signal.SIGKILL)
         events = [line for line in lines if line]
     assert "the engine has failed" in events[-2]
-    assert served.group.codes(30) == [1, -signal.SIGKILL], served.group.output
+    assert served.group.codes(30) == [1, -signal.SIGKILL], served.group.last_words()
     assert time.monotonic() - killed < 30
     assert re.search(r"process 1 \(.*, pid \d+\) has gone away", served.group.output[0])
     assert "Traceback" not in served.group.output[0]

@@ -37,7 +37,7 @@ def outputs(checkpoint):
     command = ["tests/dsjax/hosts/engine_process.py", "--model", str(checkpoint), "--layouts", json.dumps(LAYOUTS)]
     group = Group(command, 2)
     try:
-        assert group.codes(240) == [0, 0], group.output
+        assert group.codes(240) == [0, 0], group.last_words()
     finally:
         group.end()
     return group.output
