@@ -1,8 +1,12 @@
-"""Environment of every test: 32 emulated CPU devices, set before anything imports JAX."""
+"""Environment of every test: 32 emulated CPU devices, set before anything imports JAX; and how many processes share the tests."""
 
 import itertools
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 
 # The number of emulated devices; a stuck collective that aborts in a minute instead of hanging the suite; and compilation
 # without LLVM's optimisations, which on these tiny models cost more than they save (XLA's own passes all run).
@@ -15,7 +19,7 @@ _XLA_FLAGS = (
 )
 
 
-def _wants_gpu(arguments: list[str]) -> bool:
+def _wants_gpu(arguments: Sequence[str]) -> bool:
     """Whether the run is `pytest -m gpu`: then JAX chooses the platform, and XLA's own settings hold."""
     return ("-m", "gpu") in itertools.pairwise(arguments) or "-mgpu" in arguments
 
@@ -31,3 +35,28 @@ def _set_environment() -> None:
 
 
 _set_environment()
+
+
+MOST_PROCESSES = 8
+"""Each has its own 32 devices and programs: some 3 GB at its worst."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Processes of a run; `-n` on the command line wins. One more than there are cores, since many tests wait for a server or a process.
+
+    pytest's own process alone for a single file, which one process would run anyhow, and where there is one GPU to share.
+    """
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    if _wants_gpu(config.invocation_params.args):
+        return 0
+    named = [Path(argument.partition("::")[0]) for argument in config.args]
+    files = {file for path in named for file in (path.rglob("test_*.py") if path.is_dir() else [path])}
+    return 0 if len(files) < 2 else min((os.cpu_count() or 1) + 1, len(files), MOST_PROCESSES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests: begun last, one of them would be waited for while the other processes idle."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

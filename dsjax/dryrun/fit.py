@@ -13,7 +13,6 @@ from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.compilation import TooLarge, compile_step
 from dsjax.dryrun.memory import DeviceMemory
-from dsjax.engine.cache import MEMORY_SHARE
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Fit:
 
 def fit(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh, memory_bytes: int) -> Fit:
     """Search each of the three by itself, all else as ``args`` ask, within the share of memory that the engine would use."""
-    room, compilations = int(memory_bytes * MEMORY_SHARE), 0
+    room, compilations = int(memory_bytes * args.engine.gpu_memory_utilization), 0
     page = args.engine.page_size
 
     def total(changed: DryRunArgs) -> float:

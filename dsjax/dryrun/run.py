@@ -53,7 +53,7 @@ def dry_run(
     config = load_config(args.engine.model)
     spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
-    check_layout(config, spec, args.engine.redundant_experts, "fp8" if args.engine.weights == "fp8" else "bf16")
+    check_layout(config, spec, args.engine.num_redundant, "fp8" if args.engine.weights == "fp8" else "bf16")
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = _cluster(hardware, cluster, spec.num_devices)
     mesh = spec.build(target_devices(hardware, spec.num_devices))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 """Of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
@@ -166,7 +166,38 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
     """Zero the cache and void all slots, as at the start. No request has a slot."""
 
 
-Command = Step | Copy | Clear | Score | Flush
+class ReadLoads(msgspec.Struct, frozen=True, array_like=True, tag="read_loads"):
+    """Give how many tokens each expert of each layer computed since the last time, and count from zero."""
+
+
+class StageExperts(msgspec.Struct, frozen=True, array_like=True, tag="stage_experts"):
+    """Send experts of one MoE layer to the ranks that will hold them, into their staging buffers; nothing that steps read changes.
+
+    Attributes:
+        layer: a row of the placement: the model's MoE layers in order, and behind them the MTP module's.
+        moves: int32 pairs (physical slot that holds an expert, physical slot that is to hold it). A rank sends and receives no more
+            than the executor's `ExpertSlots.per_exchange` experts, and none sends two to the same rank.
+    """
+
+    layer: int
+    moves: bytes
+
+
+class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_experts"):
+    """Write what was staged for a layer into its slots, and put the layer's new placement in force.
+
+    Attributes:
+        slots: int32, the physical slots that are written; each was the second of a pair of a `StageExperts` of this layer, all of
+            which come after the last `PlaceExperts`.
+        physical_to_logical: int32, the logical expert in each physical slot from now on.
+    """
+
+    layer: int
+    slots: bytes
+    physical_to_logical: bytes
+
+
+Command = Step | Copy | Clear | Score | Flush | ReadLoads | StageExperts | PlaceExperts
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Command)

@@ -55,10 +55,14 @@ class DeviceState:
     sampling: SlotSampling
     counts: Int[Array, "B Z V"]  # uint16
     copies: CopyTables | None
+    loads: Int[Array, "L N X"] | None
 
 
-def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceState:
-    """Shapes, dtypes and shardings of the state's arrays. num_drafts: the most that are ever drafted."""
+def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False) -> DeviceState:
+    """Shapes, dtypes and shardings of the state's arrays.
+
+    num_drafts: the most that are ever drafted. counts_loads: whether the experts' loads are added up.
+    """
     ranks, slots = limits.num_ranks, limits.max_rows_decode
     rows, everywhere = NamedSharding(step.mesh, P(step.spec.batch_axes)), NamedSharding(step.mesh, P())
 
@@ -68,8 +72,12 @@ def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceS
     integers = {"num_prompt_tokens": np.int32, "seed": np.uint32, "top_k": np.int32}
     copies = None
     if step.config.is_moe:
-        tables = step.placement.tables_of(step.moe_layers_with_module)
+        tables = step.placement.tables
         copies = CopyTables(*(jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in tables))
+    loads = None
+    if counts_loads:
+        shape = (step.moe_layers_with_module, step.spec.num_devices, step.placement.n_physical // step.spec.ep_size)
+        loads = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(step.mesh, P(None, step.spec.token_axes)))
     filled = None
     if num_drafts:
         shape = (ranks * limits.pages_per_rank, limits.page_size)
@@ -87,20 +95,20 @@ def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceS
         ),
         counts=array(limits.vocab_size, dtype=np.uint16),
         copies=copies,
+        loads=loads,
     )
 
 
-def allocate(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceState:
+def allocate(step: Step, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False) -> DeviceState:
     """The state at the start: everything zero, experts placed as the step says."""
-    described = describe(step, limits, num_drafts)
+    described = describe(step, limits, num_drafts, counts_loads=counts_loads)
     make = jax.jit(
         lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described),
         out_shardings=jax.tree.map(lambda array: array.sharding, described),
     )
     state = jax.block_until_ready(make())
     if described.copies is not None:
-        tables = step.placement.tables_of(step.moe_layers_with_module)
-        state.copies = put_tree(tables, jax.tree.map(lambda array: array.sharding, described.copies))
+        state.copies = put_tree(step.placement.tables, jax.tree.map(lambda array: array.sharding, described.copies))
     return state
 
 

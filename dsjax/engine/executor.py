@@ -103,6 +103,45 @@ class ExecutorCounts(NamedTuple):
     experts: ExpertCounts | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertSlots:
+    """Where experts are, and what it takes to move them.
+
+    Attributes:
+        physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots lie rank by rank.
+        ranks: of an EP group; hosts: runs of them that are on one machine. groups: of experts, where routing is limited to some of them.
+        expert_bytes: of one expert on one device. per_exchange: experts that a rank sends and receives in one `StageExperts`, at most.
+        seconds: that a `StageExperts` and a `PlaceExperts` took when they were tried during warm-up; None before.
+    """
+
+    physical_to_logical: np.ndarray
+    n_logical: int
+    ranks: int
+    hosts: int
+    groups: int
+    expert_bytes: int
+    per_exchange: int
+    seconds: tuple[float, float] | None = None
+
+
+class LoadWindow(NamedTuple):
+    """What `ReadLoads` gives: tokens since the last time, of the MoE layers, with the MTP module's layer last.
+
+    Attributes:
+        logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
+    """
+
+    logical: np.ndarray
+    by_rank: np.ndarray
+
+
+class Exchanged(NamedTuple):
+    """What `StageExperts` and `PlaceExperts` give: how long they took, and what went wrong. A layer is then placed as before."""
+
+    seconds: float
+    error: str | None = None
+
+
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, label)` between the programs that an executor compiles to warm up. What it raises ends the warm-up."""
 
@@ -121,6 +160,10 @@ class Executor(Protocol):
     limits: ExecutorLimits
     max_in_flight: int
 
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """Where experts are now; None where they cannot be moved."""
+
     def launch(self, command: Command) -> Any:
         """Take a command, and return while the device computes. The command is executed after all those before it."""
 
@@ -129,7 +172,8 @@ class Executor(Protocol):
 
     def collect(self, pending: Any) -> Any:
         """Wait, and give what came of a command: of a `Step` a `RankResults` for each rank, of `Score` float32 logits
-        `[tokens, V]`, of the others None. Steps are collected in their order, each once; `Copy` and `Clear` need not be.
+        `[tokens, V]`, of `ReadLoads` a `LoadWindow`, of `StageExperts` and `PlaceExperts` an `Exchanged`, of the others None.
+        Steps are collected in their order, each once; `Copy`, `Clear` and what moves experts need not be.
         """
 
     def counts(self) -> ExecutorCounts:

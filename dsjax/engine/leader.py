@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dsjax.engine.commands import Command, Flush, Score, Step
-from dsjax.engine.executor import Executor, ExecutorCounts, ExecutorLimits, ExpertCounts, Progress
+from dsjax.engine.executor import Executor, ExecutorCounts, ExecutorLimits, ExpertCounts, ExpertSlots, Progress
 from dsjax.hosts.group import GroupError, HostGroup, StreamWriter
 
 
@@ -77,6 +77,11 @@ class LeaderExecutor:
     def max_in_flight(self) -> int:
         """The inner executor's."""
         return self.inner.max_in_flight
+
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """The inner executor's."""
+        return self.inner.expert_slots
 
     def launch(self, command: Command) -> Any:
         """Tell the others, and launch a command."""

@@ -48,6 +48,9 @@ class LLM:
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
         group = join_group(self.args, host_options(self.args))
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
+        from dsjax.engine.process import size_memory_pool
+
+        size_memory_pool(self.args.gpu_memory_utilization)
 
         loaded = load_model(self.args, group, show_progress=show_progress)
         if group is not None and not group.is_leader:

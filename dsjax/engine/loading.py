@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
+from dsjax.engine import device_state
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import check_layout, dispatch_method, make_step, weights_format
+from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
+from dsjax.engine.cache import Pool
 from dsjax.engine.executor import Executor, ExecutorLimits
 from dsjax.engine.leader import LeaderExecutor
 from dsjax.engine.mesh_executor import MeshExecutor
-from dsjax.engine.process import available_bytes, enable_compile_cache, keep_freed_memory
+from dsjax.engine.process import available_bytes, enable_compile_cache, explained_out_of_memory, keep_freed_memory
+from dsjax.engine.programs import Programs
 from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
@@ -117,7 +120,7 @@ def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progres
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    check_layout(config, spec, args.redundant_experts, "fp8" if args.weights == "fp8" else "bf16")
+    check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
     mesh = spec.build()
     if group is not None:
         _check_shares(spec, mesh, group)
@@ -128,30 +131,60 @@ def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progres
     step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=speculation is not None)
     max_model_len = _max_model_len(args, config)
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
-    if group is not None:
-        group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    per_exchange = experts_per_exchange(args, step)
+    smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
 
     def read() -> dict[str, Array]:
-        if mesh.devices.flat[0].platform == "cpu":
+        if on_cpu:
             _check_host_memory(args, step)
-        return load(
-            config,
-            checkpoint,
-            mesh,
-            step.rules,
-            weights=weights,
-            placement=step.placement if config.is_moe else None,
-            mtp=step.has_module,
-            progress=show_progress,
-        )
+        else:
+            check_device_memory(args, step, Pool.of(step, 0))
+        with explained_out_of_memory("its weights were loaded", smaller):
+            return load(
+                config,
+                checkpoint,
+                mesh,
+                step.rules,
+                weights=weights,
+                placement=step.placement if config.is_moe else None,
+                mtp=step.has_module,
+                progress=show_progress,
+            )
 
+    if group is not None:
+        group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
     params = read() if group is None else group.run("loading", read)
-    params = materialise(step, params)
-    limits = _limits(args, step, max_model_len, group)
-    mixed = mesh.devices.flat[0].platform != "cpu"
-    buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed, speculation=speculation)
+    with explained_out_of_memory("its weights were loaded", smaller):
+        params = materialise(step, params)
+    sizes = _sizes(args, step, max_model_len)
+    buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=not on_cpu, speculation=speculation)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
-    executor: Executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
+
+    def find_limits() -> ExecutorLimits:
+        pool = None if on_cpu else Pool.of(step, beside_the_cache(step, params, sizes, buckets, num_drafts))
+        return _limits(args, step, sizes, pool)
+
+    limits = find_limits() if group is None else _common_limits(group, find_limits)
+    with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
+        executor: Executor = MeshExecutor(
+            step,
+            params,
+            limits,
+            buckets,
+            num_drafts=num_drafts,
+            experts_per_exchange=per_exchange,
+            reload=lambda paths, placements: load(
+                config,
+                directory,
+                mesh,
+                step.rules,
+                weights=weights,
+                placement=placements,
+                mtp=step.has_module,
+                only=paths,
+            ),
+        )
     if group is not None and group.is_leader:
         executor = LeaderExecutor(executor, group)
     if args.record_steps is not None and (group is None or group.is_leader):
@@ -175,6 +208,12 @@ def _check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
             f"mesh {spec} takes {spec.num_devices} of the group's {jax.device_count()} devices, none of them of {idle[0].name}; "
             f"start {len(sharing)} processes, or use a larger mesh"
         )
+
+
+def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
+    """Limits with as many pages as fit the device with the least room, on whichever host it is."""
+    own = group.run("memory", find)
+    return replace(own, pages_per_rank=min(group.ask("pages", own.pages_per_rank)))
 
 
 def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
@@ -255,11 +294,7 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
 def _check_host_memory(args: EngineArgs, step: Step) -> None:
     """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read."""
     available = available_bytes()
-    needed = 0
-    for info in step.table.infos.values():
-        sharding = step.rules.sharding(step.mesh, info.logical_axes, info.shape)
-        needed += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
-    needed *= len(step.mesh.local_devices)
+    needed = _weight_bytes(step) * len(step.mesh.local_devices)
     if available is not None and needed > available:
         raise UserError(
             f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {len(step.mesh.local_devices)} emulated devices, and this "
@@ -268,14 +303,74 @@ def _check_host_memory(args: EngineArgs, step: Step) -> None:
         )
 
 
-def _limits(args: EngineArgs, step: Step, max_model_len: int, group: HostGroup | None) -> ExecutorLimits:
+def check_device_memory(args: EngineArgs, step: Step, pool: Pool | None) -> None:
+    """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything.
+
+    Raises:
+        UserError: with what the weights take, and what would fit.
+    """
+    needed = _weight_bytes(step)
+    if pool is None or needed <= pool.room:
+        return
+    ways = ["use a mesh of more devices"] + (["--weights fp8"] if args.weights != "fp8" else [])
+    whole = pool.size / args.gpu_memory_utilization
+    if needed < 0.95 * whole:
+        ways.append(f"a --gpu-memory-utilization above {needed / whole:.2f} (it is {args.gpu_memory_utilization:g})")
+    raise UserError(
+        f"the weights of {args.model} take {needed / 1e9:,.1f} GB on each device of {step.spec}, and the pool of a device has "
+        f"{pool.room / 1e9:,.1f} GB of {pool.size / 1e9:,.1f} GB free; {', or '.join(ways)}. "
+        "dsjax dryrun --fit says what a mesh has room for"
+    )
+
+
+def _weight_bytes(step: Step) -> int:
+    """Bytes of all weights on one device."""
+    found = 0
+    for info in step.table.infos.values():
+        sharding = step.rules.sharding(step.mesh, info.logical_axes, info.shape)
+        found += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+    return found
+
+
+def beside_the_cache(
+    step: Step, params: Mapping[str, Array], limits: ExecutorLimits, buckets: Buckets, num_drafts: int
+) -> int:
+    """Bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
+
+    They are the program's temporaries, its results, of which two steps in flight have two each, and what the state has beside the
+    cache. ``limits`` may have any number of pages: none of this depends on it.
+    """
+    state = device_state.describe(step, limits, num_drafts)
+    programs = Programs(step, params, state, limits)
+    shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
+    largest = max(shapes, key=lambda shape: shape.tokens)
+    stats = programs.lower_step(largest).compile().memory_analysis()
+    arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(replace(state, cache={})))}
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.temp_size_in_bytes + 2 * results + sum(device_bytes(arrays).values())
+
+
+def _sizes(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
+    """The executor's sizes but for the cache's, which has the fewest pages that can be."""
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
-    pages_per_request = -(-max_model_len // args.page_size)
-    wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sequences * pages_per_request
-    find = lambda: device_cache.pages_that_fit(step, wanted + 1)  # noqa: E731
-    pages = find() if group is None else min(group.ask("pages", group.run("memory", find)))
+    return ExecutorLimits(
+        max_rows_decode=sequences,
+        max_rows_prefill=sequences,
+        max_chunk=min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len),
+        page_size=args.page_size,
+        pages_per_rank=2,
+        num_ranks=step.spec.dp_size,
+        max_model_len=max_model_len,
+        vocab_size=step.config.vocab_size,
+    )
+
+
+def _limits(args: EngineArgs, step: Step, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
+    """``sizes`` with as many pages as are wanted and fit."""
+    wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
+    pages = device_cache.pages_that_fit(step, wanted + 1, pool)
     room = (pages - 1) * args.page_size
     if args.cache_tokens and room < args.cache_tokens:
         raise UserError(
@@ -292,17 +387,7 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int, group: HostGroup |
                 else " or use a mesh of more devices"
             )
         )
-    chunk = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len)
-    return ExecutorLimits(
-        max_rows_decode=sequences,
-        max_rows_prefill=sequences,
-        max_chunk=chunk,
-        page_size=args.page_size,
-        pages_per_rank=pages,
-        num_ranks=step.spec.dp_size,
-        max_model_len=max_model_len,
-        vocab_size=step.config.vocab_size,
-    )
+    return replace(sizes, pages_per_rank=pages)
 
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:

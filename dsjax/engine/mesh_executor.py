@@ -13,11 +13,13 @@ from jaxtyping import Array
 
 from dsjax.engine import device_state, slots
 from dsjax.engine.buckets import Buckets, Launch
-from dsjax.engine.commands import Clear, Command, Copy, Flush, Score, Step
-from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress
+from dsjax.engine.commands import Clear, Command, Copy, Flush, PlaceExperts, ReadLoads, Score, StageExperts, Step
+from dsjax.engine.executor import Exchanged, ExecutorCounts, ExecutorLimits, ExpertCounts, ExpertSlots, Progress
+from dsjax.engine.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.expert_recorder import ExpertRecorder
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
+from dsjax.engine.process import explained_out_of_memory
 from dsjax.engine.programs import COPIES, Programs
 from dsjax.engine.sampler import Wanted
 from dsjax.engine.slot_rules import RowRules, SlotTable
@@ -29,11 +31,19 @@ Running = Generator[Array, None, None]
 """A command being executed: gives, program by program, an array that is ready when the program is done."""
 
 
+SMALLER_STEPS = (
+    "give a smaller --cache-tokens, so that more is left for a step, or make steps smaller with --max-num-batched-tokens, "
+    "--prefill-chunk or --moe-chunk-tokens"
+)
+"""What to do where a step needs more memory than the cache has left it."""
+
+
 class Pending:
     """A command that was launched.
 
     Attributes:
         outcomes: of a step, what each of its launches gave, on the devices.
+        loads: of `ReadLoads`, what was taken off the devices. error: of a command that moves experts, why it could not.
         started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
     """
 
@@ -43,6 +53,8 @@ class Pending:
         self.last: Array | None = None
         self.outcomes: list[LaunchOutcome] = []
         self.logits: list[Array] = []
+        self.loads: Any = None
+        self.error: str | None = None
         self.done = False
         self.started = self.ended = 0.0
 
@@ -50,6 +62,11 @@ class Pending:
     def awaited(self) -> bool:
         """Whether somebody will wait for it."""
         return isinstance(self.command, Step | Score | Flush)
+
+    @property
+    def kept(self) -> bool:
+        """Whether what its programs gave last is nobody else's, so that it can be waited for at any time."""
+        return not isinstance(self.command, Copy | Clear)
 
 
 class MeshExecutor:
@@ -67,47 +84,63 @@ class MeshExecutor:
         buckets: Buckets,
         *,
         num_drafts: int = 0,
+        experts_per_exchange: int = 0,
+        reload: Reload | None = None,
     ):
         self.model, self.limits, self.buckets = step, limits, buckets
         self.params = {path: params[path] for path in step.table.infos}
-        self.state = device_state.allocate(step, limits, num_drafts)
-        self.programs = Programs(step, self.params, self.state, limits)
+        self.state = device_state.allocate(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
+        self.programs = Programs(step, self.params, self.state, limits, experts_per_exchange)
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
         self._recorder = ExpertRecorder(step)
+        self._exchange = ExpertExchange(self, experts_per_exchange, reload) if experts_per_exchange else None
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
+
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """Where experts are now; None where they cannot be moved."""
+        return self._exchange.slots if self._exchange else None
 
     def launch(self, command: Command) -> Pending:
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
         pending = Pending(command)
         pending.running = self._execution(pending)
         self._queue.append(pending)
-        if self.max_in_flight > 1:
-            pending.started = time.monotonic()
-            for array in pending.running:
-                pending.last = array
-            if not pending.awaited:
-                pending.last = None  # a part of the state, which the next program takes
-        elif len(self._queue) == 1:
-            self._advance()
+        with explained_out_of_memory("a step was launched", SMALLER_STEPS):
+            if self.max_in_flight > 1:
+                pending.started = time.monotonic()
+                for array in pending.running:
+                    pending.last = array
+                if not pending.kept:
+                    pending.last = None  # a part of the state, which the next program takes
+            elif len(self._queue) == 1:
+                self._advance()
         return pending
 
     def wait(self, pending: Pending) -> None:
         """Wait until a command is done; start the next one."""
-        while not pending.done:
-            head = self._queue[0]
-            self._finish(head)
-            self._queue.popleft()
-            self._advance()
+        with explained_out_of_memory("a step was computed", SMALLER_STEPS):
+            while not pending.done:
+                head = self._queue[0]
+                self._finish(head)
+                self._queue.popleft()
+                if self._queue and self._queue[0].started:  # enqueued before, and begun only now
+                    self._queue[0].started = max(self._queue[0].started, head.ended)
+                self._advance()
 
     def collect(self, pending: Pending) -> Any:
         """Wait for a command, and give what came of it."""
         self.wait(pending)
         if isinstance(pending.command, Score):
             return np.concatenate([np.asarray(array) for array in pending.logits])[: len(pending.command.tokens) // 4]
+        if isinstance(pending.command, ReadLoads):
+            return self._exchange.window(pending.loads)
+        if isinstance(pending.command, StageExperts | PlaceExperts):
+            return Exchanged(pending.ended - pending.started, pending.error)
         if not isinstance(pending.command, Step):
             return None
         for outcome in pending.outcomes:
@@ -119,6 +152,8 @@ class MeshExecutor:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
         self.programs.warm_up(self.buckets, progress)
+        if self._exchange:
+            self._exchange.rehearse()
         self._warm = self.programs.compiled
 
     def counts(self) -> ExecutorCounts:
@@ -170,6 +205,12 @@ class MeshExecutor:
             return self._copy(command)
         if isinstance(command, Clear):
             return self._clear([np.frombuffer(own, "<i4") for own in command.ranks])
+        if isinstance(command, ReadLoads):
+            return self._exchange.read(pending, command)
+        if isinstance(command, StageExperts):
+            return self._exchange.stage(pending, command)
+        if isinstance(command, PlaceExperts):
+            return self._exchange.place(pending, command)
         assert isinstance(command, Flush)
         self._slots.void()
         return self._clear([np.arange(self.limits.pages_per_rank)] * self.limits.num_ranks)
@@ -179,7 +220,7 @@ class MeshExecutor:
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
-        within, before = split_page_changes(command, shapes[0].page_changes)
+        within, before = split_page_changes(command, shapes[0].page_changes if shapes else 0)
         admissions = [self._send(packed) for packed in pack_admissions(command, before)]
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]

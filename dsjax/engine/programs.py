@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
-from dsjax.engine import device_state, sampling_programs, slots
+from dsjax.engine import device_state, expert_programs, sampling_programs, slots
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits, Progress
+from dsjax.engine.expert_programs import ExpertLayers
 from dsjax.engine.logit_edits import bias_width, mask_words
 from dsjax.engine.sampler import Wanted, greedy
 from dsjax.engine.slots import ADMIT_WIDTH, LaunchShape, StepRows
@@ -38,14 +39,27 @@ COPIES = 32
 class Programs:
     """Each program is traced and compiled once, when it is first asked for or by ``warm_up``.
 
-    rows, everywhere: shardings of what the host sends: one entry for each DP rank; the same on all devices. shared: whether other processes
-    have a part of the mesh: then the outcome of a step is the same on all devices, and what else is to be read must be gathered.
+    rows, everywhere: shardings of what the host sends: one entry for each DP rank; the same on all devices.
+    experts_per_exchange: experts that a rank sends and receives in one run of ``stage_experts``; 0: experts stay where they are.
+    shared: whether other processes have a part of the mesh: then the outcome of a step is the same on all devices, and what else is to be read
+    must be gathered.
     """
 
-    def __init__(self, step: Step, params: Mapping[str, Array], state: DeviceState, limits: ExecutorLimits):
+    def __init__(
+        self,
+        step: Step,
+        params: Mapping[str, Array],
+        state: DeviceState,
+        limits: ExecutorLimits,
+        experts_per_exchange: int = 0,
+    ):
         # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
         self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
-        self._params, self._limits = params, limits
+        self._params = {
+            path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+            for path, array in params.items()
+        }
+        self._limits, self._exchanged = limits, experts_per_exchange
         self._state = device_state.description(state)
         self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
         self.everywhere = NamedSharding(step.mesh, P())
@@ -164,6 +178,18 @@ class Programs:
         key, described = _described_tree(tree)
         return self._get(key, lambda: self._lower_gather(described))(tree)
 
+    def stage_experts(self, layers: ExpertLayers) -> Compiled:
+        """As of ``expert_programs.lower_stage``."""
+        return self._get(("stage experts", layers.stack), lambda: self._lower_stage(layers))
+
+    def place_experts(self, layers: ExpertLayers) -> Compiled:
+        """As of ``expert_programs.lower_place``."""
+        return self._get(("place experts", layers.stack), lambda: self._lower_place(layers))
+
+    def read_loads(self) -> Compiled:
+        """``loads -> (loads, zeros)``: the experts' loads since they were read last; donated."""
+        return self._get(("read loads",), self._lower_read_loads)
+
     def no_masks(self, sampled: tuple[int, int, int]) -> Array:
         """Masks that allow everything, on the devices."""
         shape = (self._limits.num_ranks, _positions(sampled), mask_words(self._limits.vocab_size))
@@ -197,6 +223,13 @@ class Programs:
         work["clear",] = ("clearing pages", lambda: self._lower_small(device_state.clear_pages, marked))
         pairs = self._described((COPIES, 2), np.int32)
         work["copy",] = ("copying pages", lambda: self._lower_small(device_state.copy_pages, pairs))
+        if self._exchanged:
+            work["read loads",] = ("reading experts' loads", self._lower_read_loads)
+            for layers in expert_programs.expert_layers(self._step):
+                lower = lambda layers=layers: self._lower_stage(layers)  # noqa: E731
+                work["stage experts", layers.stack] = (f"sending experts, {layers.stack}", lower)
+                lower = lambda layers=layers: self._lower_place(layers)  # noqa: E731
+                work["place experts", layers.stack] = (f"placing experts, {layers.stack}", lower)
         report = progress or (lambda done, total, label: None)
         report(0, len(work), next(iter(work.values()))[0])
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
@@ -226,7 +259,8 @@ class Programs:
         step = self._step
         state, rows, groups = slots.read(step, state, packed, shape)
         hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
-        state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
+        loads = self._count(state.loads, 0, reports)
+        state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups), loads=loads)
         scores = ()
         if scored:
             every = step.logits(params, hidden)
@@ -263,9 +297,10 @@ class Programs:
         )
         last = firsts + jnp.maximum(lengths - 1, 0)
         with jax.named_scope("draft_1"):
-            hidden, cache, filled, _ = step.further(
+            hidden, cache, filled, reports = step.further(
                 params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
             )
+            loads = self._count(state.loads, step.config.num_moe_layers, reports)
             hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
             drafts = [greedy(step.logits(params, hidden))]
         position = jnp.concatenate([rows.start, rows.prefill_start], axis=1) + lengths - 1
@@ -277,13 +312,21 @@ class Programs:
             active = (drafting & (position < limit)).astype(jnp.int32)
             with jax.named_scope(f"draft_{number}"):
                 group = RowGroup(drafts[-1][..., None], position, active, tables, shape_one)
-                hidden, cache, filled, _ = step.further(
+                hidden, cache, filled, reports = step.further(
                     params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
                 )
+                loads = self._count(loads, step.config.num_moe_layers, reports)
                 drafts.append(greedy(step.logits(params, hidden)))
         proposed = jnp.stack(drafts, axis=-1)
-        state = dataclasses.replace(state, cache=cache, filled=filled)
+        state = dataclasses.replace(state, cache=cache, filled=filled, loads=loads)
         return slots.enter_drafts(step, state, rows, proposed), proposed
+
+    def _count(self, loads: Array | None, first: int, reports: Mapping[str, Array]) -> Array | None:
+        """``loads`` with what the layers from row ``first`` on report added; None where loads are not counted."""
+        if loads is None:
+            return None
+        counts = reports["tokens_per_expert"]
+        return loads.at[first : first + counts.shape[0]].add(counts)
 
     def _unfill(self, state: DeviceState, groups: list[RowGroup]):
         """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
@@ -299,6 +342,17 @@ class Programs:
     def _lower_small(self, function: Callable, argument: jax.ShapeDtypeStruct) -> Lowered:
         run = lambda state, argument: self._pin(function(self._step, state, argument), self._state)  # noqa: E731
         return jax.jit(run, donate_argnums=0).lower(self._state, argument)
+
+    def _lower_stage(self, layers: ExpertLayers) -> Lowered:
+        return expert_programs.lower_stage(self._step, self._params, layers, self._exchanged)
+
+    def _lower_place(self, layers: ExpertLayers) -> Lowered:
+        copies, loads = self._state.copies, self._state.loads
+        return expert_programs.lower_place(self._step, self._params, layers, copies, loads)
+
+    def _lower_read_loads(self) -> Lowered:
+        run = lambda loads: self._pin((loads, jnp.zeros_like(loads)), (self._state.loads,) * 2)  # noqa: E731
+        return jax.jit(run, donate_argnums=0).lower(self._state.loads)
 
     def _lower_biases(self, sampled: tuple[int, int, int]) -> Lowered:
         rows, _, logits = self._of_rows(sampled)
@@ -328,8 +382,9 @@ class Programs:
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
 
         def run(params, state, packed):
-            hidden, cache, _ = self._step.hidden(params, state.cache, [RowGroup.unpack(packed, shape)], state.copies)
-            state = dataclasses.replace(state, cache=cache)
+            groups = [RowGroup.unpack(packed, shape)]
+            hidden, cache, _ = self._step.hidden(params, state.cache, groups, state.copies)
+            state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
             logits = self._step.logits(params, hidden)[0]  # of rank 0
             if self.shared:
                 logits = jax.lax.with_sharding_constraint(logits, self.everywhere)

@@ -28,12 +28,12 @@ class DraftCounts:
 
     @classmethod
     def of(cls, results: Sequence[RankResults]) -> "DraftCounts":
-        """Count a step's decode rows. A row whose result failed counts its accepted drafts as far as it came."""
-        rows = [(row.num_drafts, len(row.token_ids)) for rank in results for row in rank.decodes if row.num_drafts]
-        accepted = [max(0, min(drafts, made - 1)) for drafts, made in rows]
-        most = max((drafts for drafts, _ in rows), default=0)
+        """Count a step's decode rows. A row's last token is the model's own; a row that failed has none, its tokens are all drafts."""
+        rows = [row for rank in results for row in rank.decodes if row.num_drafts]
+        accepted = [max(0, min(row.num_drafts, len(row.token_ids) - (not row.failed))) for row in rows]
+        most = max((row.num_drafts for row in rows), default=0)
         per_position = tuple(sum(count > place for count in accepted) for place in range(most))
-        return cls(len(rows), sum(drafts for drafts, _ in rows), sum(accepted), per_position)
+        return cls(len(rows), sum(row.num_drafts for row in rows), sum(accepted), per_position)
 
 
 @dataclass(frozen=True, eq=False)

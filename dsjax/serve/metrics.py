@@ -11,6 +11,7 @@ from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import DraftCounts, StepStats
+from dsjax.serve.history import History
 from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Registry, Total, exposition
 from dsjax.serve.metrics_requests import RequestMetrics
 
@@ -103,12 +104,14 @@ class Metrics:
         self._experts = ExpertMetrics(registry, model_name, experts_per_device)
         self._drafts = DraftMetrics(registry, model_name, most_drafts)
         self._preemptions.add((model_name,), 0)
+        self.history = History(registry, lambda: self._loads, clock)
 
     # What the engine tells.
 
     def on_step(self, stats: StepStats) -> None:
         """Count what a step did."""
         model = self._model
+        self.history.note()
         self.show_loads(stats.ranks)
         self._preemptions.add((model,), stats.num_preemptions)
         self._iteration_tokens.observe((model,), stats.num_decode_tokens + stats.num_prompt_tokens)

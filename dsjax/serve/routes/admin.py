@@ -8,8 +8,8 @@ from pydantic import Field
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import Aborted, ExpertLoad, State, errors
 from dsjax.serve.routes.status import expert_load
+from dsjax.serve.schemas import Aborted, ExpertLoad, State, errors
 from dsjax.serve.serving import Serving
 
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS + 16)]

@@ -13,10 +13,13 @@ from dsjax.engine.commands import (
     Flush,
     Guide,
     PageChange,
+    PlaceExperts,
     PrefillRow,
     RankStep,
+    ReadLoads,
     Sampling,
     Score,
+    StageExperts,
     Step,
     decode,
     encode,
@@ -47,6 +50,9 @@ every_command = st.one_of(
     st.builds(Clear, of_each_rank),
     st.builds(Score, packed, packed),
     st.just(Flush()),
+    st.just(ReadLoads()),
+    st.builds(StageExperts, natural, packed),
+    st.builds(PlaceExperts, natural, packed, packed),
 )
 
 
@@ -59,7 +65,8 @@ def test_decoding_gives_back_what_was_encoded(command):
 
 
 def test_every_command_of_the_union_is_generated():
-    assert {Step, Copy, Clear, Score, Flush} == set(commands.Command.__args__)
+    every = {Step, Copy, Clear, Score, Flush, ReadLoads, StageExperts, PlaceExperts}
+    assert every == set(commands.Command.__args__)
 
 
 @given(st.lists(integer, max_size=9))
@@ -70,7 +77,7 @@ def test_integers_come_back_from_their_bytes(values):
 
 def test_the_bytes_of_a_command_are_pinned_to_their_version():
     # Whoever changes these bytes changes what older readers see, and must raise VERSION.
-    assert commands.VERSION == 1
+    assert commands.VERSION == 2
     row = PrefillRow(1, 2, int32s([7]), commands.TOKEN_MADE, 16)
     own = RankStep([Admission(1, 2, 7, Sampling(3, 9))], [PageChange(1, 0, [5])], int32s([0, 16]), [row], [])
     assert encode(Step([own], 0, 0)).hex() == (
@@ -78,11 +85,15 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
         "cb0000000000000000cb3ff0000000000000ffc400c400c400c2919301009105c4080000000010000000919701"
         "02c40407000000ff100000900000"
     )
-    assert [encode(command).hex() for command in (Copy([b""]), Clear([b""]), Score(b"", b""), Flush())] == [
+    moving = (ReadLoads(), StageExperts(1, b""), PlaceExperts(1, b"", b""))
+    assert [encode(command).hex() for command in (Copy([b""]), Clear([b""]), Score(b"", b""), Flush(), *moving)] == [
         "92a4636f707991c400",
         "92a5636c65617291c400",
         "93a573636f7265c400c400",
         "91a5666c757368",
+        "91aa726561645f6c6f616473",
+        "93ad73746167655f6578706572747301c400",
+        "94ad706c6163655f6578706572747301c400c400",
     ]
 
 

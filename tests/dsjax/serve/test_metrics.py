@@ -117,19 +117,17 @@ def test_a_server_that_drafts_nothing_shows_no_sample_of_drafts(metrics):
     assert set(drafts(metrics).values()) == {None}
 
 
-def test_accepted_drafts_of_rows_are_one_less_than_the_tokens_that_they_made():
+def test_accepted_drafts_of_rows_are_one_less_than_the_tokens_that_they_made_unless_they_failed():
     rows = [
         RowResult((5, 6, 7), num_drafts=2),
         RowResult((5,), num_drafts=2),
         RowResult((5, 6), num_drafts=1),
         RowResult((9,)),
     ]
-    failed = RowResult(
-        (5,), finite=False, num_drafts=2
-    )  # its first draft was accepted, or would have been the last token
+    failed = RowResult((5,), finite=False, num_drafts=2)  # the position behind its first draft was reached
     counts = DraftCounts.of([RankResults(rows, []), RankResults([failed], [])])
     assert (counts.num_drafts, counts.num_draft_tokens) == (4, 7)
-    assert counts.num_accepted_tokens == sum(counts.accepted_per_position)
+    assert (counts.num_accepted_tokens, counts.accepted_per_position) == (4, (3, 1))
 
 
 def test_one_token_alone_has_no_time_per_output_token(metrics, clock):
@@ -385,3 +383,32 @@ def test_a_step_with_1024_running_requests_costs_well_under_a_millisecond_to_cou
         )
         == 20 * 32
     )
+
+
+def test_the_history_has_the_last_minutes_and_none_of_an_idle_time(metrics, clock):
+    made = request("a", arrival=100.0)
+    for _ in range(10):  # five seconds of steps, two each second
+        metrics.on_step(step([load(0, running=2, waiting=1), load(1, running=1)]))
+        metrics.on_updates([token(made)])
+        clock.now += 0.5
+    clock.now += 30  # nothing happens
+    metrics.on_step(step([load(0, running=1)]))
+    metrics.on_updates([token(made)])
+    history = metrics.history.to_json()
+    points = [
+        (point["age"], point["generation_tokens"], point["running"], point["waiting"]) for point in history["points"]
+    ]
+    # The step after the idle time has a point before it, so that its token makes no rate over all of that time.
+    assert points == [(35, 0, 0, 0), (33, 4, 3, 1), (31, 8, 3, 1), (0, 10, 3, 1)]
+    assert history["points"][0]["prompt_tokens"] == 0
+    clock.now += 70
+    metrics.on_updates([token(made)])
+    history = metrics.history.to_json()
+    assert history["points"][-1] == {"age": 0, "prompt_tokens": 8, "generation_tokens": 12, "running": 1, "waiting": 0}
+    first, between = (
+        history["buckets_a_minute_ago"][f"vllm:{name}_seconds"]
+        for name in ("time_to_first_token", "inter_token_latency")
+    )
+    assert (first["+Inf"], between["+Inf"], between["0.5"]) == (1, 9, 9)
+    clock.now += 300
+    assert [point["age"] for point in metrics.history.to_json()["points"]] == [300, 0], "five minutes are kept"

@@ -169,6 +169,28 @@ class State(TypedDict):
     status: str
 
 
+class HistoryPoint(TypedDict):
+    """Sums since the server's start, over all ranks, and the load, as they were `age` seconds ago."""
+
+    age: float
+    prompt_tokens: float
+    generation_tokens: float
+    running: int
+    waiting: int
+
+
+class HistoryBody(TypedDict):
+    """Answer of `/history`: points of the last `kept_seconds`, oldest first.
+
+    `buckets_a_minute_ago` has the cumulative counts of the histograms of latencies by upper bound, as they were a minute ago, or at
+    the oldest point where that is younger.
+    """
+
+    kept_seconds: float
+    points: list[HistoryPoint]
+    buckets_a_minute_ago: dict[str, dict[str, int]]
+
+
 class Version(TypedDict):
     """Answer of `/version`."""
 
@@ -205,12 +227,16 @@ class ExpertLoad(TypedDict):
 
 
 class ServerInfo(TypedDict):
-    """Answer of `/server_info`, beside the fields of `EngineFacts`. `options` are the server's, without its keys."""
+    """Answer of `/server_info`, beside the fields of `EngineFacts`. `options` are the server's, without its keys.
+
+    `admin`: whether the key that came with the request opens the admin endpoints.
+    """
 
     version: str
     models: list[str]
     phase: str
     options: dict[str, Any]
+    admin: bool
     ranks: list[RankLoadBody]
     experts: ExpertLoad | None
 
