@@ -17,6 +17,10 @@ MOST_UNREAD = 4096
 """Steps after which the devices' counters are read in any case, so that they cannot overflow 32 bits."""
 
 
+class RebalanceUnderWayError(UserError):
+    """A rebalance was asked for in the middle of another one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EplbConfig:
     """Balancing of experts while serving, with vLLM's names for its fields. Checked when made.

@@ -61,6 +61,7 @@ class EngineFacts:
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        host_cache_tokens: token slots of host memory below the cache, all DP ranks together.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
@@ -84,6 +85,7 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    host_cache_tokens: int = 0
     speculation: dict[str, Any] | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
@@ -211,9 +213,11 @@ def _check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
 
 
 def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
-    """Limits with as many pages as fit the device with the least room, on whichever host it is."""
+    """Limits with as many pages as fit the device, and the host, with the least room."""
     own = group.run("memory", find)
-    return replace(own, pages_per_rank=min(group.ask("pages", own.pages_per_rank)))
+    found = group.ask("pages", [own.pages_per_rank, own.host_pages_per_rank])
+    pages, host_pages = (min(each) for each in zip(*found, strict=True))
+    return replace(own, pages_per_rank=pages, host_pages_per_rank=host_pages)
 
 
 def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
@@ -387,7 +391,26 @@ def _limits(args: EngineArgs, step: Step, sizes: ExecutorLimits, pool: Pool | No
                 else " or use a mesh of more devices"
             )
         )
-    return replace(sizes, pages_per_rank=pages)
+    return replace(sizes, pages_per_rank=pages, host_pages_per_rank=_host_pages(args, step))
+
+
+def _host_pages(args: EngineArgs, step: Step) -> int:
+    """Pages of each DP rank for which ``--host-cache-bytes`` has room."""
+    if not args.host_cache_bytes:
+        return 0
+    if not args.enable_prefix_caching:
+        raise UserError(
+            "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
+        )
+    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
+    each = device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
+    pages = args.host_cache_bytes // step.spec.dp_size // each
+    if pages < 1:
+        raise UserError(
+            f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
+            f"a page takes {each:,} bytes: give at least {each * step.spec.dp_size:,}"
+        )
+    return pages
 
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
@@ -423,6 +446,7 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
+        host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),
         kernels_note=step.kernels.note,

@@ -5,35 +5,16 @@ import logging
 import jax
 import numpy as np
 import pytest
+from balanced_model import generate, load
 from drafting_checkpoint import write_drafting_checkpoint
 from goldens.our_model import bound
 from layouts import TINY, prompts, write_checkpoint
 
-from dsjax import LLM, SamplingParams
-from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax import LLM
 from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, int32s
 from sharding.layer_placement import exchange_rounds
 
 EXPERTS = TINY["n_routed_experts"]
-EPLB = {"num_redundant_experts": 8, "window_size": 10**6, "step_interval": 10**6}
-
-
-def load(directory, mesh: str, **options) -> LLM:
-    llm = LLM(
-        str(directory),
-        mesh=mesh,
-        dtype="float32",
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-        prefill_chunk=16,
-        page_size=4,
-        enable_eplb=True,
-        eplb_config=EPLB,
-        **options,
-    )
-    speculation = llm.executor.buckets.speculation
-    llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)
-    return llm
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +65,6 @@ def experts(llm: LLM, path: str) -> np.ndarray:
 
 def expert_paths(llm: LLM) -> list[str]:
     return [path for path in llm.executor.params if ".experts." in path]
-
-
-def generate(llm: LLM, tokens: int = 12) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts(), params)]
 
 
 def test_every_slot_holds_the_expert_that_its_table_names(llm):
