@@ -36,7 +36,7 @@ class Follower:
         self.commands = self.steps = 0
         self.reason: str | None = None
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._ended, self._over = threading.Event(), threading.Event()
         self._under_way: deque[Any] = deque()  # launched, and not collected yet
         self._running: deque[Any] = deque()  # of those, what has not been waited for
 
@@ -60,6 +60,7 @@ class Follower:
                 executor.wait(self._running.popleft())
         self.phase = "shutting down"
         executor.shutdown()
+        self._over.set()
         if self.reason is not None:
             raise GroupError(f"process 0 has ended the group: {self.reason}")
 
@@ -106,12 +107,11 @@ class Follower:
             if isinstance(message, End):
                 self.reason = message.reason
                 self._ended.set()
-                # Where the leader ended in the middle of a step, this process may wait for it in a collective for ever.
-                timer = threading.Timer(_END_SECONDS, self._give_up)
-                timer.daemon = True
-                timer.start()
             self._inbox.put(message)
             if isinstance(message, End):
+                # Where the leader ended in the middle of a step, this process may wait for it in a collective for ever.
+                if not self._over.wait(_END_SECONDS):
+                    self._give_up()
                 return
 
     def _give_up(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 import warnings
@@ -10,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsjax.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 COORDINATOR_PORT = 8476
 """Of the coordinator where only its host is known, as from LeaderWorkerSet."""
@@ -115,13 +118,23 @@ def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int
 
 
 def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
+    """What JAX knows of Slurm, Open MPI, GKE and TPU slices."""
     from dsjax.hosts.coordination import detect
 
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
         )  # in Kubernetes without LeaderWorkerSet JAX tells of a package that it would want
-        return detect(timeout)
+        try:
+            return detect(timeout)
+        except (
+            Exception
+        ) as error:  # of a cluster's interface, which a process that is alone in a container need not reach
+            _log.warning(
+                "JAX could not ask what started this process (%s); without --coordinator-address it is taken to be alone.",
+                error,
+            )
+            return None, None, None
 
 
 def _own_address(coordinator: tuple[str, int], process_id: int, given: str | None) -> str:
