@@ -99,7 +99,15 @@ class Answer:
 
 
 def answer(
-    directory: Path, mesh: str, dispatch: str, prefill: str, decode: str, *, mixed: bool = False, **options
+    directory: Path,
+    mesh: str,
+    dispatch: str,
+    prefill: str,
+    decode: str,
+    *,
+    mixed: bool = False,
+    new_tokens: int = NEW_TOKENS,
+    **options,
 ) -> Answer:
     """Run the eight prompts together on a layout; ``mixed``: decodes and prompts share launches."""
     llm = LLM(
@@ -118,7 +126,7 @@ def answer(
     # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.
     speculation = llm.executor.buckets.speculation
     llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed, speculation=speculation)
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     try:
         outputs = llm.generate(prompts(), params)
         (logits,) = llm.logits([prompts()[-1]["prompt_token_ids"]])
