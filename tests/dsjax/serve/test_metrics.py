@@ -319,6 +319,7 @@ def filled() -> Metrics:
     metrics.on_step(step([load(0), load(1, used=1, usable=3)], decode=1, experts=experts([[1, 2, 3, 4]])))
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)
+    metrics.show_exchange_share(0.25)
     return metrics
 
 
