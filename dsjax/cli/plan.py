@@ -42,7 +42,11 @@ def plan(
     mtp_acceptance: Annotated[float, typer.Option(help="Chance that a draft is accepted.")] = 0.85,
     redundant_experts: Annotated[int | None, typer.Option(help="Physical minus logical; default: tried.")] = None,
     expert_skew: Annotated[
-        str, typer.Option(help="default, uniform, zipf:S, or a JSON file of tokens per expert.")
+        str,
+        typer.Option(
+            help="default, uniform, zipf:S, or a JSON file of tokens per expert, as dsjax serve records them; "
+            "EARLIER.json,LATER.json: what a balancer has seen, and what it then served."
+        ),
     ] = "default",
     engine: Annotated[
         str,

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from dsjax.engine.eplb import EplbConfig
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
@@ -64,6 +65,11 @@ class EngineArgs:
         "token slots of a DP rank's cache, in whole pages; default: all that --max-num-seqs can use, if memory allows",
         least=1,
     )
+    host_cache_bytes: int = option(
+        0,
+        "host memory of all DP ranks together that evicted pages of the prefix cache go to, and come back from; 0: none",
+        least=0,
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of an accelerator's memory for weights, cache and what a step needs beside them, from above 0 to 1",
@@ -89,6 +95,16 @@ class EngineArgs:
         "folder of native kernels that dsjax kernels build made; default: built at first start, kept with compiled programs",
     )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
+    enable_eplb: bool = option(False, "move and copy experts after their load while serving")
+    eplb_config: str | dict[str, Any] | None = option(
+        None,
+        'how, with vLLM\'s names: JSON such as \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
+        '"log_balancedness": true, "max_bytes_per_step": 134217728, "policy": "auto"}\'; with --enable-eplb',
+    )
+    init_expert_location: str | None = option(
+        None,
+        "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
+    )
     seed: int = option(0, "from which requests without a seed draw theirs", least=0)
     speculative_config: str | dict[str, Any] | None = option(
         None,
@@ -103,9 +119,9 @@ class EngineArgs:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if field.name != "speculative_config":
+            if field.name not in ("speculative_config", "eplb_config"):
                 _check(field, getattr(self, field.name))
-        _ = self.speculation  # wrong ones are refused here
+        _ = self.speculation, self.eplb, self.num_redundant  # wrong ones are refused here
         if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
@@ -147,6 +163,36 @@ class EngineArgs:
             UserError: it is not JSON, or has fields or values that cannot be.
         """
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """`eplb_config`, read, or its defaults with `enable_eplb`; None where experts stay where they are.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        if not self.enable_eplb:
+            if self.eplb_config is not None:
+                raise UserError(
+                    "--eplb-config is given without --enable-eplb; add it, or for experts that stay where they are use --redundant-experts"
+                )
+            return None
+        return EplbConfig.parse(self.eplb_config)
+
+    @property
+    def num_redundant(self) -> int:
+        """Physical experts beside the logical ones, from whichever of the two options has them.
+
+        Raises:
+            UserError: both have, and they differ.
+        """
+        balanced = self.eplb.num_redundant_experts if self.eplb else None
+        if balanced is not None and self.redundant_experts not in (0, balanced):
+            raise UserError(
+                f"--redundant-experts is {self.redundant_experts}, and num_redundant_experts in --eplb-config is {balanced}; "
+                "give one of them"
+            )
+        return self.redundant_experts if balanced is None else balanced
 
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
         """The scheduler's sizes for an executor made from these options."""

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import UserError
-from dsjax.model.attention import Cache
 from dsjax.model.forms import cache_widths
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.step import Step
@@ -88,16 +87,6 @@ def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
     lead = (step.cache_layers, step.spec.dp_size * pages, step.page_size)
     widths = cache_widths(step.attention.layout, step.config)
     return {name: jax.ShapeDtypeStruct((*lead, *width), stored, sharding=sharding) for name, width in widths.items()}
-
-
-def allocate(step: Step, pages: int) -> Cache:
-    """Zeroed cache arrays, as ``describe`` describes them."""
-    arrays = describe(step, pages)
-    make = jax.jit(
-        lambda: {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()},
-        out_shardings={name: array.sharding for name, array in arrays.items()},
-    )
-    return jax.block_until_ready(make())
 
 
 def token_slots(step: Step, pages: int) -> int:

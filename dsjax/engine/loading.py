@@ -23,7 +23,7 @@ from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine import device_state
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import check_layout, dispatch_method, make_step, weights_format
+from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.cache import Pool
 from dsjax.engine.executor import Executor, ExecutorLimits
@@ -59,6 +59,7 @@ class EngineFacts:
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        host_cache_tokens: token slots of host memory below the cache, all DP ranks together.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
@@ -82,6 +83,7 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    host_cache_tokens: int = 0
     speculation: dict[str, Any] | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
@@ -116,7 +118,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    check_layout(config, spec, args.redundant_experts, "fp8" if args.weights == "fp8" else "bf16")
+    check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
     mesh = spec.build()
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
@@ -130,6 +132,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
         _check_host_memory(args, step)
     else:
         check_device_memory(args, step, Pool.of(step, 0))
+    per_exchange = experts_per_exchange(args, step)
     smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
     with explained_out_of_memory("its weights were loaded", smaller):
         params = load(
@@ -149,7 +152,24 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     pool = None if on_cpu else Pool.of(step, beside_the_cache(step, params, sizes, buckets, num_drafts))
     limits = _limits(args, step, sizes, pool)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
-        executor: Executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
+        executor: Executor = MeshExecutor(
+            step,
+            params,
+            limits,
+            buckets,
+            num_drafts=num_drafts,
+            experts_per_exchange=per_exchange,
+            reload=lambda paths, placements: load(
+                config,
+                directory,
+                mesh,
+                step.rules,
+                weights=weights,
+                placement=placements,
+                mtp=step.has_module,
+                only=paths,
+            ),
+        )
     if args.record_steps is not None:
         executor = _recording(args, executor, mesh, directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
@@ -333,7 +353,26 @@ def _limits(args: EngineArgs, step: Step, sizes: ExecutorLimits, pool: Pool | No
                 else " or use a mesh of more devices"
             )
         )
-    return replace(sizes, pages_per_rank=pages)
+    return replace(sizes, pages_per_rank=pages, host_pages_per_rank=_host_pages(args, step))
+
+
+def _host_pages(args: EngineArgs, step: Step) -> int:
+    """Pages of each DP rank for which ``--host-cache-bytes`` has room."""
+    if not args.host_cache_bytes:
+        return 0
+    if not args.enable_prefix_caching:
+        raise UserError(
+            "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
+        )
+    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
+    each = device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
+    pages = args.host_cache_bytes // step.spec.dp_size // each
+    if pages < 1:
+        raise UserError(
+            f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
+            f"a page takes {each:,} bytes: give at least {each * step.spec.dp_size:,}"
+        )
+    return pages
 
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
@@ -369,6 +408,7 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
+        host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),
         kernels_note=step.kernels.note,

@@ -119,7 +119,7 @@ class PagedAttention:
             if self.kernels.name("decode attention", form) == "pallas":
                 return self._pallas(mla, form, cache, layer, rows, p, index)
             native = self.kernels.name("decode attention", form) == "native"
-            if native and dtype == jnp.float32 and rows.filled is None:
+            if native and dtype == jnp.float32:
                 return self._native(mla, form, cache, layer, rows, p)
             if form == "CD":
                 q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
@@ -157,17 +157,16 @@ class PagedAttention:
             weight = mla.kv_b.value(p.latent.dtype)
             weights = (weight.reshape(weight.shape[0], config.num_attention_heads, -1),)
 
-        def local(q, q_rope, weights, cache, layer, positions, length, tables):
-            weight = weights[0] if weights else None
-            return kernel(q[0], q_rope[0], weight, cache, layer, positions[0, :, 0], length[0], tables[0], **settings)[
-                None
-            ]
+        def local(q, q_rope, weights, cache, layer, positions, length, tables, filled):
+            weight, start = weights[0] if weights else None, positions[0, :, 0]
+            out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, **settings)
+            return out[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query = P(batch, None, None, heads)
         specs = (query, query, (P(None, heads),) * len(weights), {name: P(None, batch) for name in cache}, P())
-        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch)), query)(
-            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables
+        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch), P(batch)), query)(
+            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables, rows.filled
         )
         if form != "AM_CC_ME":
             return out

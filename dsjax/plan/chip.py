@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dsjax.hardware import Hardware, load_hardware
+from dsjax.hardware import Hardware
+from dsjax.plan.curves import Curve, Grid, doublings
 from dsjax.plan.figure import Figure, Kind, assumed
 from dsjax.plan.operations import (
     DEEPGEMM,
@@ -16,7 +18,7 @@ from dsjax.plan.operations import (
     grouped_seconds,
     prefill_attention_seconds,
 )
-from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, Grouped, OperatorTables, as_filed
 from dsjax.plan.precision import BF16, Precision
 
 _CEILING = 0.95
@@ -24,6 +26,8 @@ _CEILING = 0.95
 _LAUNCH = 3e-6
 """Seconds of a kernel's start and end, which no ceiling changes."""
 _V3_WIDTH, _V3_INNER = 7168, 2048
+_FARTHEST = 2.0**22
+"""Rows and tokens up to which times are carried over; beyond they grow in proportion."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Chip:
         """A device as its file has it: what its table was measured on."""
         found = self.known.get(("device", key))
         if found is None:
-            found = load_hardware(key)
+            found = as_filed(key)
             # Where nothing was scaled it is this very device, whose times are not carried anywhere.
             same = self.hardware.key == key and (found.fp8_flops, found.bf16_flops, found.memory_bandwidth) == (
                 self.hardware.fp8_flops, self.hardware.bf16_flops, self.hardware.memory_bandwidth
@@ -135,26 +139,39 @@ class Chip:
         return self._once(("product", rows, n, k, dtype), lambda: self._new_product(rows, n, k, dtype))
 
     def _new_product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
-        itemsize, unit = {"fp8_block": (1.0, "fp8"), "bfloat16": (2.0, "bf16"), "nvfp4": (0.5625, "fp4")}[dtype]
-        work = Work(2.0 * rows * n * k, unit, n * k * itemsize + rows * (k * itemsize + 2 * n))
-        found = self._table(lambda key: self.operators.product(key, dtype, n, k))
-        seconds, spread, source = [], 0.15, AICONFIGURATOR
-        if found:
-            curve, there = found
-            seconds.append(carried(curve(rows), work, there, self.hardware))
-            spread = max(0.05, min(0.25, self.operators.product_error(there.key, dtype)))
-        if (self.hardware.platform != "cuda" or self.hardware.is_hopper) and dtype != "nvfp4":
-            h800 = self._device("h800")
-            readme = carried(dense_curve(n, k, itemsize)(rows), work, h800, self.hardware)
+        table, readme, spread, best = self._once(("curves", n, k, dtype), lambda: self._product_curves(n, k, dtype))
+        seconds, source = [table(rows)] if table else [], AICONFIGURATOR
+        if readme:
             source = f"{DEEPGEMM}; {AICONFIGURATOR}"
             if self.hardware.key == "h800" or not seconds:
-                seconds.insert(0, readme)
+                seconds.insert(0, readme(rows))
             elif self.hardware.key != "h200":
                 # Two tables of the same die, neither of this device: between them.
-                seconds = [math.sqrt(readme * seconds[0]), readme, seconds[0]]
+                seconds = [math.sqrt(readme(rows) * seconds[0]), readme(rows), seconds[0]]
         if not seconds:
-            seconds = [work.best(self.hardware) / 0.5]
+            seconds = [best(rows) / 0.5]
         return self._figure(seconds, spread, f"product {rows:.0f}×{n}×{k}", source)
+
+    def _product_curves(self, n: int, k: int, dtype: str):
+        """(aiconfigurator's seconds here over rows, DeepGEMM's, the spread of the first, seconds at the ceilings)."""
+        itemsize, unit = {"fp8_block": (1.0, "fp8"), "bfloat16": (2.0, "bf16"), "nvfp4": (0.5625, "fp4")}[dtype]
+
+        def work(rows: float) -> Work:
+            return Work(2.0 * rows * n * k, unit, n * k * itemsize + rows * (k * itemsize + 2 * n))
+
+        found = self._table(lambda key: self.operators.product(key, dtype, n, k))
+        table, readme, spread = None, None, 0.15
+        if found:
+            table = self._carried(*found, work)
+            spread = max(0.05, min(0.25, self.operators.product_error(found[1].key, dtype)))
+        if (self.hardware.platform != "cuda" or self.hardware.is_hopper) and dtype != "nvfp4":
+            readme = self._carried(dense_curve(n, k, itemsize), self._device("h800"), work)
+        return table, readme, spread, lambda rows: work(rows).best(self.hardware)
+
+    def _carried(self, curve: Curve, there: Hardware, work: Callable[[float], Work], fixed: float = _LAUNCH) -> Curve:
+        """A curve of a device carried over to this one, and to sizes far beyond those that were timed."""
+        sizes = sorted({*curve.sizes, *doublings(1.0, _FARTHEST)})
+        return Curve((s, carried(curve(s), work(s), there, self.hardware, fixed)) for s in sizes)
 
     # Experts ------------------------------------------------------------------------------------------------------------------
 
@@ -185,27 +202,54 @@ class Chip:
         self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
     ) -> tuple[float, float, str]:
         """(seconds, relative spread, source)."""
-        work = self.experts_work(used, rows, width, inner)
-        usual = Work(
-            6.0 * rows * _V3_WIDTH * _V3_INNER, "fp8",
-            used * 3 * _V3_WIDTH * _V3_INNER + rows * (3 * _V3_WIDTH + 5 * _V3_INNER),
-        )  # fmt: skip
-        find = self.operators.grouped_decode if decode else self.operators.grouped_prefill
-        found = self._table(find)
-        if not found:
-            there = self._device("h800")
-            seconds, fixed, spread, source = grouped_seconds(used, rows, decode), _LAUNCH, 0.15, DEEPGEMM
-        else:
-            table, there = found
-            source = AICONFIGURATOR
-            if decode:
-                seconds, fixed, spread = table(used, rows / max(used, 1e-9)), 20e-6, 0.1
+        found = None if decode else self._table(self.operators.grouped_prefill)
+        if found:
+            terms, spread = self._once(("contiguous", width, inner), lambda: self._contiguous(*found, width, inner))
+            each = sum(term * size for term, size in zip(terms, (rows, received, slots, 1.0), strict=True))
+            return max(found[0].least, each), spread, AICONFIGURATOR
+        masked = self._once(("masked", width, inner, decode), lambda: self._masked(width, inner, decode))
+        grid, spread, source = masked
+        return grid(used, rows), spread, source
+
+    def _masked(self, width: int, inner: int, decode: bool) -> tuple[Grid, float, str]:
+        """(seconds over experts with rows and rows in all, relative spread, source): decode's layout, and prefill's without a table."""
+        found = self._table(self.operators.grouped_decode) if decode else None
+        curves, there = found or ({}, self._device("h800"))
+        last = max(curves, default=1.0)
+
+        def time(used: float, rows: float) -> float:
+            if curves:
+                # Beyond the last in proportion: there, the experts' weights are what takes time.
+                seconds, fixed = curves[min(used, last)](rows / used) * max(1.0, used / last), 20e-6
             else:
-                seconds, fixed, spread = table(rows, received, slots), table.least, max(0.08, table.error)
-        ratio = work.best(there) / usual.best(there)
+                seconds, fixed = grouped_seconds(used, rows, decode), _LAUNCH
+            work = self.experts_work(used, rows, width, inner)
+            ratio = self._ratio(work, _usual_experts(used, rows), rows / used, width * inner, there)
+            return carried(seconds * ratio, work, there, self.hardware, fixed)
+
+        firsts = sorted({*curves, *doublings(max(last, 1.0), 512)})
+        spread = 0.2 if self.precision.expert < 1 else 0.1 if curves else 0.15
+        return Grid(firsts, doublings(1.0, _FARTHEST), time), spread, AICONFIGURATOR if curves else DEEPGEMM
+
+    def _contiguous(self, table: Grouped, there: Hardware, width: int, inner: int) -> tuple[tuple[float, ...], float]:
+        """(seconds of a row, of a token that was brought here, of a slot, of a step; relative spread): prefill's layout.
+
+        Each is carried over by itself, so that their sum grows with each of the sizes.
+        """
+        found = []
+        for seconds, used, rows, each in ((table.row, 0.0, 1.0, 4096.0), (table.slot, 1.0, 0.0, 1.0)):
+            work = self.experts_work(used, rows, width, inner)
+            ratio = self._ratio(work, _usual_experts(used, rows), each, width * inner, there)
+            found.append(carried(seconds * ratio, work, there, self.hardware, 0.0))
+        token = carried(table.token * width / _V3_WIDTH, Work(0.0, "bf16", 0.0), there, self.hardware, 0.0)
+        spread = 0.2 if self.precision.expert < 1 else max(0.08, table.error)
+        return (found[0], token, found[1], table.fixed), spread
+
+    def _ratio(self, work: Work, usual: Work, each: float, weights: int, there: Hardware) -> float:
+        """Time of this precision and an expert of so many weights a matrix ÷ of V3's in FP8; `each`: rows of an expert."""
         if work.unit == "fp4":
-            ratio, spread = self._fp4_ratio(rows / max(used, 1e-9), there), 0.2
-        return carried(seconds * ratio, work, there, self.hardware, fixed), spread, source
+            return self._fp4_ratio(each, there) * weights / (_V3_WIDTH * _V3_INNER)
+        return work.best(there) / usual.best(there)
 
     def _fp4_ratio(self, each: float, there: Hardware) -> float:
         """Time in FP4 ÷ in FP8 of an expert's two products with so many rows, by the dense table: no grouped one is at hand."""
@@ -216,20 +260,29 @@ class Chip:
         fp4, fp8 = (sum(curve(max(each, 1.0)) for curve in pair) for pair in pairs)
         return fp4 / fp8
 
-    def fused_experts(self, tokens: float, used: float, tp: int, ep: int) -> Figure | None:
+    def fused_experts(self, tokens: float, touched: Callable[[float], float], of: object, tp: int, ep: int):
         """Seconds of the fused kernel that engines without wide EP use, experts cut `tp` ways; None where it was not timed.
 
-        used: experts of all that have a token; the table's even routing touches more, whose weights are taken off.
+        touched: experts that have a token of so many, told apart by `of`; the table's even routing touches more, whose weights
+        are taken off.
         """
+        curve = self._once(("fused", of, tp, ep), lambda: self._fused_experts(touched, tp, ep))
+        return curve and self._figure([curve(tokens)], 0.1, "fused experts", AICONFIGURATOR)
+
+    def _fused_experts(self, touched: Callable[[float], float], tp: int, ep: int) -> Curve | None:
         found = self._table(lambda key: self.operators.fused(key, tp, ep) if self.hardware.same_die else None)
         if not found or self.precision.expert < 1 or self.precision.expert >= BF16:
             return None
         curve, there = found
         # From one token on 8 experts to 32 on all 256 the table tells what an expert's weights take.
-        even, of_one = min(256.0, 8 * tokens), (curve(32) - curve(1)) / (256 - 8)
-        seconds = max(curve(tokens) - max(0.0, even - used) * of_one, curve.seconds[0])
-        work = self.experts_work(used / ep, tokens * 8 / ep, _V3_WIDTH, _V3_INNER // tp)
-        return self._figure([carried(seconds, work, there, self.hardware, 20e-6)], 0.1, "fused experts", AICONFIGURATOR)
+        of_one = (curve(32) - curve(1)) / (256 - 8)
+        points = []
+        for tokens in sorted({*curve.sizes, *doublings(1.0, _FARTHEST, 2)}):
+            used = touched(tokens)
+            seconds = max(curve(tokens) - max(0.0, min(256.0, 8 * tokens) - used) * of_one, curve.seconds[0])
+            work = self.experts_work(used / ep, tokens * 8 / ep, _V3_WIDTH, _V3_INNER // tp)
+            points.append((tokens, carried(seconds, work, there, self.hardware, 20e-6)))
+        return Curve(points)
 
     # Attention ----------------------------------------------------------------------------------------------------------------
 
@@ -241,22 +294,34 @@ class Chip:
         )
 
     def _decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> Figure:
+        # Drafts make heads a quotient; the same number of drafts is the same table.
+        key = ("decode grid", round(heads, 6), latent, rank)
+        grid, spread, source = self._once(key, lambda: self._decode_grid(heads, latent, rank))
+        return self._figure([grid(rows, context)], spread, "attention", source)
+
+    def _decode_grid(self, heads: float, latent: int, rank: int) -> tuple[Grid, float, str]:
         fp8 = self.precision.cache < BF16
         unit = "fp8" if fp8 and self.hardware.is_blackwell else "bf16"
-        flops = 2.0 * heads * (latent + rank) * rows * context
-        work = Work(flops, unit, rows * context * latent * self.precision.cache)
-        usual = Work(flops * 1088 / (latent + rank), unit, work.moved * 576 / latent)
-        cache = "fp8" if fp8 else "bfloat16"
-        found = self._table(lambda key: self.operators.decode_attention(key, cache, math.ceil(heads)))
-        if not found:
-            there = self._device("h800")
-            seconds = [carried(decode_attention_seconds(work.flops, work.moved), work, there, self.hardware)]
-            return self._figure(seconds, 0.15, "attention", FLASH_MLA)
-        (surface, least, spread), there = found
-        seconds = surface(rows, context) * work.best(there) / max(usual.best(there), 1e-12)
-        return self._figure(
-            [carried(seconds, work, there, self.hardware, least)], max(0.05, spread), "attention", AICONFIGURATOR
+        found = self._table(
+            lambda key: self.operators.decode_attention(key, "fp8" if fp8 else "bfloat16", math.ceil(heads))
         )
+        (curves, spread), there = found or (({}, 0.15), self._device("h800"))
+        least = min((curve.seconds[0] for curve in curves.values()), default=_LAUNCH)
+
+        def work(rows: float, context: float, values: int, out: int) -> Work:
+            flops = 2.0 * heads * (values + out) * rows * context
+            return Work(flops, unit, rows * context * values * self.precision.cache)
+
+        def time(rows: float, context: float) -> float:
+            own = work(rows, context, latent, rank)
+            if not curves:
+                return carried(decode_attention_seconds(own.flops, own.moved), own, there, self.hardware)
+            seconds = curves[rows](context) * own.best(there) / work(rows, context, 576, 512).best(there)
+            return carried(seconds, own, there, self.hardware, least)
+
+        rows = sorted(curves) or doublings(1.0, 4096)
+        contexts = sorted({size for curve in curves.values() for size in curve.sizes}) or doublings(32.0, 131_072)
+        return Grid(rows, contexts, time), max(0.05, spread), AICONFIGURATOR if curves else FLASH_MLA
 
     def prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> Figure:
         """Seconds of naive causal attention in one layer of `tokens` from `prompts` prompts, each attending to `context` on average.
@@ -277,19 +342,48 @@ class Chip:
     def _prefill_attention_in(
         self, fp8: bool, heads: int, tokens: float, prompts: float, context: float, per_pair: int
     ) -> Figure:
-        work = Work(
-            2.0 * heads * per_pair * tokens * context, "fp8" if fp8 and self.hardware.is_blackwell else "bf16", 0.0
-        )
-        cache = "fp8" if fp8 else "bfloat16"
-        found = self._table(lambda key: self.operators.prefill_attention(key, cache, heads))
+        each = self._once(("prefill curves", fp8, heads, per_pair), lambda: self._prefill_curves(fp8, heads, per_pair))
+        if each is None:
+            work = Work(2.0 * heads * per_pair * tokens * context, "bf16", 0.0)
+            seconds = prefill_attention_seconds(work.flops, context)
+            return self._figure(
+                [carried(seconds, work, self._device("h800"), self.hardware)], 0.2, "attention", FLASH_MLA
+            )
+        curves, least = each
+        length, prompts = 2 * context - 1, max(1.0, min(8.0, prompts))
+        at = max(n for n in curves if n <= prompts)
+        seconds = tokens * curves[at](length)
+        if prompts > at:
+            # Between two numbers of prompts the seconds of all of them are straight, not those of one.
+            share = (prompts - at) / at
+            seconds = (
+                tokens / prompts * ((1 - share) * at * curves[at](length) + share * 2 * at * curves[2 * at](length))
+            )
+        return self._figure([max(least, seconds)], 0.07, "attention", AICONFIGURATOR)
+
+    def _prefill_curves(self, fp8: bool, heads: int, per_pair: int) -> tuple[dict[float, Curve], float] | None:
+        """(prompts in a step → seconds of a token over the length of a prompt, seconds that no step is below).
+
+        A token takes longer in a longer prompt, less beside more prompts; and more prompts take longer together.
+        """
+        found = self._table(lambda key: self.operators.prefill_attention(key, "fp8" if fp8 else "bfloat16", heads))
         if not found:
-            h800 = self._device("h800")
-            seconds = carried(prefill_attention_seconds(work.flops, context), work, h800, self.hardware)
-            return self._figure([seconds], 0.2, "attention", FLASH_MLA)
-        (surface, least), there = found
-        seconds = tokens * surface(-max(1.0, min(8.0, prompts)), 2 * context - 1) * per_pair / 320
-        seconds = carried(max(least, seconds), work, there, self.hardware, least)
-        return self._figure([seconds], 0.07, "attention", AICONFIGURATOR)
+            return None
+        table, there = found
+        unit = "fp8" if fp8 and self.hardware.is_blackwell else "bf16"
+        least = min(min(times.values()) for times in table.values())
+        tokens: dict[float, dict[float, float]] = {}
+        for length, times in table.items():
+            for prompts, seconds in times.items():
+                work = Work(heads * per_pair * prompts * length * (length + 1), unit, 0.0)
+                seconds = carried(seconds * per_pair / 320, work, there, self.hardware, least)
+                tokens.setdefault(prompts, {})[length] = seconds / (prompts * length)
+        counts = sorted(tokens)
+        for before, after in itertools.pairwise(counts):
+            tokens[after] = {n: min(time, tokens[before][n]) for n, time in tokens[after].items()}
+        for before, after in itertools.pairwise(counts[::-1]):
+            tokens[after] = {n: min(time, tokens[before][n] * before / after) for n, time in tokens[after].items()}
+        return {count: Curve(tokens[count].items(), lambda length: length) for count in counts}, least
 
     def stream(self, moved: float) -> Figure:
         """Norms, rotation, activations: `moved` bytes through memory."""
@@ -297,3 +391,9 @@ class Chip:
             0.75, 0.55, 0.9, "element-wise share of bandwidth", "at best a plain copy: 4.3 of 4.8 TB/s, H200"
         )
         return moved / (share * self.carried_over * self.hardware.memory_bandwidth)
+
+
+def _usual_experts(used: float, rows: float) -> Work:
+    """Both products of experts as they were timed: V3's widths, FP8."""
+    moved = used * 3 * _V3_WIDTH * _V3_INNER + rows * (3 * _V3_WIDTH + 5 * _V3_INNER)
+    return Work(6.0 * rows * _V3_WIDTH * _V3_INNER, "fp8", moved)

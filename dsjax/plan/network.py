@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from dsjax.config import ModelConfig
-from dsjax.hardware import load_hardware
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.curves import Curve
 from dsjax.plan.figure import Figure, assumed, exact, largest, measured
 from dsjax.plan.operations import COMBINE_ROW_BYTES, DISPATCH_ROW_BYTES, low_latency_fit, normal_shares
-from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, Curve, OperatorTables
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, as_filed
 
 _REFERENCE_LATENCY = 2e-6
 """Of the network on which the fixed part was measured: InfiniBand, one way."""
@@ -41,7 +41,7 @@ def _timed_inside(
     hardware = cluster.hardware
     if curve is None or ranks > cluster.domain or not hardware.same_die or hardware.key == "h800":
         return None
-    there = load_hardware(hardware.operators or hardware.key).scale_up_bandwidth
+    there = as_filed(hardware.operators or hardware.key).scale_up_bandwidth
     fixed = curve.seconds[0]
     moving = max(0.0, curve(tokens) - fixed) * share * there / hardware.scale_up_bandwidth
     return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * (exact(moving) * slowest + fixed)
@@ -161,6 +161,14 @@ def xla_collective(cluster: Cluster, ranks: int, each: Figure, count: int = 1) -
         away = (each * (ranks - near)).named("bytes to other hosts", "B")
         time = largest(time, away / (share * cluster.network_bandwidth)) + network_latency(cluster)
     return time + assumed(30e-6, 15e-6, 80e-6, "a collective, fixed part", "NCCL, launched by XLA", "s") * count
+
+
+def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:
+    """Seconds in which each of so many neighbouring ranks receives `size` bytes of weights, from any of the others."""
+    share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
+    away = 1 - min(cluster.domain, ranks) / ranks
+    time = size * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
+    return largest(time, size * away / (share * cluster.network_bandwidth)) if away else time
 
 
 def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:

@@ -11,8 +11,8 @@ import itertools
 import math
 import statistics
 
+from dsjax.plan.curves import Curve
 from dsjax.plan.figure import Figure, measured
-from dsjax.plan.operator_tables import Curve
 
 H800_FP8_FLOPS = 1979e12
 H800_BF16_FLOPS = 989e12
@@ -84,6 +84,12 @@ _MASKED = {s: {g: _efficiency(g[1], *s, t, g[0]) for g, t in row.items()} for s,
 _CONTIGUOUS = {s: {g: _efficiency(g[1], *s, t, g[0]) for g, t in row.items()} for s, row in CONTIGUOUS_TFLOPS.items()}
 
 
+_SHARE_OF_MANY_ROWS = {
+    decode: {shape: statistics.mean(shares.values()) for shape, shares in table.items()}
+    for decode, table in ((True, _MASKED), (False, _CONTIGUOUS))
+}
+
+
 def _between(points: dict[int, float], m: float) -> float:
     """Piecewise linear in log m, constant outside."""
     known = sorted(points)
@@ -140,7 +146,7 @@ def grouped_seconds(used: float, rows: float, decode: bool) -> float:
     """
     total, each = 0.0, rows / max(used, 1e-9)
     for n, k in ((4096, 7168), (7168, 2048)):
-        share = statistics.mean((_MASKED if decode else _CONTIGUOUS)[n, k].values())
+        share = _SHARE_OF_MANY_ROWS[decode][n, k]
         if each < 192:
             share = min(share, _dense(max(each, 1.0), n, k))
         moved = used * n * k + rows * (k + 2 * n)

@@ -1,20 +1,18 @@
 """`OperatorTables`: measured seconds of single operations by device, interpolated between the sizes that were timed.
 
 The bundled tables are `configs/operators` (their sources are in `SOURCES.md` there); a user's folder with files of the same names
-and columns replaces the rows of the devices that it names. Every lookup is monotone: less work never takes longer, because a
-kernel that is slower for fewer rows could be given more of them.
+and columns replaces the rows of the devices that it names. Every lookup is monotone (`curves.py`).
 """
 
 from __future__ import annotations
 
-import bisect
 import csv
 import functools
 import importlib.resources
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import numpy as np
 
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
+from dsjax.plan.curves import Curve
 
 GEMM, PREFILL, DECODE = "gemm", "mla_context", "mla_generation"
 WIDE, FUSED, LOW_LATENCY, NORMAL = "experts_wide_ep", "experts_fused", "deepep_low_latency", "deepep_normal_h200"
@@ -31,57 +30,6 @@ AICONFIGURATOR = "operator tables of aiconfigurator, configs/operators/SOURCES.m
 _WEIGHT_BYTES = {"fp8_block": 1.0, "bfloat16": 2.0, "nvfp4": 0.5625}
 _EXPERT_FLOPS = 2.0 * 3 * 7168 * 2048
 """Of one row through one of V3's experts, at whose widths the experts were timed."""
-
-
-class Curve:
-    """Seconds over one size: straight between the sizes that were timed, which is exact for a fixed part and a part for each.
-
-    Below the first size the first; beyond the last in proportion to the work that `beyond` gives, or as the last two points run.
-    """
-
-    def __init__(self, points: Iterable[tuple[float, float]], beyond: Callable[[float], float] | None = None):
-        points = sorted(points)
-        self.sizes, seconds = [size for size, _ in points], [time for _, time in points]
-        for at in range(len(seconds) - 2, -1, -1):
-            seconds[at] = min(seconds[at], seconds[at + 1])
-        self.seconds, self._beyond = seconds, beyond
-
-    def __call__(self, size: float) -> float:
-        """Seconds at a size."""
-        sizes, seconds = self.sizes, self.seconds
-        if size <= sizes[0]:
-            return seconds[0]
-        if size > sizes[-1]:
-            if self._beyond is not None:
-                return seconds[-1] * self._beyond(size) / self._beyond(sizes[-1])
-            if len(sizes) == 1:
-                return seconds[-1] * size / sizes[-1]
-            slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-            return seconds[-1] + max(slope, 0.5 * seconds[-1] / sizes[-1]) * (size - sizes[-1])
-        at = bisect.bisect_left(sizes, size)
-        share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
-
-
-class Surface:
-    """Seconds over two sizes: a `Curve` in the second for each value of the first, straight between them."""
-
-    def __init__(self, rows: dict[float, Curve]):
-        self._at = sorted(rows)
-        self._curves = [rows[at] for at in self._at]
-
-    def __call__(self, first: float, second: float) -> float:
-        """Seconds at two sizes."""
-        at = bisect.bisect_left(self._at, first)
-        if at == 0:
-            return self._curves[0](second)
-        if at == len(self._at):
-            # Beyond the last in proportion: there, what is timed is bound by a rate.
-            return max(c(second) for c in self._curves) * max(1.0, first / self._at[-1])
-        low, high = self._at[at - 1], self._at[at]
-        below = self._curves[at - 1](second)
-        above = max(below, self._curves[at](second))
-        return below + (first - low) / (high - low) * (above - below)
 
 
 @dataclass(frozen=True)
@@ -97,10 +45,6 @@ class Grouped:
     fixed: float
     least: float
     error: float
-
-    def __call__(self, rows: float, tokens: float, slots: float) -> float:
-        """Seconds for so many rows, of so many tokens that were brought here, over so many slots."""
-        return max(self.least, self.row * rows + self.token * tokens + self.slot * slots + self.fixed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +89,7 @@ class OperatorTables:
             return None
 
         def best(rows: float, shape: tuple[int, int] = (n, k)) -> float:
-            return best_product(_hardware(device), dtype, rows, *shape)
+            return best_product(as_filed(device), dtype, rows, *shape)
 
         if (n, k) in found:
             return Curve(found[n, k].items(), best)
@@ -171,8 +115,8 @@ class OperatorTables:
 
     # Attention ----------------------------------------------------------------------------------------------------------------
 
-    def prefill_attention(self, device: str, cache: str, heads: int) -> tuple[Surface, float] | None:
-        """(seconds of a token over prompts in a step and the length of a prompt, seconds that no step is below)."""
+    def prefill_attention(self, device: str, cache: str, heads: int) -> dict[float, dict[float, float]] | None:
+        """Seconds by length of a prompt and number of prompts (1, 2, 4, 8) in a step; more prompts never take longer each."""
         key = (PREFILL, device, cache)
 
         def make():
@@ -187,23 +131,21 @@ class OperatorTables:
         if not tables:
             return None
 
-        def surface():
+        def times():
             at, scale = _nearest_heads(tables, heads)
-            table = tables[at]
-            # More prompts in a step only help; a length that was timed with few of them has the last.
-            curves = {}
-            for wanted in (1, 2, 4, 8):
-                points = []
-                for length, times in table.items():
-                    known = [count for count in times if count <= wanted]
-                    points.append((float(length), min(times[count] / (count * length) for count in known) * scale))
-                curves[-float(wanted)] = Curve(points)
-            return Surface(curves), min(min(t.values()) for t in table.values())
+            # A length that was timed with few prompts takes as long for each of more.
+            return {
+                float(length): {
+                    float(wanted): wanted * min(times[count] / count for count in times if count <= wanted) * scale
+                    for wanted in (1, 2, 4, 8)
+                }
+                for length, times in tables[at].items()
+            }
 
-        return self._once((*key, heads), surface)
+        return self._once((*key, heads), times)
 
-    def decode_attention(self, device: str, cache: str, heads: int) -> tuple[Surface, float, float] | None:
-        """(seconds over rows and cached positions of each, the least, the relative spread between engines)."""
+    def decode_attention(self, device: str, cache: str, heads: int) -> tuple[dict[float, Curve], float] | None:
+        """(rows → seconds over cached positions of each, the relative spread between engines)."""
         key = (DECODE, device, cache)
 
         def make():
@@ -222,23 +164,24 @@ class OperatorTables:
         if not tables:
             return None
 
-        def surface():
+        def curves():
             at, scale = _nearest_heads(tables, heads)
             table = tables[at]
-            curves = {
-                float(rows): Curve((context, statistics.mean(times) * scale) for context, times in contexts.items())
+            found = {
+                float(rows): Curve(
+                    ((context, statistics.mean(times) * scale) for context, times in contexts.items()), _in_proportion
+                )
                 for rows, contexts in table.items()
             }
             both = [max(t) / min(t) - 1 for contexts in table.values() for t in contexts.values() if len(t) > 1]
-            spread = statistics.mean(both) if both else 0.05
-            return Surface(curves), min(c.seconds[0] for c in curves.values()), spread
+            return found, statistics.mean(both) if both else 0.05
 
-        return self._once((*key, heads), surface)
+        return self._once((*key, heads), curves)
 
     # Experts ------------------------------------------------------------------------------------------------------------------
 
-    def grouped_decode(self, device: str) -> Surface | None:
-        """Seconds of a rank's routed experts in decode over the experts that have rows and the rows of each of them."""
+    def grouped_decode(self, device: str) -> dict[float, Curve] | None:
+        """Experts of a rank that have rows → seconds of its routed experts in decode over the rows of each of them."""
 
         def make():
             found: dict[float, list[tuple[float, float]]] = defaultdict(list)
@@ -250,7 +193,7 @@ class OperatorTables:
                     found[used].append((rows / used, float(row["latency_ms"]) * 1e-3))
             if not found:
                 return None
-            return Surface({used: Curve(_least_of_each(points), lambda each: each) for used, points in found.items()})
+            return {used: Curve(_least_of_each(points), _in_proportion) for used, points in sorted(found.items())}
 
         return self._once((WIDE, "generation", device), make)
 
@@ -332,6 +275,10 @@ def best_product(chip: Hardware, dtype: str, rows: float, n: int, k: int) -> flo
     return max(2.0 * rows * n * k / peak, moved / chip.memory_bandwidth)
 
 
+def _in_proportion(size: float) -> float:
+    return size
+
+
 def _least_of_each(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     least: dict[float, float] = {}
     for size, time in points:
@@ -347,7 +294,8 @@ def _nearest_heads(tables: dict, heads: int) -> tuple[int, float]:
 
 
 @functools.cache
-def _hardware(key: str) -> Hardware:
+def as_filed(key: str) -> Hardware:
+    """A bundled device, read once."""
     return load_hardware(key)
 
 

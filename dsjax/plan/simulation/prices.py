@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dsjax.plan.curves import Grid
 from dsjax.plan.figure import Figure, exact
-from dsjax.plan.operator_tables import Curve, Surface
 from dsjax.plan.step import StepModel
 
 _FINEST = 2**0.25
@@ -146,9 +146,9 @@ class StepPrices:
         return 2 * table[decode](tokens / 2) if self._overlap else table[decode](tokens)
 
 
-def _surface(firsts: Sequence[float], seconds: Sequence[float], price: Callable[[float, float], float]) -> Surface:
+def _surface(firsts: Sequence[float], seconds: Sequence[float], price: Callable[[float, float], float]) -> Grid:
     # Every fourth of the sizes: a factor of two apart.
-    return Surface({first: Curve((second, price(first, second)) for second in seconds) for first in firsts[::4]})
+    return Grid(firsts[::4], seconds, price)
 
 
 def _projections(parts: dict[str, Figure]) -> float:

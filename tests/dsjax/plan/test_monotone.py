@@ -10,61 +10,62 @@ from dsjax.config import load_config
 from dsjax.plan.candidate import aggregated, prefill_pool, quick_aggregated, quick_separated, separated
 from dsjax.plan.cluster import RESOURCES, bundled_clusters, load_cluster
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.precision import precision
 from dsjax.plan.search import Question, search
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
 
 CONFIG = load_config("deepseek-v3")
-# The suite plays the same cases each time; `tools/plan_monotone.py` looks for new ones.
-# Rounding of sums of some hundred floats.
+# Rounding of sums of some hundred floats: the only slack of this page.
 ROUNDING = 1 + 1e-9
-# What waits for data is carried to slower memory magnified, noise of the tables with it.
-CARRIED_TO_SLOWER_MEMORY = 1.01
-# Between two points of a table a step is a sum of curves that are each monotone, less the time that one hides behind another: seen to
-# fall by up to 0.02 % where the context or the batch grows. Repairing that is open (docs/plan-validation.md).
-BETWEEN_POINTS = 1.001
+PRECISIONS = {"fp8": precision("fp8"), "fp8 with its cache": precision("fp8", "fp8"), "bf16": precision("bf16")}
+MESHES = ["dp=8", "tp=8", "tp=8,ep=1", "dp=2,tp=4"]
 
 
-def model(cluster, mesh, overlap=False):
-    return StepModel(CONFIG, cluster, parse_layout(mesh, None, CONFIG), PRECISIONS["fp8"], overlap=overlap)
+def model(cluster, mesh, overlap=False, numbers="fp8"):
+    return StepModel(CONFIG, cluster, parse_layout(mesh, None, CONFIG), PRECISIONS[numbers], overlap=overlap)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(bundled_clusters()),
-    st.sampled_from(["dp=8", "tp=8", "tp=8,ep=1", "dp=2,tp=4"]),
+    st.sampled_from(MESHES),
     st.sampled_from(RESOURCES),
     st.floats(1.0, 8.0),
     st.integers(1, 512),
     st.integers(64, 60_000),
     st.booleans(),
+    st.sampled_from(sorted(PRECISIONS)),
 )
-def test_more_of_a_resource_makes_no_step_slower(cluster, mesh, resource, factor, batch, context, overlap):
+def test_more_of_a_resource_makes_no_step_slower(cluster, mesh, resource, factor, batch, context, overlap, numbers):
     before = load_cluster(cluster)
-    now, more = model(before, mesh, overlap), model(before.scaled(resource, factor), mesh, overlap)
+    now, more = (model(c, mesh, overlap, numbers) for c in (before, before.scaled(resource, factor)))
     assert more.decode(batch, context).value <= now.decode(batch, context).value * ROUNDING
     tokens = max(batch * 16, 64)
     assert more.prefill(tokens, prompt=context).value <= now.prefill(tokens, prompt=context).value * ROUNDING
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(bundled_clusters()),
-    st.sampled_from(["dp=8", "tp=8,ep=1"]),
+    st.sampled_from(MESHES),
     st.integers(1, 512),
     st.integers(64, 60_000),
     st.floats(1.0, 3.0),
+    st.floats(0.0, 1.0),
+    st.sampled_from(sorted(PRECISIONS)),
 )
-def test_fewer_requests_and_shorter_contexts_make_no_step_slower(cluster, mesh, batch, context, factor):
-    step = model(load_cluster(cluster), mesh)
-    slack = CARRIED_TO_SLOWER_MEMORY if cluster.startswith("tpu") else BETWEEN_POINTS
-    there = step.decode(batch * factor, context).value
-    assert step.decode(batch, context).value <= there * slack
-    assert step.decode(batch, context).value <= step.decode(batch, context * factor).value * slack
+def test_fewer_requests_and_shorter_contexts_make_no_step_slower(
+    cluster, mesh, batch, context, factor, uneven, numbers
+):
+    step = model(load_cluster(cluster), mesh, numbers=numbers)
+    now = step.decode(batch, context, uneven=uneven).value
+    assert now <= step.decode(batch * factor, context, uneven=uneven).value * ROUNDING
+    assert now <= step.decode(batch, context * factor, uneven=uneven).value * ROUNDING
+    prompts = step.prefill(8192, prompt=context).value
+    assert prompts <= step.prefill(8192 * factor, prompt=context).value * ROUNDING
     # Shorter prompts are more of them in a step, and each has a row of logits.
-    longer = step.prefill(8192, prompt=context * factor)
-    assert step.prefill(8192, prompt=context).value <= (longer.value + step.head(8192 / context).value) * slack
+    assert prompts <= (step.prefill(8192, prompt=context * factor).value + step.head(8192 / context).value) * ROUNDING
 
 
 def asked(cluster="h200-8", prompt=2000, ttft=2.0, tpot=0.05, modes=("aggregated",)):

@@ -29,10 +29,13 @@ def exposed():
     from live_server import LiveServer
 
     metrics = Metrics("tiny", 4, 128, experts_per_device=2, device_memory=lambda: [("0", 90, 100)])
-    server = LiveServer(num_ranks=4, max_rows_decode=8, max_chunk=16, pages_per_rank=257, metrics=metrics)
+    server = LiveServer(
+        num_ranks=4, max_rows_decode=8, max_chunk=16, pages_per_rank=257, host_pages_per_rank=8, metrics=metrics
+    )
     body = {"prompt": "ab", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "stream": True}
     assert server.post("/v1/completions", body).text.endswith("[DONE]\n\n")
     server.serving.metrics.on_rejected("queue_full")
+    server.serving.metrics.show_exchange_share(0.3)
     drafts = DraftCounts(3, 6, 4, (3, 1))
     server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), drafts=drafts))
     found: dict[str, set[str]] = {}
