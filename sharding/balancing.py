@@ -60,17 +60,8 @@ def rebalance(
         MeshError: fewer slots than experts, numbers that do not divide, an unknown policy, or a load that is none.
     """
     load_LE = checked_load(load_LE)
+    checked_numbers(load_LE, n_physical=n_physical, ranks=ranks, groups=groups, hosts=hosts)
     layers, experts = load_LE.shape
-    if n_physical < experts or n_physical % ranks:
-        raise MeshError(
-            f"{n_physical} physical experts for {experts} logical ones on {ranks} ranks; expected at least "
-            f"{experts} and a multiple of {ranks}: {experts + -experts % ranks} is the least"
-        )
-    if hosts < 1 or ranks % hosts or groups < 1 or experts % groups:
-        raise MeshError(
-            f"{ranks} ranks on {hosts} hosts, {experts} experts in {groups} groups; expected as many ranks on each host and as "
-            "many experts in each group"
-        )
     if policy not in ("auto", "global", "hierarchical"):
         raise MeshError(f"balancing policy {policy!r}; expected auto, global or hierarchical")
     if policy == "hierarchical" and groups % hosts:
@@ -78,22 +69,31 @@ def rebalance(
             f"balancing policy hierarchical with {groups} groups of experts on {hosts} hosts; expected the same number of "
             "groups on each host; auto or global work with any"
         )
-    if policy == "global" or groups % hosts:
+    if not by_host(policy, groups, hosts):
         groups = hosts = 1
 
-    # An expert that nobody asked for weighs next to nothing, so that such experts are dealt out too.
-    total_L1 = load_LE.sum(axis=1, keepdims=True)
-    load_LE = np.where(total_L1 > 0, np.maximum(load_LE, total_L1 * 1e-12), 1.0)
-
+    load_LE = _weights(load_LE)
     size = experts // groups
-    host_LG, place_LG = _pack(load_LE.reshape(layers, groups, size).sum(axis=2), np.arange(groups), hosts)
+    host_LG, place_LG = pack(load_LE.reshape(layers, groups, size).sum(axis=2), np.arange(groups), hosts)
     group_LG = np.argsort(host_LG * groups + place_LG, axis=1)
     expert_LE = (group_LG[:, :, None] * size + np.arange(size)).reshape(layers, experts)
+    return within_hosts(load_LE, expert_LE, n_physical=n_physical, ranks=ranks, hosts=hosts)
 
+
+def by_host(policy: Policy, groups: int, hosts: int) -> bool:
+    """Whether ``rebalance`` then keeps groups of experts on hosts; else a rank may get any other rank's number (``keep_in_place``)."""
+    return policy != "global" and groups % hosts == 0
+
+
+def within_hosts(
+    load_LE: Float[np.ndarray, "L E"], expert_LE: Int[np.ndarray, "L E"], *, n_physical: int, ranks: int, hosts: int
+) -> Int[np.ndarray, "L P"]:
+    """Copies of each host's experts, packed onto its ranks by load. expert_LE: all experts, those of the first host first."""
+    layers, experts = expert_LE.shape
     expert_XM = expert_LE.reshape(layers * hosts, experts // hosts)
-    load_XM = np.take_along_axis(load_LE, expert_LE, axis=1).reshape(expert_XM.shape)
+    load_XM = np.take_along_axis(_weights(load_LE), expert_LE, axis=1).reshape(expert_XM.shape)
     item_XP, share_XP = _replicate(load_XM, n_physical // hosts, most=ranks // hosts)
-    rank_XP, place_XP = _pack(share_XP, item_XP, ranks // hosts)
+    rank_XP, place_XP = pack(share_XP, item_XP, ranks // hosts)
     slot_XP = np.argsort(rank_XP * item_XP.shape[1] + place_XP, axis=1)
     item_XP, share_XP = (np.take_along_axis(array, slot_XP, axis=1) for array in (item_XP, share_XP))
     _part_copies(item_XP, share_XP, ranks // hosts)
@@ -134,6 +134,8 @@ def keep_in_place(
 
     Which rank is called the first is without meaning to the load, and not to the bytes that must be sent. What each rank
     holds and what lies together on a host stay as they were in ``new_LP``. ``experts_moved`` counts what is left to move.
+
+    hosts: 1 where the placement is not by host (``by_host``): ranks then take each other's numbers freely, and fewer experts move.
     """
     layers, slots = new_LP.shape
     if old_LP.shape != new_LP.shape or slots % ranks or ranks % hosts:
@@ -170,6 +172,21 @@ def checked_load(load_LE: Float[np.ndarray, "L E"]) -> Float[np.ndarray, "L E"]:
     return load_LE
 
 
+def checked_numbers(load_LE: np.ndarray, *, n_physical: int, ranks: int, groups: int, hosts: int) -> None:
+    """Raise ``MeshError`` where slots, ranks, hosts and groups do not go together, or are too few for the experts."""
+    experts = load_LE.shape[1]
+    if n_physical < experts or n_physical % ranks:
+        raise MeshError(
+            f"{n_physical} physical experts for {experts} logical ones on {ranks} ranks; expected at least "
+            f"{experts} and a multiple of {ranks}: {experts + -experts % ranks} is the least"
+        )
+    if hosts < 1 or ranks % hosts or groups < 1 or experts % groups:
+        raise MeshError(
+            f"{ranks} ranks on {hosts} hosts, {experts} experts in {groups} groups; expected as many ranks on each host and as "
+            "many experts in each group"
+        )
+
+
 def _replicate(load_XM: np.ndarray, slots: int, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Item and load of each copy ``[X, slots]``: one of each item, then one more of whichever has the most load per copy.
 
@@ -185,7 +202,7 @@ def _replicate(load_XM: np.ndarray, slots: int, most: int) -> tuple[np.ndarray, 
     return item_XP, np.take_along_axis(load_XM / copies_XM, item_XP, axis=1)
 
 
-def _pack(load_XN: np.ndarray, item_XN: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
+def pack(load_XN: np.ndarray, item_XN: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack of each thing and its place in the pack: heaviest first, each to the least loaded pack that has room.
 
     item_XN: what each thing is a copy of. Of packs that are loaded alike, the first without a copy of the same item is taken.
@@ -229,6 +246,12 @@ def _part_copies(item_XP: np.ndarray, share_XP: np.ndarray, ranks: int) -> None:
                 other = np.unravel_index(np.argmin(np.where(allowed_RS, heavier_RS, np.inf)), items_RS.shape)
                 items_RS[rank, slot], items_RS[other] = items_RS[other], item
                 shares_RS[rank, slot], shares_RS[other] = shares_RS[other], share
+
+
+def _weights(load_LE: np.ndarray) -> np.ndarray:
+    """An expert that nobody asked for weighs next to nothing, so that such experts are dealt out too; without any load, all alike."""
+    total_L1 = load_LE.sum(axis=1, keepdims=True)
+    return np.where(total_L1 > 0, np.maximum(load_LE, total_L1 * 1e-12), 1.0)
 
 
 def _counts(held_RS: np.ndarray, experts: int) -> np.ndarray:

@@ -72,11 +72,11 @@ class LayerPlacements:
         return LayerPlacements(rows, self.n_logical)
 
     def logical_load(self, physical_load: np.ndarray) -> np.ndarray:
-        """Sum counts over copies: ``[L, P]`` to ``[L, E]``."""
+        """Sum counts over copies: ``[L, P]`` to ``[L, E]``; of the first layers, where ``physical_load`` has fewer."""
         return np.stack(
             [
                 np.bincount(row, weights, minlength=self.n_logical)
-                for row, weights in zip(self.physical_to_logical, physical_load, strict=True)
+                for row, weights in zip(self.physical_to_logical, physical_load, strict=False)
             ]
         ).astype(np.asarray(physical_load).dtype)
 

@@ -78,6 +78,8 @@ def experts(tokens: list[list[int]], **others) -> ExpertCounts:
         rounds=others.get("rounds", 2),
         dispatch_bytes=others.get("dispatch_bytes", 4096),
         padding_share=others.get("padding_share", 0.25),
+        logical_load=np.array(tokens),
+        physical_to_logical=np.tile(np.arange(len(tokens[0])), (len(tokens), 1)),
     )
 
 

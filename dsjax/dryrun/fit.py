@@ -11,7 +11,7 @@ import jax
 
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs
-from dsjax.dryrun.compilation import TooLarge, compile_step
+from dsjax.dryrun.compilation import CompiledExchange, TooLarge, compile_step
 from dsjax.dryrun.memory import DeviceMemory
 
 
@@ -31,8 +31,17 @@ class Fit:
     compilations: int
 
 
-def fit(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh, memory_bytes: int) -> Fit:
-    """Search each of the three by itself, all else as ``args`` ask, within the share of memory that the engine would use."""
+def fit(
+    args: DryRunArgs,
+    config: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    memory_bytes: int,
+    exchange: CompiledExchange | None = None,
+) -> Fit:
+    """Search each of the three by itself, all else as ``args`` ask, within the share of memory that the engine would use.
+
+    exchange: the programs that move experts, compiled before.
+    """
     room, compilations = int(memory_bytes * args.engine.gpu_memory_utilization), 0
     page = args.engine.page_size
 
@@ -40,7 +49,7 @@ def fit(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh, memory_b
         nonlocal compilations
         compilations += 1
         try:
-            return DeviceMemory.of(compile_step(changed, config, mesh)).total
+            return DeviceMemory.of(compile_step(changed, config, mesh, exchange)).total
         except TooLarge:
             return math.inf
 

@@ -65,6 +65,11 @@ class EngineArgs:
         "token slots of a DP rank's cache, in whole pages; default: all that --max-num-seqs can use, if memory allows",
         least=1,
     )
+    host_cache_bytes: int = option(
+        0,
+        "host memory of all DP ranks together that evicted pages of the prefix cache go to, and come back from; 0: none",
+        least=0,
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of an accelerator's memory for weights, cache and what a step needs beside them, from above 0 to 1",
@@ -82,8 +87,8 @@ class EngineArgs:
     mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)
     kernels: str = option(
         "auto",
-        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU",
-        ("auto", "plain", "native"),
+        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU; pallas: Triton on GPU",
+        ("auto", "plain", "native", "pallas"),
     )
     kernel_cache: str | None = option(
         None,
@@ -94,7 +99,7 @@ class EngineArgs:
     eplb_config: str | dict[str, Any] | None = option(
         None,
         'how, with vLLM\'s names: JSON such as \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
-        '"log_balancedness": true, "max_bytes_per_step": 134217728, "policy": "auto"}\'; with --enable-eplb',
+        '"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}\'; with --enable-eplb',
     )
     init_expert_location: str | None = option(
         None,

@@ -63,6 +63,7 @@ class ExecutorLimits:
     num_ranks: int
     max_model_len: int
     vocab_size: int
+    host_pages_per_rank: int = 0
 
     @property
     def max_pages(self) -> int:
@@ -75,11 +76,13 @@ class ExpertCounts:
     """How tokens reached their experts since recording began.
 
     Attributes:
-        tokens_per_expert: `[layers, physical experts]`, of the MoE layers.
+        tokens_per_expert: `[layers, physical experts]`, of the model's MoE layers; where experts move, of whichever a slot held.
         rows_sent: `[ranks]`, rows of tokens that each device sent to others.
         rounds: of dispatch, of each layer the most of any rank; summed over layers and launches.
         dispatch_bytes: sent by all devices.
         padding_share: of those bytes, the share that carried no token's row; 0 to 1.
+        logical_load: `[layers, logical experts]`, tokens, wherever they were computed.
+        physical_to_logical: `[layers, physical experts]`, the logical expert in each slot when the last of them was computed.
     """
 
     tokens_per_expert: np.ndarray
@@ -87,6 +90,8 @@ class ExpertCounts:
     rounds: int
     dispatch_bytes: int
     padding_share: float
+    logical_load: np.ndarray
+    physical_to_logical: np.ndarray
 
 
 class ExecutorCounts(NamedTuple):
@@ -95,7 +100,7 @@ class ExecutorCounts(NamedTuple):
     Attributes:
         num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
         compilations_after_warm_up: programs compiled since warm-up ended; 0 as long as there was none.
-        experts: only while recording is on.
+        experts: only while recording is on; without the last launches, which are read together once a second.
     """
 
     num_padding_tokens: int = 0
@@ -110,6 +115,7 @@ class ExpertSlots:
     Attributes:
         physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots lie rank by rank.
         ranks: of an EP group; hosts: runs of them that are on one machine. groups: of experts, where routing is limited to some of them.
+        expert_share: of a token's arithmetic, the routed experts' part: their parameters among those that act on it.
         expert_bytes: of one expert on one device. per_exchange: experts that a rank sends and receives in one `StageExperts`, at most.
         seconds: that a `StageExperts` and a `PlaceExperts` took when they were tried during warm-up; None before.
     """
@@ -119,6 +125,7 @@ class ExpertSlots:
     ranks: int
     hosts: int
     groups: int
+    expert_share: float
     expert_bytes: int
     per_exchange: int
     seconds: tuple[float, float] | None = None

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from dsjax.config import ModelConfig
 from dsjax.engine import expert_programs
 from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts
 from dsjax.engine.executor import ExpertSlots, LoadWindow
 from dsjax.engine.expert_programs import ExpertLayers, expert_layers, pack_moves, pack_slots
+from dsjax.model.parameter_counts import parameter_counts
 from sharding.dispatch.statistics import tokens_per_physical_expert
 from sharding.layer_placement import LayerPlacements, copy_tables
 
@@ -35,16 +37,20 @@ class ExpertExchange:
     Args:
         experts: that a rank sends and receives in one ``StageExperts``, at most.
         reload: for a failure that took the experts' arrays with it; None: such a failure is not survived.
+
+    Attributes:
+        placements: where experts are.
     """
 
     def __init__(self, executor: MeshExecutor, experts: int, reload: Reload | None = None):
         self._executor, self._step, self._reload = executor, executor.model, reload
         self._per_exchange = experts
         self._layers = expert_layers(self._step)
-        self._placements = self._step.placement
+        self.placements = self._step.placement
         self._ranks = self._step.spec.ep_size
-        self._per_rank = self._placements.n_physical // self._ranks
+        self._per_rank = self.placements.n_physical // self._ranks
         self._staging = self._allocate()
+        self._staged: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and its slots that have come
         self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, what it had counted
         self._seconds: tuple[float, float] | None = None
 
@@ -54,11 +60,12 @@ class ExpertExchange:
         config, mesh = self._step.config, self._step.mesh
         hosts = len({device.process_index for device in mesh.devices.flat})
         return ExpertSlots(
-            physical_to_logical=self._placements.physical_to_logical,
-            n_logical=self._placements.n_logical,
+            physical_to_logical=self.placements.physical_to_logical,
+            n_logical=self.placements.n_logical,
             ranks=self._ranks,
             hosts=hosts if self._ranks % hosts == 0 and self._ranks == self._step.spec.num_devices else 1,
             groups=config.n_group,
+            expert_share=_expert_share(config),
             expert_bytes=expert_programs.expert_bytes(self._step),
             per_exchange=self._per_exchange,
             seconds=self._seconds,
@@ -79,7 +86,10 @@ class ExpertExchange:
             except Exception as error:
                 pending.error = _described(error)
                 _log.exception("Experts of MoE layer %d could not be sent; they stay where they are.", command.layer)
-                self._staging = self._allocate()
+                self._staging, self._staged = self._allocate(), (-1, frozenset())
+                return
+            before = self._staged[1] if self._staged[0] == command.layer else frozenset()
+            self._staged = command.layer, before | {slot for _, slot in pairs}
 
         return run()
 
@@ -89,11 +99,15 @@ class ExpertExchange:
         slots = np.frombuffer(command.slots, "<i4").tolist()
         placement = np.frombuffer(command.physical_to_logical, "<i4")
         marked = pack_slots(slots, ranks=self._ranks, per_rank=self._per_rank)
-        tables = copy_tables(placement, self._placements.n_logical)
+        tables = copy_tables(placement, self.placements.n_logical)
         sent = self._send((marked, tables, np.int32(layer), np.int32(command.layer)))
 
         def run() -> Running:
-            executor = self._executor
+            executor, staged = self._executor, self._staged
+            self._staged = (-1, frozenset())
+            if slots and (staged[0] != command.layer or not staged[1].issuperset(slots)):
+                pending.error = "what is to be placed has not been staged"
+                return
             try:
                 program = executor.programs.place_experts(layers)
                 stack, copies, loads, retired, done = program(
@@ -105,8 +119,8 @@ class ExpertExchange:
                 return
             executor.params |= {path: stack[name] for name, path in layers.names.items()}
             executor.state = dataclasses.replace(executor.state, copies=copies, loads=loads)
-            self._retired.append((command.layer, self._placements.physical_to_logical[command.layer], retired))
-            self._placements = self._placements.with_layer(command.layer, placement)
+            self._retired.append((command.layer, self.placements.physical_to_logical[command.layer], retired))
+            self.placements = self.placements.with_layer(command.layer, placement)
             yield done
 
         return run()
@@ -116,7 +130,7 @@ class ExpertExchange:
         state = self._executor.state
         counts, loads = self._executor.programs.read_loads()(state.loads)
         self._executor.state = dataclasses.replace(state, loads=loads)
-        pending.loads = (self._placements, counts, self._retired)
+        pending.loads = (self.placements, counts, self._retired)
         self._retired = []
         yield counts
 
@@ -138,7 +152,7 @@ class ExpertExchange:
         """
         executor, nothing = self._executor, b""
         for layers in self._layers:
-            row = self._placements.physical_to_logical[layers.first].astype("<i4").tobytes()
+            row = self.placements.physical_to_logical[layers.first].astype("<i4").tobytes()
             for _ in range(2):
                 seconds = []
                 for command in (StageExperts(layers.first, nothing), PlaceExperts(layers.first, nothing, row)):
@@ -160,11 +174,11 @@ class ExpertExchange:
         if lost:
             if self._reload is None:
                 raise
-            executor.params |= self._reload(lost, self._placements)
+            executor.params |= self._reload(lost, self.placements)
         state = executor.state
         if any(array.is_deleted() for array in (*state.copies, state.loads)):
             shardings = jax.tree.map(lambda array: array.sharding, (state.copies, state.loads))
-            fresh = (self._placements.tables, np.zeros(state.loads.shape, np.int32))
+            fresh = (self.placements.tables, np.zeros(state.loads.shape, np.int32))
             copies, loads = jax.device_put(fresh, shardings)
             executor.state = dataclasses.replace(state, copies=copies, loads=loads)
             self._retired = []
@@ -184,6 +198,13 @@ class ExpertExchange:
 
     def _send(self, arrays):
         return jax.device_put(arrays, self._executor.programs.everywhere)
+
+
+def _expert_share(config: ModelConfig) -> float:
+    """The routed experts' part of the parameters that act on a token, the embedding left out: a look-up takes no time."""
+    counts = parameter_counts(config)
+    used = config.num_moe_layers * config.num_experts_per_tok * counts["expert"]
+    return used / (counts["active"] - counts["embedding"])
 
 
 def _described(error: Exception) -> str:

@@ -62,6 +62,7 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             seed=self.args.seed,
             async_scheduling=self.args.async_scheduling,
+            eplb=self.args.eplb,
         )
         self._ids = itertools.count()
 
@@ -140,7 +141,7 @@ class LLM:
         pool = self.engine.core.scheduler.ranks[0].pool
         found = []
         for sequence in sequences:
-            pages = pool.allocate(pool.pages_for(len(sequence)))
+            pages = pool.allocate(pool.pages_for(len(sequence)), store=False)
             try:
                 score = self.executor.launch(Score(int32s(sequence), int32s(pages)))
                 found.append(self.executor.collect(score))

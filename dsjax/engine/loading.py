@@ -21,7 +21,7 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
-from dsjax.engine import device_state
+from dsjax.engine import device_state, expert_programs
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
@@ -59,6 +59,7 @@ class EngineFacts:
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        host_cache_tokens: token slots of host memory below the cache, all DP ranks together.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
@@ -82,6 +83,7 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    host_cache_tokens: int = 0
     speculation: dict[str, Any] | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
@@ -147,7 +149,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     sizes = _sizes(args, step, max_model_len)
     buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=not on_cpu, speculation=speculation)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
-    pool = None if on_cpu else Pool.of(step, beside_the_cache(step, params, sizes, buckets, num_drafts))
+    moving = expert_programs.exchange_bytes(step, per_exchange) if per_exchange else 0
+    pool = None if on_cpu else Pool.of(step, moving + beside_the_cache(step, params, sizes, buckets, num_drafts))
     limits = _limits(args, step, sizes, pool)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
         executor: Executor = MeshExecutor(
@@ -351,7 +354,26 @@ def _limits(args: EngineArgs, step: Step, sizes: ExecutorLimits, pool: Pool | No
                 else " or use a mesh of more devices"
             )
         )
-    return replace(sizes, pages_per_rank=pages)
+    return replace(sizes, pages_per_rank=pages, host_pages_per_rank=_host_pages(args, step))
+
+
+def _host_pages(args: EngineArgs, step: Step) -> int:
+    """Pages of each DP rank for which ``--host-cache-bytes`` has room."""
+    if not args.host_cache_bytes:
+        return 0
+    if not args.enable_prefix_caching:
+        raise UserError(
+            "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
+        )
+    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
+    each = device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
+    pages = args.host_cache_bytes // step.spec.dp_size // each
+    if pages < 1:
+        raise UserError(
+            f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
+            f"a page takes {each:,} bytes: give at least {each * step.spec.dp_size:,}"
+        )
+    return pages
 
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
@@ -387,6 +409,7 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
+        host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),
         kernels_note=step.kernels.note,

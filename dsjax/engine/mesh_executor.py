@@ -13,10 +13,24 @@ from jaxtyping import Array
 
 from dsjax.engine import device_state, slots
 from dsjax.engine.buckets import Buckets, Launch
-from dsjax.engine.commands import Clear, Command, Copy, Flush, PlaceExperts, ReadLoads, Score, StageExperts, Step
+from dsjax.engine.commands import (
+    Clear,
+    Command,
+    Copy,
+    FetchPages,
+    Flush,
+    PlaceExperts,
+    PlacePages,
+    ReadLoads,
+    Score,
+    StageExperts,
+    Step,
+    StorePages,
+)
 from dsjax.engine.executor import Exchanged, ExecutorCounts, ExecutorLimits, ExpertCounts, ExpertSlots, Progress
 from dsjax.engine.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.expert_recorder import ExpertRecorder
+from dsjax.engine.host_pages import HostPages
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
 from dsjax.engine.process import explained_out_of_memory
@@ -24,6 +38,7 @@ from dsjax.engine.programs import COPIES, Programs
 from dsjax.engine.slot_rules import RowRules, SlotTable
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
+from sharding.layer_placement import LayerPlacements
 
 Running = Generator[Array, None, None]
 """A command being executed: gives, program by program, an array that is ready when the program is done."""
@@ -41,6 +56,7 @@ class Pending:
 
     Attributes:
         outcomes: of a step, what each of its launches gave, on the devices.
+        placements: of a step, where experts were when it began.
         loads: of `ReadLoads`, what was taken off the devices. error: of a command that moves experts, why it could not.
         started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
     """
@@ -53,6 +69,7 @@ class Pending:
         self.logits: list[Array] = []
         self.loads: Any = None
         self.error: str | None = None
+        self.placements: LayerPlacements | None = None
         self.done = False
         self.started = self.ended = 0.0
 
@@ -64,7 +81,7 @@ class Pending:
     @property
     def kept(self) -> bool:
         """Whether what its programs gave last is nobody else's, so that it can be waited for at any time."""
-        return not isinstance(self.command, Copy | Clear)
+        return not isinstance(self.command, Copy | Clear | PlacePages)
 
 
 class MeshExecutor:
@@ -94,6 +111,7 @@ class MeshExecutor:
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
         self._recorder = ExpertRecorder(step)
         self._exchange = ExpertExchange(self, experts_per_exchange, reload) if experts_per_exchange else None
+        self._host_pages = HostPages(self) if limits.host_pages_per_rank else None
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
@@ -144,7 +162,7 @@ class MeshExecutor:
         if not isinstance(pending.command, Step):
             return None
         for outcome in pending.outcomes:
-            self._recorder.add(outcome.reports, outcome.shape.tokens)
+            self._recorder.add(outcome.reports, outcome.shape.tokens, pending.placements)
         results = read_step(pending.command, pending.outcomes)
         self._slots.settle(pending.command, results)
         return results
@@ -167,7 +185,7 @@ class MeshExecutor:
 
     def expert_counts(self) -> ExpertCounts | None:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
-        return self._recorder.counts()
+        return self._recorder.read()
 
     def shutdown(self) -> None:
         """Free the state and drop the programs."""
@@ -205,6 +223,12 @@ class MeshExecutor:
             return self._copy(command)
         if isinstance(command, Clear):
             return self._clear([np.frombuffer(own, "<i4") for own in command.ranks])
+        if isinstance(command, StorePages):
+            return self._host_pages.store(command)
+        if isinstance(command, FetchPages):
+            return self._host_pages.fetch(command)
+        if isinstance(command, PlacePages):
+            return self._host_pages.place(command)
         if isinstance(command, ReadLoads):
             return self._exchange.read(pending, command)
         if isinstance(command, StageExperts):
@@ -238,6 +262,7 @@ class MeshExecutor:
         return self._run_step(pending, command, admissions, list(zip(launches, shapes, inputs, rules, strict=True)))
 
     def _run_step(self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple]) -> Running:
+        pending.placements = self._exchange.placements if self._exchange else self.model.placement
         for packed in admissions:
             self.state = self.programs.admit()(self.state, packed)
             yield self.state.start

@@ -162,6 +162,18 @@ class Programs:
         marked = self._described((self._limits.pages_per_rank,), bool)
         return self._get(("clear",), lambda: self._lower_small(device_state.clear_pages, marked))
 
+    def take_pages(self) -> Compiled:
+        """``(state, pages [B, MOVED_PAGES]) -> copies of them``, as of ``device_state.describe_moved``; reads the state alone."""
+        return self._get(("take pages",), self._lower_take_pages)
+
+    def put_pages(self) -> Compiled:
+        """``(state, copies, pages) -> state`` with the copies in these pages."""
+        return self._get(("put pages",), self._lower_put_pages)
+
+    def described_moved(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Descriptions of what ``take_pages`` gives."""
+        return device_state.describe_moved(self._step, self._state)
+
     def stage_experts(self, layers: ExpertLayers) -> Compiled:
         """As of ``expert_programs.lower_stage``."""
         return self._get(("stage experts", layers.stack), lambda: self._lower_stage(layers))
@@ -204,6 +216,9 @@ class Programs:
                     work["drafting step", shape, count] = (f"{name}, then {count} drafts", lower)
         work["admit",] = ("admission", self._lower_admit)
         marked = self._described((self._limits.pages_per_rank,), bool)
+        if self._limits.host_pages_per_rank:
+            work["take pages",] = ("pages to host memory", self._lower_take_pages)
+            work["put pages",] = ("pages from host memory", self._lower_put_pages)
         work["clear",] = ("clearing pages", lambda: self._lower_small(device_state.clear_pages, marked))
         pairs = self._described((COPIES, 2), np.int32)
         work["copy",] = ("copying pages", lambda: self._lower_small(device_state.copy_pages, pairs))
@@ -335,6 +350,19 @@ class Programs:
     def _lower_read_loads(self) -> Lowered:
         run = lambda loads: self._pin((loads, jnp.zeros_like(loads)), (self._state.loads,) * 2)  # noqa: E731
         return jax.jit(run, donate_argnums=0).lower(self._state.loads)
+
+    def _lower_take_pages(self) -> Lowered:
+        pages = self._described((device_state.MOVED_PAGES,), np.int32)
+        take = lambda state, pages: device_state.take_pages(self._step, state, pages)  # noqa: E731
+        return jax.jit(lambda state, pages: self._pin(take(state, pages), self.described_moved())).lower(
+            self._state, pages
+        )
+
+    def _lower_put_pages(self) -> Lowered:
+        pages = self._described((device_state.MOVED_PAGES,), np.int32)
+        put = lambda state, moved, pages: device_state.put_pages(self._step, state, moved, pages)  # noqa: E731
+        run = lambda state, moved, pages: self._pin(put(state, moved, pages), self._state)  # noqa: E731
+        return jax.jit(run, donate_argnums=0).lower(self._state, self.described_moved(), pages)
 
     def _lower_biases(self, sampled: tuple[int, int, int]) -> Lowered:
         rows, _, logits = self._of_rows(sampled)

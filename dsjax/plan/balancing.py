@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from sharding.balancing import experts_moved, keep_in_place, rank_loads, rebalance
+from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
 
 STEP_INTERVAL = 3000
 """Steps between two rebalances: vLLM's default, and the engine's."""
@@ -97,7 +97,7 @@ def moved(loads: Loads, slots: Slots) -> float:
     """Of all slots, the share that gets another expert when experts are placed anew by what was served."""
     few = slice(_DRAWS // 6)  # some thousand slots are enough for a share
     old_LP, new_LP = _balanced(loads.seen[few], slots), _balanced(loads.served[few], slots)
-    hosts = slots.hosts if slots.groups % slots.hosts == 0 else 1
+    hosts = slots.hosts if by_host("auto", slots.groups, slots.hosts) else 1
     kept_LP = keep_in_place(old_LP, new_LP, slots.ranks, hosts)
     return float(experts_moved(old_LP, kept_LP).mean()) / slots.physical
 

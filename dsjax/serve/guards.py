@@ -31,6 +31,7 @@ ADMIN_PATHS = frozenset(
         "/start_expert_distribution_record",
         "/stop_expert_distribution_record",
         "/dump_expert_distribution_record",
+        "/rebalance_experts",
     }
 )
 _OPEN_PATHS = frozenset({"/health"})

@@ -204,6 +204,16 @@ class Version(TypedDict):
     version: str
 
 
+class HostPages(TypedDict):
+    """What host memory has of a rank's pages: `TierCounts` of `dsjax/engine/page_tiers.py`."""
+
+    used_pages: int
+    usable_pages: int
+    stored: int
+    fetched: int
+    evicted: int
+
+
 class RankLoadBody(TypedDict):
     """What a DP rank has to do: `RankLoad` of `dsjax/engine/rank.py`."""
 
@@ -215,6 +225,7 @@ class RankLoadBody(TypedDict):
     cached_pages: int
     usable_pages: int
     cost: float
+    host: HostPages | None
 
 
 class Load(TypedDict):
@@ -223,9 +234,36 @@ class Load(TypedDict):
     ranks: list[RankLoadBody]
 
 
-class ExpertLoad(TypedDict):
-    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/executor.py`."""
+class Balancedness(TypedDict):
+    """Mean ÷ max over ranks, as ratio of sums over layers."""
 
+    before: float
+    after: float
+
+
+class Rebalance(TypedDict):
+    """Answer of `/rebalance_experts`: what begins to move, and the balancedness that is predicted for the window.
+
+    `bytes` reach other slots, on all devices of an EP group; `exchanges`: commands between steps that send them.
+    """
+
+    layers: int
+    experts: int
+    bytes: int
+    exchanges: int
+    balancedness: Balancedness
+
+
+class ExpertLoad(TypedDict):
+    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/executor.py`.
+
+    With `version` and `model` it is a file for `--init-expert-location`, and for the planner's `--expert-skew`.
+    """
+
+    version: int
+    model: str
+    logical_load: list[list[int]]
+    physical_to_logical: list[list[int]]
     tokens_per_expert: list[list[int]]
     rows_sent: list[int]
     rounds: int
@@ -286,6 +324,7 @@ _MEANINGS = {
     404: "no such model, or no such path",
     405: "not this method",
     408: "the request did not arrive in time",
+    409: "what is asked for is being done already",
     413: "the body is too large",
     422: "fields that are not those of the schema",
     429: "too much waits",

@@ -70,7 +70,7 @@ def test_auto_is_global_where_groups_do_not_divide_over_the_hosts():
     np.testing.assert_array_equal(rebalance(README_LOAD, **options), rebalance(README_LOAD, **options, policy="global"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_every_expert_has_a_slot_and_ranks_are_as_even_as_greedy_packing_promises(problem):
     load_LE, options = problem
@@ -88,7 +88,7 @@ def test_every_expert_has_a_slot_and_ranks_are_as_even_as_greedy_packing_promise
             assert rank_H.max() - rank_H.min() <= share_HS.max() * (1 + 1e-6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_no_copy_is_wasted_on_an_expert_with_less_load_than_another(problem):
     load_LE, options = problem
@@ -105,7 +105,7 @@ def test_no_copy_is_wasted_on_an_expert_with_less_load_than_another(problem):
                 assert not len(one_less) or not len(highest) or highest.max() <= one_less.min() * (1 + 1e-6) + 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_hierarchical_keeps_each_group_of_experts_on_one_host(problem):
     load_LE, options = problem
@@ -148,7 +148,7 @@ def test_balancedness_by_its_definitions():
     np.testing.assert_array_equal(rank_loads(np.array([[6, 2, 1]]), np.array([[0, 1, 0, 2]]), 2), [[5, 4]])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_renumbering_moves_no_more_experts_and_changes_no_ranks_content(problem, seed):
     load_LE, options = problem

@@ -6,12 +6,13 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import Field
 
+from dsjax.engine.eplb import RebalanceUnderWayError
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
 from dsjax.serve.profiler import Profiler, device_time
 from dsjax.serve.routes.status import expert_load
-from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, State, errors
+from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, Rebalance, State, errors
 from dsjax.serve.serving import Serving
 
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS + 16)]
@@ -25,7 +26,7 @@ class AbortRequest(StrictModel):
 
 
 def admin_routes(serving: Serving) -> APIRouter:
-    """`/flush_cache`, `/abort_request`, profiling, and the record of the experts' load."""
+    """`/flush_cache`, `/abort_request`, profiling, the record of the experts' load, and their balance."""
     router = APIRouter(route_class=StrictRoute)
     profiler = Profiler(serving.options.profile_dir)
     documented = errors(403, 503)
@@ -78,6 +79,19 @@ def admin_routes(serving: Serving) -> APIRouter:
             raise ApiError(
                 400, "nothing was recorded; post to /start_expert_distribution_record first", code="no_record"
             )
-        return expert_load(serving.expert_counts)
+        return expert_load(serving.expert_counts, serving.model_root)
+
+    @router.post("/rebalance_experts", responses=errors(403, 409, 503))
+    async def rebalance_experts() -> Rebalance:
+        """Place experts after the load since the last window began, between the next steps, whether or not that pays."""
+        try:
+            found = await serving.ask(lambda core: core.rebalance_experts())
+        except RebalanceUnderWayError as error:
+            raise ApiError(409, str(error), code="rebalance_under_way") from error
+        if found is None:
+            raise ApiError(
+                400, "this server does not move experts; it was started without --enable-eplb", code="no_eplb"
+            )
+        return found
 
     return router

@@ -10,6 +10,7 @@ from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
 from dsjax.engine.executor import ExpertCounts
+from dsjax.engine.expert_location import ExpertLocation
 from dsjax.engine.output_stream import EngineDeadError
 from dsjax.engine.rank import RankLoad
 from dsjax.serve.bodies import JsonResponse
@@ -60,7 +61,7 @@ def status_routes(serving: Serving) -> APIRouter:
             "options": serving.options.to_json(),
             "ranks": await _loads(serving) if serving.phase is not Phase.WARMING_UP else [],
             "admin": request.scope["state"].get("admin", False),
-            "experts": expert_load(experts) if experts is not None else None,
+            "experts": expert_load(experts, serving.model_root) if experts is not None else None,
         }
         return JsonResponse({**(serving.facts.to_json() if serving.facts else {}), **body})
 
@@ -105,12 +106,14 @@ async def _refresh_loads(serving: Any) -> None:
 async def _loads(serving: Serving) -> list[RankLoadBody]:
     """What each DP rank has to do, as it is between two steps of the engine."""
     loads: list[RankLoad] = await serving.ask(lambda core: core.loads())
-    return [load._asdict() for load in loads]
+    return [{**load._asdict(), "host": None if load.host is None else load.host._asdict()} for load in loads]
 
 
-def expert_load(counts: ExpertCounts) -> ExpertLoad:
+def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:
     """Recorded counts as JSON can hold them."""
+    location = ExpertLocation(model, counts.logical_load, counts.physical_to_logical)
     return {
+        **location.to_json(),
         "tokens_per_expert": counts.tokens_per_expert.tolist(),
         "rows_sent": counts.rows_sent.tolist(),
         "rounds": int(counts.rounds),

@@ -5,35 +5,17 @@ import logging
 import jax
 import numpy as np
 import pytest
+from balanced_model import generate, load
 from drafting_checkpoint import write_drafting_checkpoint
 from goldens.our_model import bound
 from layouts import TINY, prompts, write_checkpoint
 
-from dsjax import LLM, SamplingParams
-from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax import LLM
 from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, int32s
+from dsjax.engine.expert_programs import pack_moves
 from sharding.layer_placement import exchange_rounds
 
 EXPERTS = TINY["n_routed_experts"]
-EPLB = {"num_redundant_experts": 8, "window_size": 10**6, "step_interval": 10**6}
-
-
-def load(directory, mesh: str, **options) -> LLM:
-    llm = LLM(
-        str(directory),
-        mesh=mesh,
-        dtype="float32",
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-        prefill_chunk=16,
-        page_size=4,
-        enable_eplb=True,
-        eplb_config=EPLB,
-        **options,
-    )
-    speculation = llm.executor.buckets.speculation
-    llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)
-    return llm
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +68,22 @@ def expert_paths(llm: LLM) -> list[str]:
     return [path for path in llm.executor.params if ".experts." in path]
 
 
-def generate(llm: LLM, tokens: int = 12) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts(), params)]
+def test_a_ragged_exchange_of_the_plan_brings_each_expert_to_its_slot():
+    """What a GPU does with it, by the documentation of `jax.lax.ragged_all_to_all`; the CPU gathers instead."""
+    rng, ranks, per_rank, most = np.random.default_rng(3), 4, 6, 2
+    old, new = (rng.permutation(np.concatenate([np.arange(16), rng.integers(0, 16, 8)])) for _ in range(2))
+    staging = np.full((ranks, per_rank), -1)
+    for moves in exchange_rounds(old, new, ranks=ranks, experts=most):
+        plan = pack_moves(moves, ranks=ranks, per_rank=per_rank, experts=most)
+        sends, (which, sent, lands) = plan[:, :most], np.split(plan[:, most:], 3, axis=1)
+        operand = np.take_along_axis(old.reshape(ranks, per_rank), sends, axis=1)
+        for source in range(ranks):
+            for target in range(ranks):
+                size, start, at = sent[source, target], which[source, target], lands[source, target]
+                staging[target, at : at + size] = operand[source, start : start + size]
+    changed = old != new
+    np.testing.assert_array_equal(np.where(changed, staging.reshape(-1), old), new)
+    assert (staging.reshape(-1)[~changed] == -1).all()
 
 
 def test_every_slot_holds_the_expert_that_its_table_names(llm):

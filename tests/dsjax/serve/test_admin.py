@@ -1,5 +1,6 @@
 """What an administrator can do, and what `/get_load` and `/server_info` tell."""
 
+import json
 import threading
 
 import jax
@@ -10,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from live_server import wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
+from dsjax.engine.eplb import RebalanceUnderWayError
+from dsjax.engine.expert_location import ExpertLocation
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.profiler import sum_of
@@ -63,11 +66,37 @@ def test_what_to_abort_must_be_said_once(server, body):
     assert admin(server, "/abort_request", body).status_code == 400
 
 
-def test_experts_are_recorded_between_start_and_stop(server):
+def test_a_server_without_balancing_says_how_to_get_it(server):
+    answer = admin(server, "/rebalance_experts")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_eplb")
+    assert server.post("/rebalance_experts").status_code == 401
+
+
+def test_a_rebalance_is_begun_once_and_refused_in_its_middle(server, monkeypatch):
+    found = {"layers": 1, "experts": 2, "bytes": 3, "exchanges": 1, "balancedness": {"before": 0.5, "after": 0.9}}
+    core = server.serving.engine._core
+    monkeypatch.setattr(core, "rebalance_experts", lambda: found)
+    assert admin(server, "/rebalance_experts").json() == found
+
+    def refuse():
+        raise RebalanceUnderWayError("a rebalance is under way, with 3 layers left; ask again when it is done")
+
+    monkeypatch.setattr(core, "rebalance_experts", refuse)
+    answer = admin(server, "/rebalance_experts")
+    assert answer.status_code == 409
+    assert "3 layers left" in answer.json()["error"]["message"]
+
+
+def test_experts_are_recorded_between_start_and_stop(server, tmp_path):
     assert admin(server, "/dump_expert_distribution_record").status_code == 400
     assert admin(server, "/start_expert_distribution_record").json() == {"status": "recording"}
     dumped = admin(server, "/dump_expert_distribution_record").json()
     assert dumped["tokens_per_expert"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    path = tmp_path / "location.json"
+    path.write_text(json.dumps(dumped))
+    location = ExpertLocation.read(path)
+    assert location.logical_load.tolist() == [[3, 1, 2], [6, 12, 4]]
+    assert location.physical_to_logical.tolist() == [[0, 1, 2, 0], [2, 1, 0, 1]]
     assert admin(server, "/stop_expert_distribution_record").json() == {"status": "stopped"}
     assert admin(server, "/dump_expert_distribution_record").json() == dumped, "the last record stays"
     assert server.get("/server_info").json()["experts"] == dumped

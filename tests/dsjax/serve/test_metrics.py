@@ -12,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax.engine.executor import RankResults, RowResult
+from dsjax.engine.page_tiers import TierCounts
 from dsjax.engine.request import ErrorKind, FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
-from dsjax.engine.stats import DraftCounts
+from dsjax.engine.stats import BalanceStats, DraftCounts
 from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.metrics_families import one_two_five
@@ -233,6 +234,23 @@ def test_experts_are_shown_by_place_and_balancedness_in_both_meanings(metrics):
     assert value(metrics, "dsjax_dispatch_padding_share") == 0.25
 
 
+def test_experts_that_follow_the_load_are_shown_as_the_engine_adds_them_up(metrics):
+    assert value(metrics, "dsjax_eplb_rebalances_total") is None, "experts stay where they are"
+    metrics.on_step(step([], balance=BalanceStats()))
+    assert value(metrics, "dsjax_eplb_rebalances_total") == 0
+    assert value(metrics, "dsjax_eplb_balancedness", of="sums") is None, "no window yet"
+    found = BalanceStats(3, 0.75, 0.5, (10, 20), 2, 1, 5, 40, 4000, 9, 0.25, 1.5, 4)
+    metrics.on_step(step([], balance=found))
+    assert value(metrics, "dsjax_eplb_balancedness", of="sums") == 0.75
+    assert value(metrics, "dsjax_eplb_balancedness", of="layers") == 0.5
+    assert value(metrics, "dsjax_eplb_rank_tokens", ep_rank="1") == 20
+    assert value(metrics, "dsjax_eplb_moved_bytes_total") == 4000
+    assert value(metrics, "dsjax_eplb_exchange_seconds_total") == 0.25
+    assert value(metrics, "dsjax_eplb_layers_left") == 4
+    metrics.on_step(step([]))
+    assert value(metrics, "dsjax_eplb_rebalances_total") == 2
+
+
 def test_rejections_and_answers_are_counted_by_reason_and_route(metrics):
     metrics.on_rejected("queued_requests")
     metrics.on_rejected("queued_requests")
@@ -316,7 +334,10 @@ def filled() -> Metrics:
     one = request("a", rank=1)
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])
-    metrics.on_step(step([load(0), load(1, used=1, usable=3)], decode=1, experts=experts([[1, 2, 3, 4]])))
+    below, balance = TierCounts(1, 4, 3, 1, 2), BalanceStats(windows=1, rank_tokens=(3, 4))
+    loads = [load(0), load(1, used=1, usable=3)._replace(host=below)]
+    metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), balance=balance))
+    metrics.show_exchange_share(0.3)
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)
     metrics.show_exchange_share(0.25)
