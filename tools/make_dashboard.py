@@ -167,6 +167,18 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [(f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}", "hits")],
         ),
         (
+            "Host memory's pages",
+            "Share in use of the room that --host-cache-bytes gives.",
+            "percentunit",
+            [(f"{gauge('dsjax_rank_host_pages_used')} / {gauge('dsjax_rank_host_pages')}", "used")],
+        ),
+        (
+            "Pages to and from host memory",
+            "A second, with --host-cache-bytes: of the latent cache, stored when their room was needed, and fetched again.",
+            "short",
+            [(rate(f"dsjax_rank_host_pages_{what}_total"), what) for what in ("stored", "fetched", "evicted")],
+        ),
+        (
             "Cost by rank",
             "In tokens; a new request goes where it is lowest.",
             "short",
@@ -180,6 +192,13 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             "Seconds a second in each part of a step; device is waiting for results.",
             "s",
             [(rate("dsjax_host_seconds_total", "part"), "{{part}}")],
+        ),
+        (
+            "Time in exchanges",
+            "Share of the devices' time in operations that collectives took, waiting for the last device included: of the last "
+            "profile, by POST /start_profile and /stop_profile. No value before the first.",
+            "percentunit",
+            [(f"dsjax_exchange_time_share{{{OF_MODEL}}}", "share")],
         ),
         (
             "Tokens in steps",
@@ -319,6 +338,10 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [
                 (f"60 * {rate('dsjax_eplb_rebalances_total')}", "rebalances a minute"),
                 (f"60 * {rate('dsjax_eplb_failures_total')}", "given up a minute"),
+                (f"60 * {rate('dsjax_eplb_windows_total')}", "windows a minute"),
+                (f"60 * {rate('dsjax_eplb_layers_changed_total')}", "layers changed a minute"),
+                (f"60 * {rate('dsjax_eplb_experts_moved_total')}", "experts moved a minute"),
+                (f"60 * {rate('dsjax_eplb_exchanges_total')}", "exchanges a minute"),
                 (f"dsjax_eplb_layers_left{{{OF_MODEL}}}", "layers left"),
             ],
         ),
@@ -332,7 +355,10 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             "Time in exchanges",
             "Share of the time in which experts were moved and no step computed.",
             "percentunit",
-            [(rate("dsjax_eplb_exchange_seconds_total"), "share")],
+            [
+                (rate("dsjax_eplb_exchange_seconds_total"), "in exchanges"),
+                (rate("dsjax_eplb_rebalance_seconds_total"), "from decisions to the last layer"),
+            ],
         ),
     ],
 }

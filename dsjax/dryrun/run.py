@@ -145,6 +145,7 @@ def even_experts(step: Step, tokens: int) -> EvenExperts:
         count=step.placement.n_physical // spec.ep_size,
         top_k=config.num_experts_per_tok,
         width=config.hidden_size,
+        kernels=step.kernels.name("experts") == "pallas",
     )
 
 

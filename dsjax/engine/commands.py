@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 """Of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
@@ -146,6 +146,24 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
     ranks: list[bytes]
 
 
+class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"):
+    """Copy pages to slots of host memory: of each rank int32 pairs (page, slot)."""
+
+    ranks: list[bytes]
+
+
+class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"):
+    """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until it is placed."""
+
+    ranks: list[bytes]
+
+
+class PlacePages(msgspec.Struct, frozen=True, array_like=True, tag="place_pages"):
+    """Write what the oldest `FetchPages` staged that is not placed yet to pages: int32, of each rank, in the order of its slots."""
+
+    ranks: list[bytes]
+
+
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     """Zero pages that may hold values that are not finite: of each rank int32 page numbers.
 
@@ -197,7 +215,9 @@ class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_expe
     physical_to_logical: bytes
 
 
-Command = Step | Copy | Clear | Score | Flush | ReadLoads | StageExperts | PlaceExperts
+Command = (
+    Step | Copy | StorePages | FetchPages | PlacePages | Clear | Score | Flush | ReadLoads | StageExperts | PlaceExperts
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Command)

@@ -176,10 +176,12 @@ class EngineCore:
         began = time.monotonic()
         plan = self.scheduler.schedule(began)
         self._clear_dirty()  # pages of a request that was preempted or aborted
-        if plan.is_empty:
-            return False
         planned = time.monotonic()
         try:
+            for moves in self._writer.moves(plan):
+                self.executor.launch(moves)
+            if plan.is_empty:
+                return False
             if self._balancer is not None:
                 self._balancer.before_step(len(self._under_way))
             copies = self._writer.copies(plan)

@@ -17,10 +17,17 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.model.attention import Cache
 from dsjax.model.step import Step
+from sharding.arrays import put_tree
 from sharding.placement import CopyTables
 
 MOST_COUNTED = 32_000
 """Times that a token is counted in an output at most: penalties for more do not grow any further."""
+
+
+MOVED_PAGES = 16
+"""Pages of a rank that one program takes to host memory or brings from it."""
+PagesOnTheWay = dict[str, Array]
+"""As of ``describe_moved``."""
 
 
 @jax.tree_util.register_dataclass
@@ -107,9 +114,7 @@ def allocate(step: Step, limits: ExecutorLimits, num_drafts: int = 0, *, counts_
     )
     state = jax.block_until_ready(make())
     if described.copies is not None:
-        state.copies = jax.device_put(
-            step.placement.tables, jax.tree.map(lambda array: array.sharding, described.copies)
-        )
+        state.copies = put_tree(step.placement.tables, jax.tree.map(lambda array: array.sharding, described.copies))
     return state
 
 
@@ -139,6 +144,61 @@ def clear_pages(step: Step, state: DeviceState, marked: Bool[Array, "B P"]) -> D
         return jnp.where(at, jnp.zeros((), array.dtype), array)
 
     return _change_pages_of_cache(step, state, marked, clear)
+
+
+def describe_moved(step: Step, state: DeviceState) -> dict[str, jax.ShapeDtypeStruct]:
+    """Pages on their way to host memory or from it: of each array that has pages ``[B, MOVED_PAGES, layers, page_size, …]``."""
+    B, batch = step.spec.dp_size, step.spec.batch_axes
+    found = {}
+    for name, array in state.cache.items():
+        layers, _, *rest = array.shape
+        sharding = NamedSharding(step.mesh, P(batch, None, None, *array.sharding.spec[2:]))
+        found[name] = jax.ShapeDtypeStruct((B, MOVED_PAGES, layers, *rest), array.dtype, sharding=sharding)
+    if state.filled is not None:
+        shape = (B, MOVED_PAGES, *state.filled.shape[1:])
+        found["filled"] = jax.ShapeDtypeStruct(shape, bool, sharding=NamedSharding(step.mesh, P(batch)))
+    return found
+
+
+def take_pages(step: Step, state: DeviceState, pages: Int[Array, "B K"]) -> PagesOnTheWay:
+    """Copies of pages, rank by rank."""
+
+    def local(cache, filled, pages):
+        taken = {name: jnp.moveaxis(array[:, pages[0]], 1, 0)[None] for name, array in cache.items()}
+        return taken if filled is None else taken | {"filled": filled[pages[0]][None]}
+
+    return _over_pages(step, state, local, _specs_of_moved(step, state))(state.cache, state.filled, pages)
+
+
+def put_pages(step: Step, state: DeviceState, moved: PagesOnTheWay, pages: Int[Array, "B K"]) -> DeviceState:
+    """Write pages, rank by rank; page 0 is nothing: nobody reads it."""
+
+    def local(cache, filled, pages, moved):
+        cache = {name: array.at[:, pages[0]].set(jnp.moveaxis(moved[name][0], 0, 1)) for name, array in cache.items()}
+        return cache, None if filled is None else filled.at[pages[0]].set(moved["filled"][0])
+
+    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
+    out = (cache_specs, P(step.spec.batch_axes))
+    cache, filled = _over_pages(step, state, local, out, _specs_of_moved(step, state))(
+        state.cache, state.filled, pages, moved
+    )
+    return dataclasses.replace(state, cache=cache, filled=filled)
+
+
+def _specs_of_moved(step: Step, state: DeviceState) -> dict[str, P]:
+    batch = step.spec.batch_axes
+    cache = device_cache.describe(step, 2)
+    found = {name: P(batch, None, None, *array.sharding.spec[2:]) for name, array in cache.items()}
+    return found if state.filled is None else found | {"filled": P(batch)}
+
+
+def _over_pages(step: Step, state: DeviceState, local: Callable, out_specs, *further):
+    """``local`` on each rank's pages; its arguments are cache, filled, what each rank is given, and ``further`` as their specs say."""
+    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
+    rows = P(step.spec.batch_axes)
+    return jax.shard_map(
+        local, mesh=step.mesh, in_specs=(cache_specs, rows, rows, *further), out_specs=out_specs, check_vma=False
+    )
 
 
 def _change_pages_of_cache(step: Step, state: DeviceState, argument: Array, change: Callable) -> DeviceState:

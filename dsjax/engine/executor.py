@@ -63,6 +63,7 @@ class ExecutorLimits:
     num_ranks: int
     max_model_len: int
     vocab_size: int
+    host_pages_per_rank: int = 0
 
     @property
     def max_pages(self) -> int:

@@ -99,6 +99,14 @@ class Metrics:
                 ("model_name", "device"),
                 lambda index=index: [((model_name, found[0]), float(found[index])) for found in device_memory()],
             )
+        self._exchange_share: float | None = None
+        Gauge(
+            registry,
+            "dsjax_exchange_time_share",
+            "Share of the devices' time in operations that exchanges between them took, in the last profile.",
+            labels[:1],
+            lambda: [] if self._exchange_share is None else [((model_name,), self._exchange_share)],
+        )
         self._experts = ExpertMetrics(registry, model_name, experts_per_device)
         self._balance = BalanceMetrics(registry, model_name)
         self._drafts = DraftMetrics(registry, model_name, most_drafts)
@@ -129,6 +137,10 @@ class Metrics:
     def show_loads(self, loads: Sequence[RankLoad]) -> None:
         """Replace the ranks' loads that the gauges show."""
         self._loads = loads
+
+    def show_exchange_share(self, share: float | None) -> None:
+        """Show what the last profile said, until the next one; None: it saw no operation."""
+        self._exchange_share = share
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Enter a step's tokens."""
@@ -178,6 +190,23 @@ class Metrics:
         gauge(
             "dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages
         )
+        self._add_host_pages(labels)
+
+    def _add_host_pages(self, labels: tuple[str, str]) -> None:
+        def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
+            return lambda: [
+                (self._ranks[load.rank], getattr(load.host, field)) for load in self._loads if load.host is not None
+            ]
+
+        name = "dsjax_rank_host_pages"
+        Gauge(self.registry, name, "Pages that host memory has room for.", labels, read("usable_pages"))
+        Gauge(self.registry, f"{name}_used", "Pages in host memory.", labels, read("used_pages"))
+        for what, documentation in (
+            ("stored", "Pages that went from the device to host memory."),
+            ("fetched", "Pages that came back from there."),
+            ("evicted", "Pages that were dropped there because others needed the room."),
+        ):
+            Total(self.registry, f"{name}_{what}", documentation, labels, read(what))
 
 
 class DraftMetrics:

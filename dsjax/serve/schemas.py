@@ -191,10 +191,27 @@ class HistoryBody(TypedDict):
     buckets_a_minute_ago: dict[str, dict[str, int]]
 
 
+class Profiled(TypedDict):
+    """Answer of `/stop_profile`. `exchange_share`: of the devices' time in operations, between 0 and 1; None where there was none."""
+
+    status: str
+    exchange_share: float | None
+
+
 class Version(TypedDict):
     """Answer of `/version`."""
 
     version: str
+
+
+class HostPages(TypedDict):
+    """What host memory has of a rank's pages: `TierCounts` of `dsjax/engine/page_tiers.py`."""
+
+    used_pages: int
+    usable_pages: int
+    stored: int
+    fetched: int
+    evicted: int
 
 
 class RankLoadBody(TypedDict):
@@ -208,6 +225,7 @@ class RankLoadBody(TypedDict):
     cached_pages: int
     usable_pages: int
     cost: float
+    host: HostPages | None
 
 
 class Load(TypedDict):

@@ -56,6 +56,13 @@ def _summary(url: str, view: dict[str, Any]) -> Group:
     )
     host = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in steps["host_seconds"].items())
     lines = [title, Text(work), Text(memory + (f"   ms a step: {host}" if host else ""))]
+    if cache["host"] is not None:
+        host = cache["host"]
+        lines.append(
+            Text(
+                f"host memory: pages {_percent(host['usage'])} used, {host['stored']:,.0f} stored, {host['fetched']:,.0f} fetched"
+            )
+        )
     if view["drafts"] is not None:
         lines.append(Text(_drafts(view["drafts"])))
     if view["balancing"] is not None:

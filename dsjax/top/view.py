@@ -18,7 +18,8 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
     - `ranks`: `/get_load`'s, each with `tokens_per_second` (generated) added.
     - `tokens_per_second`: `prompt`, `generation`. `requests`: `running`, `waiting` now; `finished` by reason, `rejected`,
       `preempted`, `not_finite` in the window.
-    - `cache`: `usage` now; `hit_share` of the prompt tokens in the window.
+    - `cache`: `usage` now; `hit_share` of the prompt tokens in the window; `host`, None where no pages go to host memory: `usage`,
+      and pages `stored` and `fetched` in the window.
     - `latency`: by name `count`, `mean`, `p50`, `p90`, `p99`, of the window.
     - `steps`: `per_second`, `padding_share`, `host_seconds` of a step by part, `compilations_after_warm_up` in all.
     - `drafts`: None where the server drafts nothing; `per_second` (drafted tokens), `acceptance` of them, `length` (tokens that a row
@@ -58,6 +59,7 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
             "hit_share": _share(
                 _grown(old, new, "vllm:prefix_cache_hits_total"), _grown(old, new, "vllm:prefix_cache_queries_total")
             ),
+            "host": _host_pages(old, new),
         },
         "latency": {name: _latency(old, new, metric) for name, metric in HISTOGRAMS.items()},
         "steps": _steps(old, new, seconds, steps["count"]),
@@ -84,6 +86,14 @@ def quantile(buckets: dict[float, float], share: float) -> float | None:
             return lower + (bound - lower) * (wanted - count) / (buckets[bound] - count)
         lower, count = bound, buckets[bound]
     return lower
+
+
+def _host_pages(old: Exposition, new: Exposition) -> dict[str, float | None] | None:
+    room, used = (sum(new.by(f"dsjax_rank_host_pages{end}", "engine").values()) for end in ("", "_used"))
+    if not room:
+        return None
+    stored, fetched = (_grown(old, new, f"dsjax_rank_host_pages_{what}_total") for what in ("stored", "fetched"))
+    return {"usage": _share(used, room), "stored": stored, "fetched": fetched}
 
 
 def _growth(old: Exposition, new: Exposition, name: str, *labels: str) -> dict[tuple[str, ...], float]:

@@ -106,7 +106,7 @@ async def _refresh_loads(serving: Any) -> None:
 async def _loads(serving: Serving) -> list[RankLoadBody]:
     """What each DP rank has to do, as it is between two steps of the engine."""
     loads: list[RankLoad] = await serving.ask(lambda core: core.loads())
-    return [load._asdict() for load in loads]
+    return [{**load._asdict(), "host": None if load.host is None else load.host._asdict()} for load in loads]
 
 
 def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:

@@ -3,13 +3,19 @@
 import json
 import threading
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from live_server import wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
 from dsjax.engine.eplb import RebalanceUnderWayError
 from dsjax.engine.expert_location import ExpertLocation
+from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
+from dsjax.serve.profiler import sum_of
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": list(range(20, 60)), "max_tokens": 200, "temperature": 0}
@@ -101,8 +107,45 @@ def test_a_profile_is_written_where_the_server_was_told(server, tmp_path):
     assert admin(server, "/start_profile").json() == {"status": "profiling"}
     assert admin(server, "/start_profile").status_code == 400
     server.post(COMPLETIONS, {**LONG, "max_tokens": 2})
-    assert admin(server, "/stop_profile").json() == {"status": "written"}
+    # The fake devices run no program, so there is nothing to have a share of.
+    assert admin(server, "/stop_profile").json() == {"status": "written", "exchange_share": None}
     assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_the_share_of_exchanges_is_of_operations_each_counted_once():
+    found = sum_of(
+        [
+            ("while.3", 10.0),  # around all that follows
+            ("fusion.1", 2.0),
+            ("all-to-all.7", 1.0),
+            ("all-gather-start.2", 0.25),
+            ("all-gather-done.2", 0.25),
+            ("reduce_scatter.5", 0.25),
+            ("psum.6", 0.25),
+            ("ragged-all-to-all.1", 1.0),
+            ("gather.4", 1.0),  # reads rows of an array on its own device
+            (None, 100.0),
+        ]
+    )
+    assert found == (3.0, 6.0)
+    assert found.exchange_share == 0.5
+    assert sum_of([(None, 1.0)]).exchange_share is None
+
+
+def test_a_profile_of_devices_that_exchange_has_a_share_and_metrics_show_it(start_server, tmp_path):
+    """A program with a collective on eight devices runs while the server profiles."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    summed = jax.jit(jax.shard_map(lambda x: jax.lax.psum(jnp.sin(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
+    summed(jnp.ones((64, 64))).block_until_ready()
+    metrics = Metrics("tiny", 1, 128)
+    server = start_server(options=ServeOptions(admin_api_key="root", profile_dir=str(tmp_path)), metrics=metrics)
+    assert "dsjax_exchange_time_share" not in server.get("/metrics?name[]=dsjax_exchange_time_share").text
+    assert admin(server, "/start_profile").status_code == 200
+    for _ in range(5):
+        summed(jnp.ones((64, 64))).block_until_ready()
+    share = admin(server, "/stop_profile").json()["exchange_share"]
+    assert 0 < share < 1
+    assert metrics.registry.get_sample_value("dsjax_exchange_time_share", {"model_name": "tiny"}) == share
 
 
 def test_without_a_directory_nothing_is_profiled(start_server):
