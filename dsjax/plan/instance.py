@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
+from dsjax.plan.curves import Curve
 from dsjax.plan.dry_runs import runs_of, wire_refusal
 from dsjax.plan.figure import Figure
 from dsjax.plan.host_time import HOST_TIMES
@@ -107,6 +108,14 @@ class Instance:
             self.steps[key] = self._paced(min(times, key=lambda time: time.value), True)
         return self.steps[key]
 
+    @property
+    def decode_curve(self) -> Curve:
+        """Seconds of a decode step over the batch, straight between those that are tried."""
+        if "decode curve" not in self.steps:
+            tried = [float(batch) for batch in _LADDER if batch <= max(self.max_batch, 1)]
+            self.steps["decode curve"] = Curve((batch, self.decode_step(batch).value) for batch in tried)
+        return self.steps["decode curve"]
+
     def _paced(self, step: Figure, decode: bool) -> Figure:
         """With dsjax's own engine and a dry run of such a step: as much longer as the program's timeline is than the estimate."""
         if self.options.engine.name != "dsjax":
@@ -142,6 +151,15 @@ class Instance:
             prompt = computed * (1 + work.input.variation**2)
             times = [m.prefill(tokens, prompt=prompt, cached=work.cached, busy=busy) for m in self.step_models()]
             self.steps[key] = self._paced(min(times, key=lambda time: time.value), False)
+        return self.steps[key]
+
+    def decode_attention(self, batch: float) -> Figure:
+        """Seconds of the attention of a decode step's layers."""
+        key = ("attention", batch)
+        if key not in self.steps:
+            context, verified = self.workload.context, 1 + self.options.drafts
+            layer = self.step_models()[0].attention(batch * verified, batch * context, context, True)
+            self.steps[key] = layer * self.config.num_hidden_layers
         return self.steps[key]
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:
