@@ -5,8 +5,8 @@
 
 Requests begin with one of `--beginnings` prompts of `--prompt-tokens` random tokens, drawn at random, which together are `--excess` times
 what the small cache holds; one token more makes each its own. They come one after another, while another request decodes all the
-time: its time from token to token (ITL) tells whether steps wait for pages that move. Given are the tokens found cached, the time to the first
-token, that time between tokens, and the pages that moved. All three must make the same tokens.
+time: its time from token to token (ITL) tells whether steps wait for pages that move. Given are the tokens found cached, the time to
+the first token, that time between tokens, and the pages that moved. All three must make the same tokens.
 """
 
 import argparse

@@ -105,3 +105,19 @@ def test_a_step_for_tpus_counts_its_layers_and_its_products(step, tmp_path):
     rows = report["batch"] if step == "prefill" else tokens  # the head sees each row's last token
     assert report["costs"]["flops"] > 2 * (tokens * (weights - head) + rows * head)
     assert 0 < report["timeline"]["step"]["low"] < report["timeline"]["step_seconds"]
+
+
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+def test_the_exchange_of_experts_for_32_gpus_sends_three_and_keeps_one_layers_slots():
+    report = dry_run(
+        "dryrun --model deepseek-v3 --mesh dp=32 --weights fp8 --target h200 --redundant-experts 32 --enable-eplb --json -"
+    )
+    found, memory = report["rebalance"], report["device_bytes"]
+    assert found["expert_bytes"] == 44_050_944
+    assert found["sent_bytes"] == 3 * 44_050_944 <= found["max_bytes_per_step"]
+    assert memory["staging"] == found["staging_bytes"] == 9 * 44_050_944
+    # The rows that are sent are gathered first; nothing else is copied, and no stack of weights is.
+    assert memory["moving"] < 1.01 * found["sent_bytes"]
+    for rebalance in (found["first"], found["next"]):
+        assert rebalance["steps"] == round(58 * (rebalance["exchanges"] + 1))
+        assert 5e-3 < rebalance["layer_seconds"]["value"] < 50e-3
