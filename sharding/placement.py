@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from sharding.balancing import checked_load, rebalance
 from sharding.errors import MeshError
 
 
@@ -56,31 +56,21 @@ class Placement:
     def with_redundancy(
         cls, n_logical: int, n_physical: int, *, ranks: int, load: Sequence[float] | None = None
     ) -> Placement:
-        """Give the extra slots to the most loaded experts, and spread all copies over ``ranks`` evenly by load.
+        """Copies of the most loaded experts in the extra slots, spread over ``ranks`` by load: ``rebalance`` of one layer.
 
-        Greedy, as DeepSeek's EPLB: each extra slot goes to the expert with the most load per copy; then the copies,
-        heaviest first, go to the least loaded rank with a free slot, if possible one without a copy of that expert (a second
-        one there would relieve nobody). The same arguments always give the same placement.
-
-        load: tokens per logical expert, from a report; None: all alike.
+        load: tokens per logical expert, from a report; None: all alike. Without a load and without an extra slot the experts stay in order.
 
         Raises:
             MeshError: fewer slots than experts, slots that do not divide over the ranks, or a load of the wrong length.
         """
-        if n_physical < n_logical or n_physical % ranks:
-            raise MeshError(
-                f"{n_physical} physical experts for {n_logical} logical ones on {ranks} ranks; expected at least "
-                f"{n_logical} and a multiple of {ranks}: {n_logical + least_redundancy(n_logical, ranks)} is the least"
-            )
-        loads = np.ones(n_logical) if load is None else np.asarray(load, float)
-        if loads.shape != (n_logical,) or not np.all(np.isfinite(loads)) or np.any(loads < 0):
-            raise MeshError(
-                f"load of shape {loads.shape}; expected {n_logical} finite counts of tokens, one per logical expert, none negative"
-            )
-        if n_physical == n_logical and load is None:
+        if load is None and n_physical == n_logical and n_physical % ranks == 0:
             return cls.identity(n_logical)
-        copies = _replicate(loads, n_physical)
-        return cls(_pack(loads / copies, copies, ranks), n_logical)
+        load_1E = checked_load(np.ones((1, n_logical)) if load is None else np.asarray(load)[None])
+        if load_1E.shape[1] != n_logical:
+            raise MeshError(
+                f"load of {load_1E.shape[1]} experts; expected {n_logical} counts of tokens, one per logical expert"
+            )
+        return cls(tuple(rebalance(load_1E, n_physical=n_physical, ranks=ranks)[0].tolist()), n_logical)
 
     @property
     def n_physical(self) -> int:
@@ -150,31 +140,3 @@ def _running_count(group_P: Int[Array, "P"], groups: int) -> Int[Array, "P"]:
     count = jnp.zeros((groups,), jnp.int32).at[group_P].add(1)
     start_P = (jnp.cumsum(count) - count)[sorted_P // size]
     return jnp.zeros((size,), jnp.int32).at[sorted_P % size].set(lax.iota(jnp.int32, size) - start_P)
-
-
-def _replicate(loads: np.ndarray, n_physical: int) -> np.ndarray:
-    """Copies of each expert: every extra slot to the expert with the most load per copy."""
-    copies = np.ones(len(loads), np.int64)
-    queue = [(-load, expert) for expert, load in enumerate(loads)]
-    heapq.heapify(queue)
-    for _ in range(n_physical - len(loads)):
-        _, expert = heapq.heappop(queue)
-        copies[expert] += 1
-        # Without any load copies are dealt out in turn: a vanishing load keeps the order by number of copies.
-        heapq.heappush(queue, (-max(loads[expert], 1e-12) / copies[expert], expert))
-    return copies
-
-
-def _pack(load_per_copy: np.ndarray, copies: np.ndarray, ranks: int) -> tuple[int, ...]:
-    """Physical to logical: copies, heaviest first, each to the least loaded rank that has room."""
-    per_rank = int(copies.sum()) // ranks
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    rank_load = np.zeros(ranks)
-    for expert in sorted(range(len(copies)), key=lambda e: (-load_per_copy[e], e)):
-        for _ in range(copies[expert]):
-            room = [r for r in range(ranks) if len(held[r]) < per_rank]
-            fresh = [r for r in room if expert not in held[r]]
-            rank = min(fresh or room, key=lambda r: (rank_load[r], len(held[r]), r))
-            held[rank].append(expert)
-            rank_load[rank] += load_per_copy[expert]
-    return tuple(expert for rank in held for expert in sorted(rank))

@@ -1,21 +1,32 @@
-"""Environment of every test: 32 emulated CPU devices, set before anything imports JAX."""
+"""Environment of every test: 32 emulated CPU devices, set before anything imports JAX; and how many processes share the tests."""
 
 import itertools
 import os
 import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
 
-# The number of emulated devices; a stuck collective that aborts in a minute instead of hanging the suite; and compilation
-# without LLVM's optimisations, which on these tiny models cost more than they save (XLA's own passes all run).
-_XLA_FLAGS = (
+import pytest
+
+# Compilation without LLVM's optimisations, which on these tiny models cost more than they save; XLA's own passes all run. The code of
+# fusions by the generator that was the only one until 2025, which takes half the time to compile with (jaxlib 0.11 has it no more, and
+# aborts at a flag that it does not know). The tests are of our programs, not of XLA's code generators.
+_QUICK_COMPILATION = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    *(("--xla_cpu_use_fusion_emitters=false",) if version("jaxlib").startswith("0.10.") else ()),
+)
+# The number of emulated devices, and a stuck collective that aborts in a minute instead of hanging the suite.
+_XLA_FLAGS = (
+    *_QUICK_COMPILATION,
     "--xla_force_host_platform_device_count=32",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
     "--xla_cpu_collective_call_terminate_timeout_seconds=40",
 )
 
 
-def _wants_gpu(arguments: list[str]) -> bool:
+def _wants_gpu(arguments: Sequence[str]) -> bool:
     """Whether the run is `pytest -m gpu`: then JAX chooses the platform, and XLA's own settings hold."""
     return ("-m", "gpu") in itertools.pairwise(arguments) or "-mgpu" in arguments
 
@@ -31,3 +42,28 @@ def _set_environment() -> None:
 
 
 _set_environment()
+
+
+MOST_PROCESSES = 8
+"""Each has its own 32 devices and programs: some 3 GB at its worst."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Processes of a run; `-n` on the command line wins. One more than there are cores, since many tests wait for a server or a process.
+
+    pytest's own process alone for a single file, which one process would run anyhow, and where there is one GPU to share.
+    """
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    if _wants_gpu(config.invocation_params.args):
+        return 0
+    named = [Path(argument.partition("::")[0]) for argument in config.args]
+    files = {file for path in named for file in (path.rglob("test_*.py") if path.is_dir() else [path])}
+    return 0 if len(files) < 2 else min((os.cpu_count() or 1) + 1, len(files), MOST_PROCESSES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests: begun last, one of them would be waited for while the other processes idle."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

@@ -2,6 +2,7 @@
 
     python tools/check_step_prediction.py
     python tools/check_step_prediction.py --rounds 20 --json check.json --decode 1:200,8:900,16:400 --prefill 256:0
+    python tools/check_step_prediction.py --drafts 2        # decode steps that verify two drafts and make two
 
 Times the demo model's modules (as `dsjax bench modules` does) and its engine's own steps (`MeshExecutor.launch` and `collect` on real text,
 behind a cache that was filled with real text) in one run, in turns, because a machine's speed drifts; then asks the planner
@@ -35,12 +36,13 @@ NOT_IN_A_STEP = ("fp8", "product", "dispatch")  # of one device
 class EngineStep:
     """A step of the engine that can be run again and again, and the one that first gives slots to its requests.
 
-    A decode's rows move on by a token in each run, at most by `ROOM` from where they were admitted.
+    A decode's rows move on in each run, by a token or by its accepted drafts too, at most by `ROOM` from where they were admitted.
     """
 
     rows: int
     chunk: int
     cached: int
+    drafts: int
     admission: Step
     step: Step
     samples: list[float] = field(default_factory=list)
@@ -49,14 +51,15 @@ class EngineStep:
     def name(self) -> str:
         """For the table."""
         if self.chunk == 1:
-            return f"decode {self.rows} rows, {self.cached} cached"
+            drafted = f", {self.drafts} drafts" if self.drafts else ""
+            return f"decode {self.rows} rows, {self.cached} cached{drafted}"
         return f"prefill {self.chunk} tokens, {self.cached} cached"
 
     def sample(self, executor, least: float = 0.03) -> None:
         """Mean seconds over as many executions as take `least`, after one that is not timed."""
         run(executor, self.admission)
         started, count = time.perf_counter(), 0
-        while count == 0 or (time.perf_counter() - started < least and count < ROOM - 1):
+        while count == 0 or (time.perf_counter() - started < least and count < ROOM // (1 + self.drafts) - 1):
             run(executor, self.step)
             count += 1
         self.samples.append((time.perf_counter() - started) / count)
@@ -74,7 +77,7 @@ def text_tokens(llm, count: int) -> list[int]:
     return (found * (count // len(found) + 1))[:count]
 
 
-def engine_step(llm, rows: int, chunk: int, cached: int) -> EngineStep:
+def engine_step(llm, rows: int, chunk: int, cached: int, drafts: int) -> EngineStep:
     """Requests with `cached` positions of real text in the cache, and a step for the next `chunk` tokens of each."""
     executor, length = llm.executor, cached + chunk
     pages = -(-(length + ROOM) // PAGE)
@@ -95,8 +98,11 @@ def engine_step(llm, rows: int, chunk: int, cached: int) -> EngineStep:
             given = ([], [])
     decodes = int32s(value for slot in range(rows) for value in (slot, pages * PAGE)) if chunk == 1 else b""
     prefills = [] if chunk == 1 else [prefill(slot, cached, length) for slot in range(rows)]
-    first, again = (RankStep(*own, decodes, prefills, []) for own in ((admissions, tables), ([], [])))
-    return EngineStep(rows, chunk, cached, Step([first]), Step([again]))
+    drafts = drafts if chunk == 1 else 0
+    first, again = (
+        Step([RankStep(*own, decodes, prefills, [])], drafts, drafts) for own in ((admissions, tables), ([], []))
+    )
+    return EngineStep(rows, chunk, cached, drafts, first, again)
 
 
 def prepare_modules(llm, args):
@@ -111,6 +117,7 @@ def prepare_modules(llm, args):
         tokens=args.tokens,
         contexts=args.contexts,
         forms="CC,A_CC_ME",
+        drafts=args.drafts,
     )
     chosen = [case for case in cases(setting, grid) if is_needed(case)]
     prepared = []
@@ -126,7 +133,9 @@ def prepare_modules(llm, args):
 def is_needed(case) -> bool:
     """The engine's own forms in their own phase, and its embedding."""
     if case.module == "attention":
-        return case.variant in ("A_CC_ME decode", "CC prefill") and (case.sizes["chunk"] in (1, 64, 256))
+        return case.variant in ("A_CC_ME decode", "A_CC_ME verify", "CC prefill") and (
+            case.sizes["chunk"] in (1, 64, 256) or "verify" in case.variant
+        )
     return case.module != "embedding" or case.variant == "device"
 
 
@@ -148,7 +157,7 @@ def predictions(setting, rows, device, ceilings, steps, args):
     found = []
     for step in steps:
         if step.chunk == 1:
-            found.append(model.decode(step.rows, step.cached))
+            found.append(model.decode(step.rows, step.cached, drafts=step.drafts))
         else:
             found.append(model.prefill(step.rows * step.chunk, prompt=step.chunk, cached=step.cached))
     return found, body
@@ -160,6 +169,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--decode", default="1:200,8:900,16:400,64:300,128:150", help="rows:context, …")
     parser.add_argument("--prefill", default="256:0,256:512", help="tokens:cached, …")
+    parser.add_argument("--drafts", type=int, default=0, help="that each decode row verifies, and makes")
     parser.add_argument("--tokens", default="1,4,32,128,256", help="at which modules are timed")
     parser.add_argument("--contexts", default="0,128,1024", help="at which attention is timed")
     parser.add_argument("--rounds", type=int, default=10)
@@ -179,11 +189,18 @@ def main() -> int:
     shapes = [(first, 1, second) if decode else (1, first, second) for first, second, decode in wanted]
     most = max(rows for rows, _, _ in shapes)
     tokens = max(rows * (-(-(chunk + cached + ROOM) // PAGE) + 1) * PAGE for rows, chunk, cached in shapes)
-    llm = LLM(args.model, max_num_seqs=most, cache_tokens=tokens, max_num_batched_tokens=max(2048, most))
+    speculation = {"method": "mtp", "num_speculative_tokens": args.drafts} if args.drafts else None
+    llm = LLM(
+        args.model,
+        max_num_seqs=most,
+        cache_tokens=tokens,
+        max_num_batched_tokens=max(2048, most),
+        speculative_config=speculation,
+    )
     setting, prepared = prepare_modules(llm, args)
     device = Device.of(setting.step.mesh.devices.flat[0])
     ceilings = find_ceilings(setting, device, None, Budget())
-    steps = [engine_step(llm, *shape) for shape in shapes]
+    steps = [engine_step(llm, *shape, args.drafts) for shape in shapes]
     for step in steps:
         # The steps share the cache's pages; a row may attend to another step's text, which takes as long.
         for _ in range(2):

@@ -167,6 +167,18 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [(f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}", "hits")],
         ),
         (
+            "Host memory's pages",
+            "Share in use of the room that --host-cache-bytes gives.",
+            "percentunit",
+            [(f"{gauge('dsjax_rank_host_pages_used')} / {gauge('dsjax_rank_host_pages')}", "used")],
+        ),
+        (
+            "Pages to and from host memory",
+            "A second, with --host-cache-bytes: of the latent cache, stored when their room was needed, and fetched again.",
+            "short",
+            [(rate(f"dsjax_rank_host_pages_{what}_total"), what) for what in ("stored", "fetched", "evicted")],
+        ),
+        (
             "Cost by rank",
             "In tokens; a new request goes where it is lowest.",
             "short",
@@ -180,6 +192,13 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             "Seconds a second in each part of a step; device is waiting for results.",
             "s",
             [(rate("dsjax_host_seconds_total", "part"), "{{part}}")],
+        ),
+        (
+            "Time in exchanges",
+            "Share of the devices' time in operations that collectives took, waiting for the last device included: of the last "
+            "profile, by POST /start_profile and /stop_profile. No value before the first.",
+            "percentunit",
+            [(f"dsjax_exchange_time_share{{{OF_MODEL}}}", "share")],
         ),
         (
             "Tokens in steps",
@@ -292,6 +311,47 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
                 (f"dsjax_dispatch_padding_share{{{OF_MODEL}}}", "padding share"),
                 (rate("dsjax_dispatch_rounds_total"), "rounds"),
             ],
+        ),
+    ],
+    "Experts that follow the load (with --enable-eplb)": [
+        (
+            "Balancedness",
+            "Mean over max of the EP ranks' tokens in the last window: ratio of sums over layers, and mean of the layers' ratios.",
+            "percentunit",
+            [(f"dsjax_eplb_balancedness{{{OF_MODEL}}}", "{{of}}")],
+        ),
+        (
+            "Tokens by rank",
+            "Times the mean rank, in the last window.",
+            "short",
+            [
+                (
+                    f"dsjax_eplb_rank_tokens{{{OF_MODEL}}} / scalar(avg(dsjax_eplb_rank_tokens{{{OF_MODEL}}}))",
+                    "ep rank {{ep_rank}}",
+                )
+            ],
+        ),
+        (
+            "Rebalances",
+            "A minute, and those that were given up; layers that the one under way has still to change.",
+            "short",
+            [
+                (f"60 * {rate('dsjax_eplb_rebalances_total')}", "rebalances a minute"),
+                (f"60 * {rate('dsjax_eplb_failures_total')}", "given up a minute"),
+                (f"dsjax_eplb_layers_left{{{OF_MODEL}}}", "layers left"),
+            ],
+        ),
+        (
+            "Moved",
+            "Bytes of experts that were written to another slot, over the devices of an EP group.",
+            "Bps",
+            [(rate("dsjax_eplb_moved_bytes_total"), "bytes a second")],
+        ),
+        (
+            "Time in exchanges",
+            "Share of the time in which experts were moved and no step computed.",
+            "percentunit",
+            [(rate("dsjax_eplb_exchange_seconds_total"), "share")],
         ),
     ],
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.model.parameters import Weights
 from dsjax.model.transformer import abstract_parameters
+from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
 from sharding.rules import Rules
 
@@ -35,8 +36,9 @@ def load(
     rules: Rules,
     *,
     weights: Weights | Literal["auto"] = "auto",
-    placement: Placement | None = None,
+    placement: Placement | LayerPlacements | None = None,
     mtp: bool = True,
+    only: Collection[str] | None = None,
     progress: bool = False,
 ) -> dict[str, jax.Array]:
     """Load a checkpoint's parameters onto ``mesh``, sharded by ``rules``, in the platform's storage dtypes.
@@ -52,12 +54,13 @@ def load(
             (with their block scales; a checkpoint that is not FP8 is quantised). An FP8 checkpoint is dequantised
             otherwise, exactly: ``float32(fp8) × scale``, then rounded to the dtype. ``auto`` is ``f32`` for a float32
             checkpoint, else ``bf16``.
-        placement: the logical expert of each physical slot; default: one copy of each, in order.
+        placement: the logical expert of each physical slot, of all layers or layer by layer; default: one copy of each, in order.
         mtp: whether to load the MTP modules, where the configuration has any.
+        only: paths of the parameters to load; default: all.
         progress: whether to draw a progress bar on standard error.
 
     Returns:
-        ``{path: array}``, for every path of ``abstract_parameters`` that a checkpoint holds.
+        ``{path: array}``, for every path of ``abstract_parameters`` that a checkpoint holds, or those of ``only``.
 
     Raises:
         CheckpointError: listing all missing, misshapen, wrong-dtype and damaged tensors (nothing was read), or
@@ -80,7 +83,8 @@ def load(
         problems=checkpoint.problems,
         unreadable=checkpoint.unreadable,
     )
-    total = local_bytes(names.parameters, mesh, rules)
+    wanted = {path: info for path, info in names.parameters.items() if only is None or path in only}
+    total = local_bytes(wanted, mesh, rules)
     executor = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="checkpoint")
     try:
         assembler = Assembler(names, checkpoint.tensors, executor)
@@ -90,12 +94,12 @@ def load(
             checkpoint.release()
 
         with progress_bar("Loading weights", total, progress) as advance:
-            placed = place(names.parameters, mesh, rules, fill, advance)
+            placed = place(wanted, mesh, rules, fill, advance)
         if assembler.problems:
             raise CheckpointError(
                 checkpoint.directory, assembler.problems, "The values are damaged; get the files again."
             )
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and only is None:
             check_copies(checkpoint.directory, names, checkpoint.tensors)
             checkpoint.release()
     finally:
@@ -110,7 +114,7 @@ def from_hf_tensors(
     *,
     weights: Weights = "f32",
     platform: str = "cpu",
-    placement: Placement | None = None,
+    placement: Placement | LayerPlacements | None = None,
     mtp: bool = True,
 ) -> dict[str, np.ndarray]:
     """Parameters in host memory from Hugging Face tensors in host memory; arguments and errors as ``load``'s.

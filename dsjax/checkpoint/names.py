@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dsjax.config import ModelConfig
 from dsjax.model.parameters import ParameterInfo
 
@@ -92,18 +94,23 @@ class TensorNames:
         config: the model's configuration.
         parameters: its table of parameters (``abstract_parameters``), of any ``weights``; those that are derived from
             others are left out, as no checkpoint holds them.
-        experts: the logical expert in each physical slot; default: as many slots as experts, in order.
+        experts: the logical expert in each physical slot, ``[P]`` for all layers or ``[MoE layers, P]``; default: as many slots as
+            experts, in order. Layers of MTP modules come behind the model's; those beyond the last row are placed like it.
 
     Raises:
         KeyError: a parameter that the table above does not know, which is a fault of the program.
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: Mapping[str, ParameterInfo], experts: Sequence[int] | None = None
+        self,
+        config: ModelConfig,
+        parameters: Mapping[str, ParameterInfo],
+        experts: Sequence[int] | np.ndarray | None = None,
     ):
         self.config = config
         self.parameters = {path: info for path, info in parameters.items() if info.init != "derived"}
-        self.experts = tuple(experts) if experts is not None else tuple(range(config.n_routed_experts))
+        in_order = np.arange(config.n_routed_experts)
+        self.experts = np.atleast_2d(in_order if experts is None else np.asarray(experts))
         self._sources = {path: _source(config, path, self.parameters) for path in self.parameters}
 
     def pieces(self, path: str, region: Sequence[slice] | None = None) -> Iterator[Piece]:
@@ -121,12 +128,17 @@ class TensorNames:
             for part in parts:
                 name = source.templates[part].format(
                     layer=source.first_layer + lead[0] if source.first_layer is not None else "",
-                    expert=self.experts[lead[1]] if source.per_expert else "",
+                    expert=self._expert(source, lead) if source.per_expert else "",
                 )
                 index: list[int | slice] = [*lead, *[slice(None)] * (len(shape) - len(lead))]
                 if stack_axis is not None:
                     index[stack_axis] = part
                 yield Piece(name, tuple(index), source.transposed)
+
+    def _expert(self, source: _Source, lead: Sequence[int]) -> int:
+        """The logical expert in a physical slot: lead is the layer in its stack, and the slot."""
+        row = source.first_layer + lead[0] - self.config.num_dense_layers
+        return int(self.experts[min(row, len(self.experts) - 1), lead[1]])
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the parameters are made of, with its shape."""

@@ -42,33 +42,44 @@ def generate(
 
     engine = LLM(**dataclasses.asdict(args)).engine
     try:
-        write_continuations(sys.stdout, engine, prompts, params, chat=chat)
+        failures = write_continuations(sys.stdout, engine, prompts, params, chat=chat)
     finally:
         engine.shutdown()
+    for index, reason in failures.items():
+        typer.echo(f"error: prompt {index + 1} of {len(prompts)} was not finished: {reason}", err=True)
+    if failures:
+        raise typer.Exit(1)
 
 
 def write_continuations(
     out: TextIO, engine: LLMEngine, prompts: Sequence[str], params: SamplingParams, *, chat: bool = False
-) -> None:
+) -> dict[int, str]:
     """Write each prompt and its continuation. All are computed at once and appear in order, each as it grows.
+
+    Gives the prompts that could not be finished, by their place, each with the reason. What they had by then is written,
+    and the others go on.
 
     Raises:
         UserError: a prompt that cannot be, or a model without a chat template.
     """
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), _chat_tokens(engine, prompt) if chat else prompt, params)
-    shown = -1
-    for index, text in _in_order(engine, len(prompts)):
+    shown, failures = -1, {}
+    for index, text in _in_order(engine, len(prompts), failures):
         if index != shown:
             out.write(("\n\n" if shown >= 0 else "") + ("" if chat else prompts[index]))
             shown = index
         out.write(text)
         out.flush()
     out.write("\n")
+    return failures
 
 
-def _in_order(engine: LLMEngine, count: int) -> Iterator[tuple[int, str]]:
-    """Pieces of text of prompt 0 as they come, then what prompt 1 has by then and its further pieces, and so on."""
+def _in_order(engine: LLMEngine, count: int, failures: dict[int, str]) -> Iterator[tuple[int, str]]:
+    """Pieces of text of prompt 0 as they come, then what prompt 1 has by then and its further pieces, and so on.
+
+    Enters in `failures` why a prompt ended before its time.
+    """
     waiting: list[list[str]] = [[] for _ in range(count)]
     finished = [False] * count
     current = 0
@@ -78,7 +89,7 @@ def _in_order(engine: LLMEngine, count: int) -> Iterator[tuple[int, str]]:
             waiting[index].append(output.outputs[0].text)
             finished[index] = output.finished
             if output.outputs[0].finish_reason == "error":
-                raise RuntimeError(f"prompt {index}: {output.outputs[0].stop_reason}")
+                failures[index] = str(output.outputs[0].stop_reason)
         while current < count:
             pieces, waiting[current] = "".join(waiting[current]), []
             yield current, pieces

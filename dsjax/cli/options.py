@@ -24,7 +24,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
             annotation=Annotated[
-                _as_typed(hints[field.name]), typer.Option(help=_help(field), rich_help_panel="Engine")
+                _as_typed(hints[field.name]), typer.Option(*_flags(field), help=_help(field), rich_help_panel="Engine")
             ],
         )
         for field in fields
@@ -44,6 +44,12 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 def _as_typed(hint: Any) -> Any:
     """A field's type on the command line, where what Python gives as a dictionary is JSON text."""
     return str | None if dict[str, Any] in get_args(hint) else hint
+
+
+def _flags(field: dataclasses.Field) -> tuple[str, ...]:
+    """A field's flags, where it has more than the one that typer makes of its name."""
+    alias = field.metadata["alias"]
+    return (f"--{field.name.replace('_', '-')}", alias) if alias else ()
 
 
 def _help(field: dataclasses.Field) -> str:

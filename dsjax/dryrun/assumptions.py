@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dsjax.kernels.pallas.cost import expected_tiles
+from dsjax.kernels.pallas.experts import ROUND_PAIRS, round_pairs
 from dsjax.model.experts import choose_implementation, default_block, default_capacity, default_tile
 from sharding.program.text import Operation
 from sharding.program.walk import TripCount
@@ -24,7 +26,7 @@ class EvenExperts:
     """The expert product of a device under even routing.
 
     platform: where it runs, which chooses the implementation. mean_load: pairs of one of its physical experts; count: how many
-    it has; top_k: experts of a row, width: values of one.
+    it has; top_k: experts of a row, width: values of one. kernels: whether the Pallas kernels compute it.
     """
 
     platform: str
@@ -32,9 +34,13 @@ class EvenExperts:
     count: int
     top_k: int
     width: int
+    kernels: bool = False
 
     def turns(self, loop: Operation) -> float:
         """Turns of the product's loop: expected tiles in use, rounds beyond the first, or blocks."""
+        if self.kernels:
+            pairs = self.mean_load * self.count
+            return max(0, math.ceil(pairs / round_pairs(self.mean_load, self.count, ROUND_PAIRS)) - 1)
         chosen = choose_implementation(self.platform, self.mean_load)
         if chosen == "einsum":
             needed = self.mean_load + 4 * self.mean_load**0.5
@@ -44,16 +50,6 @@ class EvenExperts:
         rows = next(shape.dims[0] for shape in loop.shapes if shape.dtype == "f32" and shape.dims[1:] == (self.width,))
         block = min(default_block((rows, self.top_k)), rows * self.top_k)
         return math.ceil(self.mean_load * self.count / block)
-
-
-def expected_tiles(mean_load: float, tile: int) -> float:
-    """Mean number of tiles that an expert's pairs fill or begin, where their number is Poisson's: the sum of P(pairs > k × tile)."""
-    # P(N = n) in logarithms: at mean loads in the thousands exp(-mean_load) is no number.
-    most = math.ceil(mean_load + 12 * math.sqrt(mean_load) + 12)
-    return sum(
-        math.ceil(n / tile) * math.exp(n * math.log(mean_load) - mean_load - math.lgamma(n + 1))
-        for n in range(1, most + 1)
-    )
 
 
 def trip_counts(

@@ -14,8 +14,8 @@ from jax.stages import Compiled, Lowered
 
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs
-from dsjax.engine import device_state
-from dsjax.engine.assembly import make_step
+from dsjax.engine import device_state, expert_programs
+from dsjax.engine.assembly import experts_per_exchange, make_step
 from dsjax.engine.buckets import Rectangle
 from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits
@@ -50,11 +50,26 @@ class CompiledProgram:
 
 
 @dataclass(frozen=True)
+class CompiledExchange:
+    """The programs that move experts of one stack of layers between two steps (`--enable-eplb`); experts: that a rank gets in one run."""
+
+    stage: CompiledProgram
+    place: CompiledProgram
+    experts: int
+
+    @property
+    def temporaries(self) -> int:
+        """What the larger of the two needs beside weights, buffer and state: temporaries, and outputs that are not aliased."""
+        found = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
+        return max(one.output_size_in_bytes - one.alias_size_in_bytes + one.temp_size_in_bytes for one in found)
+
+
+@dataclass(frozen=True)
 class CompiledStep:
     """A step, the descriptions it was compiled from, and its programs.
 
     main: the step itself, which with speculative decoding verifies the drafts of the step before. drafts: the MTP module's passes
-    after it; None where nothing is drafted. num_drafts: how many tokens.
+    after it; None where nothing is drafted. num_drafts: how many tokens. exchange: None where experts stay where they are.
     """
 
     step: Step
@@ -65,11 +80,13 @@ class CompiledStep:
     main: CompiledProgram
     drafts: CompiledProgram | None
     num_drafts: int
+    exchange: CompiledExchange | None = None
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """All programs of the step."""
-        return (self.main, self.drafts) if self.drafts else (self.main,)
+        """All programs of the step, and those between two steps."""
+        between = (self.exchange.stage, self.exchange.place) if self.exchange else ()
+        return (self.main, *((self.drafts,) if self.drafts else ()), *between)
 
 
 def abstract_parameters(step: Step) -> dict[str, jax.ShapeDtypeStruct]:
@@ -82,8 +99,12 @@ def abstract_parameters(step: Step) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh) -> CompiledStep:
+def compile_step(
+    args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh, exchange: CompiledExchange | None = None
+) -> CompiledStep:
     """Compile the programs of the decode or prefill step that ``args`` describe, on a mesh of any devices.
+
+    exchange: the programs that move experts, where a step of another size had them compiled; they are the same for all sizes.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together, before anything is traced.
@@ -98,13 +119,28 @@ def compile_step(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh)
     limits = args.limits(config, spec)
     speculation = args.engine.speculation
     most_drafts = speculation.num_speculative_tokens if speculation else 0
-    params, state = abstract_parameters(step), device_state.describe(step, limits, most_drafts)
+    moved = experts_per_exchange(engine, step)
+    params = abstract_parameters(step)
+    state = device_state.describe(step, limits, most_drafts, counts_loads=moved > 0)
     programs = Programs(step, params, state, limits)
     rectangle = Rectangle(args.rows, args.chunk)
     shape = programs.shape(rectangle, None) if args.step == "decode" else programs.shape(None, rectangle)
     main = _compile(lambda: programs.lower_step(shape), args.target, mesh)
     drafts = _compile(lambda: programs.lower_drafts(shape, args.drafts), args.target, mesh) if args.drafts else None
-    return CompiledStep(step, limits, shape, params, state, main, drafts, args.drafts)
+    if moved and exchange is None:
+        exchange = _compile_exchange(step, params, state, moved, args.target)
+    return CompiledStep(step, limits, shape, params, state, main, drafts, args.drafts, exchange)
+
+
+def _compile_exchange(
+    step: Step, params: dict[str, jax.ShapeDtypeStruct], state: DeviceState, experts: int, target: str
+) -> CompiledExchange:
+    layers = expert_programs.expert_layers(step)[0]
+    stage = _compile(lambda: expert_programs.lower_stage(step, params, layers, experts), target, step.mesh)
+    place = _compile(
+        lambda: expert_programs.lower_place(step, params, layers, state.copies, state.loads), target, step.mesh
+    )
+    return CompiledExchange(stage, place, experts)
 
 
 def _compile(lower: Callable[[], Lowered], target: str, mesh: jax.sharding.Mesh) -> CompiledProgram:

@@ -11,9 +11,8 @@ import jax
 
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs
-from dsjax.dryrun.compilation import TooLarge, compile_step
+from dsjax.dryrun.compilation import CompiledExchange, TooLarge, compile_step
 from dsjax.dryrun.memory import DeviceMemory
-from dsjax.engine.cache import MEMORY_SHARE
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,25 @@ class Fit:
     compilations: int
 
 
-def fit(args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh, memory_bytes: int) -> Fit:
-    """Search each of the three by itself, all else as ``args`` ask, within the share of memory that the engine would use."""
-    room, compilations = int(memory_bytes * MEMORY_SHARE), 0
+def fit(
+    args: DryRunArgs,
+    config: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    memory_bytes: int,
+    exchange: CompiledExchange | None = None,
+) -> Fit:
+    """Search each of the three by itself, all else as ``args`` ask, within the share of memory that the engine would use.
+
+    exchange: the programs that move experts, compiled before.
+    """
+    room, compilations = int(memory_bytes * args.engine.gpu_memory_utilization), 0
     page = args.engine.page_size
 
     def total(changed: DryRunArgs) -> float:
         nonlocal compilations
         compilations += 1
         try:
-            return DeviceMemory.of(compile_step(changed, config, mesh)).total
+            return DeviceMemory.of(compile_step(changed, config, mesh, exchange)).total
         except TooLarge:
             return math.inf
 

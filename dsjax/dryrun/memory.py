@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from dsjax.dryrun.compilation import CompiledStep
+from dsjax.engine.expert_programs import staging_bytes
 from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import Step
 
@@ -21,7 +22,8 @@ class DeviceMemory:
     sampling parameters, counts of tokens, the placement of experts, with speculative decoding drafts and a byte for each cache slot.
     inputs: the packed integers of the step's rows. arguments, outputs, aliased, temporaries: as the compiler counts them for the
     step's main program; cache and state are arguments and, aliased, outputs. drafting: outputs that are not aliased and temporaries
-    of the program that drafts; 0 without one.
+    of the program that drafts; 0 without one. staging: the buffer of experts that move while serving; 0 where they stay. moving:
+    temporaries, and outputs that are not aliased, of the programs that move them.
     """
 
     weights: dict[str, int]
@@ -33,6 +35,8 @@ class DeviceMemory:
     aliased: int
     temporaries: int
     drafting: int = 0
+    staging: int = 0
+    moving: int = 0
 
     @classmethod
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
@@ -51,6 +55,8 @@ class DeviceMemory:
             aliased=stats.alias_size_in_bytes,
             temporaries=stats.temp_size_in_bytes,
             drafting=after.output_size_in_bytes - after.alias_size_in_bytes + after.temp_size_in_bytes if after else 0,
+            staging=staging_bytes(compiled.step) if compiled.exchange else 0,
+            moving=compiled.exchange.temporaries if compiled.exchange else 0,
         )
 
     @property
@@ -61,12 +67,13 @@ class DeviceMemory:
     @property
     def held(self) -> int:
         """What lies on the device when a step begins, whether its program reads it or not."""
-        return self.weight_bytes + self.cache + self.state + self.inputs
+        return self.weight_bytes + self.cache + self.state + self.inputs + self.staging
 
     @property
     def total(self) -> int:
-        """The most that the device holds at once: all weights, cache, state and inputs, and what the more demanding program adds."""
-        return max(self.arguments, self.held) + max(self.outputs - self.aliased + self.temporaries, self.drafting)
+        """The most that the device holds at once: weights, cache, state, inputs and staging, and what the most demanding program adds."""
+        added = max(self.outputs - self.aliased + self.temporaries, self.drafting, self.moving)
+        return max(self.arguments + self.staging, self.held) + added
 
 
 def parameters_by_component(step: Step) -> dict[str, int]:

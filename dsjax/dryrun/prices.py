@@ -131,20 +131,26 @@ class TargetPrices:
 
     def transfer(self, collective: ProgramCollective) -> Mapping[str, Work]:
         """Inside the scale-up domain, between domains, or both at once."""
-        found, a = {}, self.assumed
         share = self.ragged_share if collective.kind == "ragged-all-to-all" else 1.0
         inside, between, crossings = carried_bytes(collective)
+        return self.links(share * inside, share * between, crossings)
+
+    def links(self, inside: float, between: float, crossings: int) -> dict[str, Work]:
+        """Bytes over a device's scale-up link, bytes through its share of the network, and latencies on the way between hosts."""
+        found, a = {}, self.assumed
         if inside:
-            size = share * inside
-            moving = size * self._time(a.hops) / (self._rate(a.scale_up_bandwidth) * self._rate(a.link_share))
+            moving = inside * self._time(a.hops) / (self._rate(a.scale_up_bandwidth) * self._rate(a.link_share))
             fixed = self._time(a.fixed_inside)
-            found[INSIDE] = Work(fixed + moving, 0.0, size, "latency" if fixed > moving else "bandwidth")
+            found[INSIDE] = Work(fixed + moving, 0.0, inside, "latency" if fixed > moving else "bandwidth")
         if between:
-            size = share * between
-            moving = size / (self._rate(a.network_bandwidth) * self._rate(a.network_share))
+            moving = between / (self._rate(a.network_bandwidth) * self._rate(a.network_share))
             fixed = self._time(a.fixed_between) + crossings * self._time(a.latency)
-            found[BETWEEN] = Work(fixed + moving, 0.0, size, "latency" if fixed > moving else "bandwidth")
+            found[BETWEEN] = Work(fixed + moving, 0.0, between, "latency" if fixed > moving else "bandwidth")
         return found
+
+    def copied(self, size: float) -> float:
+        """Seconds in which so many bytes are read and written again on the device, with a launch."""
+        return 2 * size / self._memory + self._time(self.assumed.launch)
 
     @property
     def _memory(self) -> float:

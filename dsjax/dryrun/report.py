@@ -8,6 +8,7 @@ from typing import Any
 
 from dsjax.dryrun.fit import Fit
 from dsjax.dryrun.memory import DeviceMemory
+from dsjax.dryrun.rebalance import Rebalance
 from dsjax.dryrun.timeline import Timeline
 from dsjax.hardware import Hardware
 from sharding.program import ProgramCollective, ProgramCosts
@@ -42,7 +43,7 @@ class DryRunReport(ProgramReport):
 
     request: what was compiled, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
     rank's cache. drafts: the program of the MTP module's passes after the step; None where nothing is drafted.
-    fit: the largest that fits; None where it was not searched.
+    rebalance: what moving experts takes; None where they stay where they are. fit: the largest that fits; None where it was not searched.
     assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
     """
 
@@ -52,6 +53,7 @@ class DryRunReport(ProgramReport):
     memory: DeviceMemory
     cache_tokens: int
     drafts: ProgramReport | None
+    rebalance: Rebalance | None
     fit: Fit | None
     assumptions: dict[str, str]
     notes: tuple[str, ...]
@@ -74,12 +76,15 @@ class DryRunReport(ProgramReport):
                 "aliased": memory.aliased,
                 "temporaries": memory.temporaries,
                 "drafting": memory.drafting,
+                "staging": memory.staging,
+                "moving": memory.moving,
                 "total": memory.total,
                 "memory": self.hardware.memory_bytes if self.hardware else None,
             },
             "cache_tokens": self.cache_tokens,
             **super().to_json(),
             "drafts": self.drafts.to_json() if self.drafts else None,
+            "rebalance": self.rebalance.to_json() if self.rebalance else None,
             "fit": dataclasses.asdict(self.fit) if self.fit else None,
             "assumptions": self.assumptions,
             "notes": list(self.notes),

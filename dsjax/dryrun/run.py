@@ -12,6 +12,7 @@ from dsjax.dryrun.compilation import CompiledProgram, CompiledStep, compile_step
 from dsjax.dryrun.fit import fit
 from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
 from dsjax.dryrun.prices import default_cluster, even_ragged_share
+from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
@@ -53,7 +54,7 @@ def dry_run(
     config = load_config(args.engine.model)
     spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
-    check_layout(config, spec, args.engine.redundant_experts, "fp8" if args.engine.weights == "fp8" else "bf16")
+    check_layout(config, spec, args.engine.num_redundant, "fp8" if args.engine.weights == "fp8" else "bf16")
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = _cluster(hardware, cluster, spec.num_devices)
     mesh = spec.build(target_devices(hardware, spec.num_devices))
@@ -77,7 +78,8 @@ def dry_run(
         parameters=parameters_by_component(step),
         memory=DeviceMemory.of(compiled),
         cache_tokens=(compiled.limits.pages_per_rank - 1) * step.page_size,
-        fit=fit(args, config, mesh, hardware.memory_bytes) if search and hardware else None,
+        rebalance=read_rebalance(compiled, args.engine.eplb, machines) if compiled.exchange else None,
+        fit=fit(args, config, mesh, hardware.memory_bytes, compiled.exchange) if search and hardware else None,
         assumptions=dict(TEXT),
         notes=tuple(_notes(hardware, compiled)),
         seconds={
@@ -143,6 +145,7 @@ def even_experts(step: Step, tokens: int) -> EvenExperts:
         count=step.placement.n_physical // spec.ep_size,
         top_k=config.num_experts_per_tok,
         width=config.hidden_size,
+        kernels=step.kernels.name("experts") == "pallas",
     )
 
 
@@ -200,7 +203,7 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
     else:
         yield "the products of grouped kernels (tpu_custom_call) are not counted"
     memory = DeviceMemory.of(compiled)
-    unread = memory.held - memory.arguments
+    unread = memory.held - memory.staging - memory.arguments
     if unread > 0:
         among = " (among them the MTP module's, which drafting reads)" if compiled.step.has_module else ""
         yield f"this step does not read {unread:,} bytes of the weights{among}, so that they are no arguments of its program"

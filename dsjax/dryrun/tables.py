@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from dsjax.dryrun.rebalance import Rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.scopes import model_part
 from dsjax.dryrun.timeline import Timeline
@@ -30,6 +31,8 @@ def show(console: Console, report: DryRunReport) -> None:
         f"lowered, compiled, read in {' + '.join(f'{seconds:.1f}' for seconds in report.seconds.values())} s",
         highlight=False,
     )
+    if report.rebalance:
+        console.print(_rebalance(report.rebalance))
     if report.fit:
         console.print(_fit(report))
     for assumption in report.assumptions.values():
@@ -70,6 +73,10 @@ def _memory(report: DryRunReport) -> Table:
     ]
     if memory.drafting > memory.temporaries + memory.outputs - memory.aliased:
         rows[4:] = [("temporaries and outputs of drafting, the larger program", memory.drafting)]
+    if memory.staging:
+        rows[4:4] = [("staging of experts that move", memory.staging)]
+    if memory.moving > max(memory.drafting, memory.temporaries + memory.outputs - memory.aliased):
+        rows[5:] = [("temporaries and outputs of moving experts, the largest program", memory.moving)]
     for name, size in rows:
         table.add_row(name, f"{size:,}", f"{size / 1e9:.2f}")
     table.add_section()
@@ -159,6 +166,34 @@ def _timeline(timeline: Timeline, name: str) -> Table:
     for bound, seconds in timeline.critical_by_bound().items():
         table.add_row(f"bound by {bound}", f"{seconds * 1e3:.4g}", f"{seconds / step.value:.1%}", *[""] * 4)
     return table
+
+
+def _rebalance(found: Rebalance) -> Table:
+    table = _table(
+        f"moving experts: policy {found.policy}, at most {_size(found.max_bytes_per_step)} received between two steps",
+        "", "first, from no load known", "next, after drift",
+    )  # fmt: skip
+    both = (found.first, found.next)
+
+    def row(name: str, value) -> None:
+        table.add_row(name, *(value(one) for one in both))
+
+    row("experts of a layer that move, all ranks", lambda one: f"{one.experts:.4g}")
+    row("  that the rank with the most receives", lambda one: f"{one.received:.3g}")
+    row("  bytes", lambda one: _size(one.received * found.expert_bytes))
+    row("exchanges of a layer", lambda one: f"{one.exchanges:.3g}")
+    if found.next.seconds:
+        row("milliseconds of a layer, predicted", lambda one: _milliseconds(one.seconds))
+    row(f"steps of a rebalance of all {found.layers} layers", lambda one: f"{found.steps(one):,}")
+    table.caption = (
+        f"an expert has {found.expert_bytes:,} bytes on a device; {found.experts_per_exchange} to a rank in an exchange, for which "
+        f"the compiled program sends {found.sent_bytes:,} bytes; its own temporaries {_size(found.exchange_temporaries)}"
+    )
+    return table
+
+
+def _milliseconds(figure: Figure) -> str:
+    return f"{figure.value * 1e3:.3g} ({figure.low * 1e3:.3g} – {figure.high * 1e3:.3g})"
 
 
 def _assumed(figure: Figure) -> str:

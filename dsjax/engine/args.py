@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from dsjax.engine.eplb import EplbConfig
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
@@ -23,9 +24,19 @@ _OF_THE_HOST = (
 """Options that change which commands an executor gets, and not what it makes of them."""
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None, least: int | None = None) -> Any:
-    """A field that the command line shows with this help, and that `EngineArgs` checks against choices or least value."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "least": least})
+def option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    least: int | None = None,
+    alias: str | None = None,
+) -> Any:
+    """A field that the command line shows with this help, and that `EngineArgs` checks against choices or least value.
+
+    alias: another flag for it on the command line.
+    """
+    metadata = {"help": help, "choices": choices, "least": least, "alias": alias}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +65,16 @@ class EngineArgs:
         "token slots of a DP rank's cache, in whole pages; default: all that --max-num-seqs can use, if memory allows",
         least=1,
     )
+    host_cache_bytes: int = option(
+        0,
+        "host memory of all DP ranks together that evicted pages of the prefix cache go to, and come back from; 0: none",
+        least=0,
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of an accelerator's memory for weights, cache and what a step needs beside them, from above 0 to 1",
+        alias="--mem-fraction-static",
+    )
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
     async_scheduling: bool = option(True, "plan a step while the one before computes")
     enable_prefix_caching: bool = option(True, "share the cache's pages between requests that begin alike")
@@ -66,14 +87,24 @@ class EngineArgs:
     mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)
     kernels: str = option(
         "auto",
-        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU",
-        ("auto", "plain", "native"),
+        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU; pallas: Triton on GPU",
+        ("auto", "plain", "native", "pallas"),
     )
     kernel_cache: str | None = option(
         None,
         "folder of native kernels that dsjax kernels build made; default: built at first start, kept with compiled programs",
     )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
+    enable_eplb: bool = option(False, "move and copy experts after their load while serving")
+    eplb_config: str | dict[str, Any] | None = option(
+        None,
+        'how, with vLLM\'s names: JSON such as \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
+        '"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}\'; with --enable-eplb',
+    )
+    init_expert_location: str | None = option(
+        None,
+        "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
+    )
     seed: int = option(0, "from which requests without a seed draw theirs", least=0)
     speculative_config: str | dict[str, Any] | None = option(
         None,
@@ -88,9 +119,9 @@ class EngineArgs:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if field.name != "speculative_config":
+            if field.name not in ("speculative_config", "eplb_config"):
                 _check(field, getattr(self, field.name))
-        _ = self.speculation  # wrong ones are refused here
+        _ = self.speculation, self.eplb, self.num_redundant  # wrong ones are refused here
         if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
@@ -133,6 +164,36 @@ class EngineArgs:
         """
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """`eplb_config`, read, or its defaults with `enable_eplb`; None where experts stay where they are.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        if not self.enable_eplb:
+            if self.eplb_config is not None:
+                raise UserError(
+                    "--eplb-config is given without --enable-eplb; add it, or for experts that stay where they are use --redundant-experts"
+                )
+            return None
+        return EplbConfig.parse(self.eplb_config)
+
+    @property
+    def num_redundant(self) -> int:
+        """Physical experts beside the logical ones, from whichever of the two options has them.
+
+        Raises:
+            UserError: both have, and they differ.
+        """
+        balanced = self.eplb.num_redundant_experts if self.eplb else None
+        if balanced is not None and self.redundant_experts not in (0, balanced):
+            raise UserError(
+                f"--redundant-experts is {self.redundant_experts}, and num_redundant_experts in --eplb-config is {balanced}; "
+                "give one of them"
+            )
+        return self.redundant_experts if balanced is None else balanced
+
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
         """The scheduler's sizes for an executor made from these options."""
         return SchedulerConfig.from_limits(
@@ -150,6 +211,10 @@ def _check(field: dataclasses.Field, value: Any) -> None:
     if isinstance(field.default, bool):
         if not isinstance(value, bool):
             raise UserError(f"{flag} is {value!r}, expected True or False")
+        return
+    if isinstance(field.default, float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise UserError(f"{flag} is {value!r}, expected a number above 0 and at most 1")
         return
     if choices is not None and value not in choices:
         raise UserError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")

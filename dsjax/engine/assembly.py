@@ -10,7 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
+from dsjax.engine import expert_programs
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.expert_location import ExpertLocation
 from dsjax.engine.process import cache_folder
 from dsjax.errors import UserError
 from dsjax.kernels.table import Kernels, choose_kernels
@@ -18,8 +20,10 @@ from dsjax.model.forms import common_layout
 from dsjax.model.parameters import BLOCK, Weights
 from dsjax.model.step import Step
 from dsjax.model.transformer import parameter_table
-from sharding import MeshSpec, Rules
+from sharding import MeshError, MeshSpec, Rules
+from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
+from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
 
 
@@ -54,8 +58,10 @@ def make_step(
     dtype = compute_dtype(args, config, platform)
     weights = weights_format(args, config, dtype, bf16_experts)
     common_layout(args.mla_prefill, args.mla_decode)
-    check_layout(config, spec, args.redundant_experts, weights)
-    placement = expert_placement(config, spec, args.redundant_experts)
+    check_layout(config, spec, args.num_redundant, weights)
+    placement = expert_placement(config, spec, args.num_redundant, mtp=mtp)
+    if args.init_expert_location is not None:
+        placement = placement_from_file(args, config, spec, placement)
     table = parameter_table(
         config,
         weights=weights,
@@ -151,12 +157,85 @@ def model_rules(config: ModelConfig, spec: MeshSpec) -> Rules:
     return rules.replace(vocab=()) if config.vocab_size % spec.tp_size else rules
 
 
-def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int) -> Placement:
-    """Which logical expert each physical slot holds: in order, or with redundant copies spread evenly."""
-    if not redundant:
-        return Placement.identity(config.n_routed_experts)
-    physical = config.n_routed_experts + redundant
-    return Placement.with_redundancy(config.n_routed_experts, physical, ranks=spec.ep_size)
+def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp: bool = False) -> LayerPlacements:
+    """Which logical expert each physical slot of each MoE layer holds: in order, or with redundant copies spread evenly.
+
+    The layer of the MTP module, with ``mtp``, is the last.
+    """
+    experts = config.n_routed_experts
+    placement = Placement.identity(experts)
+    if redundant:
+        placement = Placement.with_redundancy(experts, experts + redundant, ranks=spec.ep_size)
+    return LayerPlacements.alike(placement, (config.num_moe_layers + mtp) if config.is_moe else 0)
+
+
+def placement_from_file(
+    args: EngineArgs, config: ModelConfig, spec: MeshSpec, default: LayerPlacements
+) -> LayerPlacements:
+    """What ``--init-expert-location`` says: its places where they fit, else places made for its loads.
+
+    A file of a server without the MTP module leaves the module's layer as it is in ``default``; the module's row is not read where
+    there is no module.
+
+    Raises:
+        UserError: neither fits the model and the mesh.
+    """
+    if not config.is_moe:
+        raise UserError("--init-expert-location is given, but this model has no experts; leave it out")
+    found = ExpertLocation.read(args.init_expert_location)
+    layers, slots, experts = config.num_moe_layers, default.n_physical, default.n_logical
+    rows = default.physical_to_logical.copy()
+    if found.physical_to_logical is not None and _fits(found.physical_to_logical, layers, slots):
+        given = found.physical_to_logical[: len(rows)]
+    elif found.logical_load is not None and _fits(found.logical_load, layers, experts):
+        policy = args.eplb.policy if args.eplb else "auto"
+        given = rebalance(
+            found.logical_load[: len(rows)], n_physical=slots, ranks=spec.ep_size, groups=config.n_group, policy=policy
+        )
+    else:
+        shapes = {
+            name: None if table is None else list(table.shape)
+            for name, table in (
+                ("physical_to_logical", found.physical_to_logical),
+                ("logical_load", found.logical_load),
+            )
+        }
+        raise UserError(
+            f"--init-expert-location: {args.init_expert_location} has tables of shapes {shapes}; expected physical_to_logical "
+            f"[{layers}, {slots}] or logical_load [{layers}, {experts}] for this model on this mesh, or one more row for an MTP module"
+        )
+    rows[: len(given)] = given
+    try:
+        return LayerPlacements(rows, experts)
+    except MeshError as error:
+        raise UserError(f"--init-expert-location: {args.init_expert_location}: {error}") from error
+
+
+def _fits(table: np.ndarray, layers: int, width: int) -> bool:
+    return table.shape[1] == width and table.shape[0] in (layers, layers + 1)
+
+
+def experts_per_exchange(args: EngineArgs, step: Step) -> int:
+    """How many experts a rank sends and receives between two steps at most; 0 where experts stay where they are.
+
+    Raises:
+        UserError: balancing is asked for, and nothing can be balanced, or the bound on bytes has no room for an expert.
+    """
+    if args.eplb is None:
+        return 0
+    if not step.config.is_moe:
+        raise UserError("--enable-eplb is given, but this model has no experts; leave it out")
+    if step.spec.ep_size == 1:
+        raise UserError(
+            f"--enable-eplb is given, but with --mesh {step.spec} every device holds all experts; leave it out, or use a mesh "
+            "with a larger ep"
+        )
+    least, most = expert_programs.received_bytes(step, 1), args.eplb.max_bytes_per_step
+    if most < least:
+        raise UserError(
+            f"--eplb-config has max_bytes_per_step {most:,}, but to move one expert a device receives {least:,} bytes; give that or more"
+        )
+    return expert_programs.experts_within(step, most)
 
 
 def dispatch_method(step: Step, tokens: int) -> str:

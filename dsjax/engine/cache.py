@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import UserError
-from dsjax.model.attention import Cache
 from dsjax.model.forms import cache_widths
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.step import Step
 
-MEMORY_SHARE = 0.9
-"""Of an accelerator's memory, what weights and cache together may take; the rest is for temporaries and fragmentation."""
 HOST_CACHE_BYTES = 2 << 30
 """On the CPU platform all emulated devices share the host's memory: their caches together take at most this by default."""
 
@@ -28,25 +26,56 @@ def bytes_per_page(step: Step) -> int:
     return values // shards * step.page_size * step.cache_layers * jnp.dtype(step.cache_dtype).itemsize
 
 
-def pages_that_fit(step: Step, wanted: int) -> int:
+def pages_that_fit(step: Step, wanted: int, pool: Pool | None = None) -> int:
     """Pages of a DP rank: ``wanted``, or what memory allows, whichever is less.
+
+    pool: of an accelerator; None on the CPU platform.
 
     Raises:
         UserError: not even two pages fit (page 0 is never used).
     """
-    device = next(d for d in step.mesh.devices.flat if d.process_index == jax.process_index())
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats is None:
-        room = HOST_CACHE_BYTES // step.spec.num_devices
-    else:
-        room = int(stats["bytes_limit"] * MEMORY_SHARE) - stats["bytes_in_use"]
+    room = HOST_CACHE_BYTES // step.spec.num_devices if pool is None else pool.room
     pages = min(wanted, room // bytes_per_page(step))
     if pages < 2:
+        left = "" if pool is None else f" ({pool})"
         raise UserError(
-            f"the cache has room for {pages} pages of {bytes_per_page(step)} bytes a device, expected at least 2; "
-            "use a mesh of more devices, FP8 weights (--weights fp8), or a smaller --page-size"
+            f"the cache has room for {max(pages, 0)} pages of {bytes_per_page(step)} bytes a device, expected at least 2{left}; "
+            "use a mesh of more devices, FP8 weights (--weights fp8), "
+            + ("" if pool is None else "a higher --gpu-memory-utilization, a smaller --max-num-batched-tokens, ")
+            + "or a smaller --page-size"
         )
     return pages
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The memory that JAX has of an accelerator, in bytes.
+
+    size: of the pool (``--gpu-memory-utilization``). used: weights, and whatever else lies in it. temporaries: what the most
+    demanding program needs while it runs.
+    """
+
+    size: int
+    used: int
+    temporaries: int
+
+    @classmethod
+    def of(cls, step: Step, temporaries: int) -> Pool | None:
+        """The pool of this process's first device; None where it does not tell, as on CPU."""
+        device = next(d for d in step.mesh.devices.flat if d.process_index == jax.process_index())
+        stats = None if device.platform == "cpu" else device.memory_stats()
+        return stats and cls(stats["bytes_limit"], stats["bytes_in_use"], temporaries)
+
+    @property
+    def room(self) -> int:
+        """Bytes for the cache."""
+        return max(0, self.size - self.used - self.temporaries)
+
+    def __str__(self) -> str:
+        return (
+            f"of a pool of {self.size / 1e9:,.2f} GB, weights take {self.used / 1e9:,.2f} GB and a step's temporaries "
+            f"{self.temporaries / 1e9:,.2f} GB"
+        )
 
 
 def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -58,16 +87,6 @@ def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
     lead = (step.cache_layers, step.spec.dp_size * pages, step.page_size)
     widths = cache_widths(step.attention.layout, step.config)
     return {name: jax.ShapeDtypeStruct((*lead, *width), stored, sharding=sharding) for name, width in widths.items()}
-
-
-def allocate(step: Step, pages: int) -> Cache:
-    """Zeroed cache arrays, as ``describe`` describes them."""
-    arrays = describe(step, pages)
-    make = jax.jit(
-        lambda: {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()},
-        out_shardings={name: array.sharding for name, array in arrays.items()},
-    )
-    return jax.block_until_ready(make())
 
 
 def token_slots(step: Step, pages: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 1
+VERSION = 3
 """Of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
@@ -146,6 +146,24 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
     ranks: list[bytes]
 
 
+class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"):
+    """Copy pages to slots of host memory: of each rank int32 pairs (page, slot)."""
+
+    ranks: list[bytes]
+
+
+class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"):
+    """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until it is placed."""
+
+    ranks: list[bytes]
+
+
+class PlacePages(msgspec.Struct, frozen=True, array_like=True, tag="place_pages"):
+    """Write what the oldest `FetchPages` staged that is not placed yet to pages: int32, of each rank, in the order of its slots."""
+
+    ranks: list[bytes]
+
+
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
     """Zero pages that may hold values that are not finite: of each rank int32 page numbers.
 
@@ -166,7 +184,40 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
     """Zero the cache and void all slots, as at the start. No request has a slot."""
 
 
-Command = Step | Copy | Clear | Score | Flush
+class ReadLoads(msgspec.Struct, frozen=True, array_like=True, tag="read_loads"):
+    """Give how many tokens each expert of each layer computed since the last time, and count from zero."""
+
+
+class StageExperts(msgspec.Struct, frozen=True, array_like=True, tag="stage_experts"):
+    """Send experts of one MoE layer to the ranks that will hold them, into their staging buffers; nothing that steps read changes.
+
+    Attributes:
+        layer: a row of the placement: the model's MoE layers in order, and behind them the MTP module's.
+        moves: int32 pairs (physical slot that holds an expert, physical slot that is to hold it). A rank sends and receives no more
+            than the executor's `ExpertSlots.per_exchange` experts, and none sends two to the same rank.
+    """
+
+    layer: int
+    moves: bytes
+
+
+class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_experts"):
+    """Write what was staged for a layer into its slots, and put the layer's new placement in force.
+
+    Attributes:
+        slots: int32, the physical slots that are written; each was the second of a pair of a `StageExperts` of this layer, all of
+            which come after the last `PlaceExperts`.
+        physical_to_logical: int32, the logical expert in each physical slot from now on.
+    """
+
+    layer: int
+    slots: bytes
+    physical_to_logical: bytes
+
+
+Command = (
+    Step | Copy | StorePages | FetchPages | PlacePages | Clear | Score | Flush | ReadLoads | StageExperts | PlaceExperts
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Command)

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.commands import Flush, Step
 from dsjax.engine.executor import Executor, RankResults
@@ -13,6 +13,9 @@ from dsjax.engine.request import Request, Status
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig, Update
 from dsjax.engine.stats import DraftCounts, StepStats
 from dsjax.engine.step_writer import StepWriter, clear_command
+
+if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
+    from dsjax.engine.expert_balancer import ExpertBalancer
 
 
 class _Totals(NamedTuple):
@@ -40,22 +43,33 @@ class EngineCore:
 
     Args:
         async_scheduling: False plans a step only when the results of the one before are entered.
+        balancer: moves experts between steps; None: they stay where they are.
     """
 
-    def __init__(self, executor: Executor, scheduler_config: SchedulerConfig, *, async_scheduling: bool = True):
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler_config: SchedulerConfig,
+        *,
+        async_scheduling: bool = True,
+        balancer: "ExpertBalancer | None" = None,
+    ):
         limits = executor.limits
         self.executor = executor
         self.scheduler = Scheduler(scheduler_config, limits.num_ranks)
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
+        self._balancer = balancer
+        self._entered = 0.0  # when the last step was
         self._stats: StepStats | None = None
         self._reported = _Totals(0, 0, 0)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs, or a step is under way."""
-        return self.scheduler.num_unfinished > 0 or bool(self._under_way)
+        """Whether any request waits or runs, or a step or the exchange of experts is under way."""
+        exchanging = self._balancer is not None and self._balancer.busy
+        return self.scheduler.num_unfinished > 0 or bool(self._under_way) or exchanging
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -74,6 +88,8 @@ class EngineCore:
         while len(self._under_way) < self._most_under_way and self._launch():
             pass
         if not self._under_way:
+            if self._balancer is not None:
+                self._balancer.idle()
             return []
         if meanwhile is not None:
             meanwhile()
@@ -98,6 +114,9 @@ class EngineCore:
         before, now = self._reported, self._totals()
         self._reported = now
         counts, entered = self.executor.counts(), time.monotonic()
+        if self._balancer is not None:
+            self._balancer.after_step(entered - max(began, self._entered))
+        self._entered = entered
         self._stats = StepStats(
             time=entered,
             duration=entered - began,
@@ -118,6 +137,7 @@ class EngineCore:
             ranks=self.loads(),
             experts=counts.experts,
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
+            balance=self._balancer.stats if self._balancer else None,
         )
         return updates
 
@@ -143,15 +163,27 @@ class EngineCore:
             self._writer.void()
         return True
 
+    def rebalance_experts(self) -> dict[str, Any] | None:
+        """Place experts after the load of the window so far, between the next steps; what is to be moved. None where they cannot be moved.
+
+        Raises:
+            UserError: a rebalance is under way.
+        """
+        return self._balancer.rebalance_now() if self._balancer else None
+
     def _launch(self) -> bool:
         """Plan and launch one step; False where there is nothing to compute now."""
         began = time.monotonic()
         plan = self.scheduler.schedule(began)
         self._clear_dirty()  # pages of a request that was preempted or aborted
-        if plan.is_empty:
-            return False
         planned = time.monotonic()
         try:
+            for moves in self._writer.moves(plan):
+                self.executor.launch(moves)
+            if plan.is_empty:
+                return False
+            if self._balancer is not None:
+                self._balancer.before_step(len(self._under_way))
             copies = self._writer.copies(plan)
             if copies is not None:
                 self.executor.launch(copies)

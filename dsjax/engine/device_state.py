@@ -23,6 +23,12 @@ MOST_COUNTED = 32_000
 """Times that a token is counted in an output at most: penalties for more do not grow any further."""
 
 
+MOVED_PAGES = 16
+"""Pages of a rank that one program takes to host memory or brings from it."""
+PagesOnTheWay = dict[str, Array]
+"""As of ``describe_moved``."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass
 class SlotSampling:
@@ -54,10 +60,14 @@ class DeviceState:
     sampling: SlotSampling
     counts: Int[Array, "B Z V"]  # uint16
     copies: CopyTables | None
+    loads: Int[Array, "L N X"] | None
 
 
-def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceState:
-    """Shapes, dtypes and shardings of the state's arrays. num_drafts: the most that are ever drafted."""
+def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False) -> DeviceState:
+    """Shapes, dtypes and shardings of the state's arrays.
+
+    num_drafts: the most that are ever drafted. counts_loads: whether the experts' loads are added up.
+    """
     ranks, slots = limits.num_ranks, limits.max_rows_decode
     rows, everywhere = NamedSharding(step.mesh, P(step.spec.batch_axes)), NamedSharding(step.mesh, P())
 
@@ -67,8 +77,12 @@ def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceS
     integers = {"num_prompt_tokens": np.int32, "seed": np.uint32, "top_k": np.int32}
     copies = None
     if step.config.is_moe:
-        tables = step.placement.tables_of(step.moe_layers_with_module)
+        tables = step.placement.tables
         copies = CopyTables(*(jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in tables))
+    loads = None
+    if counts_loads:
+        shape = (step.moe_layers_with_module, step.spec.num_devices, step.placement.n_physical // step.spec.ep_size)
+        loads = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(step.mesh, P(None, step.spec.token_axes)))
     filled = None
     if num_drafts:
         shape = (ranks * limits.pages_per_rank, limits.page_size)
@@ -86,20 +100,22 @@ def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceS
         ),
         counts=array(limits.vocab_size, dtype=np.uint16),
         copies=copies,
+        loads=loads,
     )
 
 
-def allocate(step: Step, limits: ExecutorLimits, num_drafts: int = 0) -> DeviceState:
+def allocate(step: Step, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False) -> DeviceState:
     """The state at the start: everything zero, experts placed as the step says."""
-    described = describe(step, limits, num_drafts)
+    described = describe(step, limits, num_drafts, counts_loads=counts_loads)
     make = jax.jit(
         lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described),
         out_shardings=jax.tree.map(lambda array: array.sharding, described),
     )
     state = jax.block_until_ready(make())
     if described.copies is not None:
-        tables = step.placement.tables_of(step.moe_layers_with_module)
-        state.copies = jax.device_put(tables, jax.tree.map(lambda array: array.sharding, described.copies))
+        state.copies = jax.device_put(
+            step.placement.tables, jax.tree.map(lambda array: array.sharding, described.copies)
+        )
     return state
 
 
@@ -129,6 +145,61 @@ def clear_pages(step: Step, state: DeviceState, marked: Bool[Array, "B P"]) -> D
         return jnp.where(at, jnp.zeros((), array.dtype), array)
 
     return _change_pages_of_cache(step, state, marked, clear)
+
+
+def describe_moved(step: Step, state: DeviceState) -> dict[str, jax.ShapeDtypeStruct]:
+    """Pages on their way to host memory or from it: of each array that has pages ``[B, MOVED_PAGES, layers, page_size, …]``."""
+    B, batch = step.spec.dp_size, step.spec.batch_axes
+    found = {}
+    for name, array in state.cache.items():
+        layers, _, *rest = array.shape
+        sharding = NamedSharding(step.mesh, P(batch, None, None, *array.sharding.spec[2:]))
+        found[name] = jax.ShapeDtypeStruct((B, MOVED_PAGES, layers, *rest), array.dtype, sharding=sharding)
+    if state.filled is not None:
+        shape = (B, MOVED_PAGES, *state.filled.shape[1:])
+        found["filled"] = jax.ShapeDtypeStruct(shape, bool, sharding=NamedSharding(step.mesh, P(batch)))
+    return found
+
+
+def take_pages(step: Step, state: DeviceState, pages: Int[Array, "B K"]) -> PagesOnTheWay:
+    """Copies of pages, rank by rank."""
+
+    def local(cache, filled, pages):
+        taken = {name: jnp.moveaxis(array[:, pages[0]], 1, 0)[None] for name, array in cache.items()}
+        return taken if filled is None else taken | {"filled": filled[pages[0]][None]}
+
+    return _over_pages(step, state, local, _specs_of_moved(step, state))(state.cache, state.filled, pages)
+
+
+def put_pages(step: Step, state: DeviceState, moved: PagesOnTheWay, pages: Int[Array, "B K"]) -> DeviceState:
+    """Write pages, rank by rank; page 0 is nothing: nobody reads it."""
+
+    def local(cache, filled, pages, moved):
+        cache = {name: array.at[:, pages[0]].set(jnp.moveaxis(moved[name][0], 0, 1)) for name, array in cache.items()}
+        return cache, None if filled is None else filled.at[pages[0]].set(moved["filled"][0])
+
+    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
+    out = (cache_specs, P(step.spec.batch_axes))
+    cache, filled = _over_pages(step, state, local, out, _specs_of_moved(step, state))(
+        state.cache, state.filled, pages, moved
+    )
+    return dataclasses.replace(state, cache=cache, filled=filled)
+
+
+def _specs_of_moved(step: Step, state: DeviceState) -> dict[str, P]:
+    batch = step.spec.batch_axes
+    cache = device_cache.describe(step, 2)
+    found = {name: P(batch, None, None, *array.sharding.spec[2:]) for name, array in cache.items()}
+    return found if state.filled is None else found | {"filled": P(batch)}
+
+
+def _over_pages(step: Step, state: DeviceState, local: Callable, out_specs, *further):
+    """``local`` on each rank's pages; its arguments are cache, filled, what each rank is given, and ``further`` as their specs say."""
+    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
+    rows = P(step.spec.batch_axes)
+    return jax.shard_map(
+        local, mesh=step.mesh, in_specs=(cache_specs, rows, rows, *further), out_specs=out_specs, check_vma=False
+    )
 
 
 def _change_pages_of_cache(step: Step, state: DeviceState, argument: Array, change: Callable) -> DeviceState:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 from dsjax.engine.core import EngineCore
+from dsjax.engine.eplb import EplbConfig
 from dsjax.engine.executor import Executor, Progress
 from dsjax.engine.input_processor import InputProcessor, Prompt
 from dsjax.engine.output_processor import OutputProcessor
@@ -27,6 +28,7 @@ class LLMEngine:
         eos_token_ids: tokens that end a completion unless it ignores them.
         seed: requests without a seed draw theirs from it, in the order of their coming.
         async_scheduling: plan a step while the one before computes.
+        eplb: how experts are moved after their load; None: they stay where they are.
     """
 
     def __init__(
@@ -38,9 +40,15 @@ class LLMEngine:
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
         async_scheduling: bool = True,
+        eplb: EplbConfig | None = None,
     ):
         self.tokenizer = tokenizer
-        self.core = EngineCore(executor, scheduler_config, async_scheduling=async_scheduling)
+        balancer = None
+        if eplb is not None:
+            from dsjax.engine.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
+
+            balancer = ExpertBalancer(eplb, executor)
+        self.core = EngineCore(executor, scheduler_config, async_scheduling=async_scheduling, balancer=balancer)
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer)
         self._aborted: list[RequestOutput] = []

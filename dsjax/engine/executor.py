@@ -63,6 +63,7 @@ class ExecutorLimits:
     num_ranks: int
     max_model_len: int
     vocab_size: int
+    host_pages_per_rank: int = 0
 
     @property
     def max_pages(self) -> int:
@@ -75,11 +76,13 @@ class ExpertCounts:
     """How tokens reached their experts since recording began.
 
     Attributes:
-        tokens_per_expert: `[layers, physical experts]`, of the MoE layers.
+        tokens_per_expert: `[layers, physical experts]`, of the model's MoE layers; where experts move, of whichever a slot held.
         rows_sent: `[ranks]`, rows of tokens that each device sent to others.
         rounds: of dispatch, of each layer the most of any rank; summed over layers and launches.
         dispatch_bytes: sent by all devices.
         padding_share: of those bytes, the share that carried no token's row; 0 to 1.
+        logical_load: `[layers, logical experts]`, tokens, wherever they were computed.
+        physical_to_logical: `[layers, physical experts]`, the logical expert in each slot when the last of them was computed.
     """
 
     tokens_per_expert: np.ndarray
@@ -87,6 +90,8 @@ class ExpertCounts:
     rounds: int
     dispatch_bytes: int
     padding_share: float
+    logical_load: np.ndarray
+    physical_to_logical: np.ndarray
 
 
 class ExecutorCounts(NamedTuple):
@@ -95,12 +100,53 @@ class ExecutorCounts(NamedTuple):
     Attributes:
         num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
         compilations_after_warm_up: programs compiled since warm-up ended; 0 as long as there was none.
-        experts: only while recording is on.
+        experts: only while recording is on; without the last launches, which are read together once a second.
     """
 
     num_padding_tokens: int = 0
     compilations_after_warm_up: int = 0
     experts: ExpertCounts | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertSlots:
+    """Where experts are, and what it takes to move them.
+
+    Attributes:
+        physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots lie rank by rank.
+        ranks: of an EP group; hosts: runs of them that are on one machine. groups: of experts, where routing is limited to some of them.
+        expert_share: of a token's arithmetic, the routed experts' part: their parameters among those that act on it.
+        expert_bytes: of one expert on one device. per_exchange: experts that a rank sends and receives in one `StageExperts`, at most.
+        seconds: that a `StageExperts` and a `PlaceExperts` took when they were tried during warm-up; None before.
+    """
+
+    physical_to_logical: np.ndarray
+    n_logical: int
+    ranks: int
+    hosts: int
+    groups: int
+    expert_share: float
+    expert_bytes: int
+    per_exchange: int
+    seconds: tuple[float, float] | None = None
+
+
+class LoadWindow(NamedTuple):
+    """What `ReadLoads` gives: tokens since the last time, of the MoE layers, with the MTP module's layer last.
+
+    Attributes:
+        logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
+    """
+
+    logical: np.ndarray
+    by_rank: np.ndarray
+
+
+class Exchanged(NamedTuple):
+    """What `StageExperts` and `PlaceExperts` give: how long they took, and what went wrong. A layer is then placed as before."""
+
+    seconds: float
+    error: str | None = None
 
 
 Progress = Callable[[int, int, str], None]
@@ -121,6 +167,10 @@ class Executor(Protocol):
     limits: ExecutorLimits
     max_in_flight: int
 
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """Where experts are now; None where they cannot be moved."""
+
     def launch(self, command: Command) -> Any:
         """Take a command, and return while the device computes. The command is executed after all those before it."""
 
@@ -129,7 +179,8 @@ class Executor(Protocol):
 
     def collect(self, pending: Any) -> Any:
         """Wait, and give what came of a command: of a `Step` a `RankResults` for each rank, of `Score` float32 logits
-        `[tokens, V]`, of the others None. Steps are collected in their order, each once; `Copy` and `Clear` need not be.
+        `[tokens, V]`, of `ReadLoads` a `LoadWindow`, of `StageExperts` and `PlaceExperts` an `Exchanged`, of the others None.
+        Steps are collected in their order, each once; `Copy`, `Clear` and what moves experts need not be.
         """
 
     def counts(self) -> ExecutorCounts:

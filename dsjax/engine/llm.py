@@ -44,6 +44,9 @@ class LLM:
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
         emulate_devices(MeshSpec.parse(self.args.mesh).num_devices)
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
+        from dsjax.engine.process import size_memory_pool
+
+        size_memory_pool(self.args.gpu_memory_utilization)
 
         loaded = load_model(self.args, show_progress=show_progress)
         self.executor, self.tokenizer, self.config, self.facts = (
@@ -59,6 +62,7 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             seed=self.args.seed,
             async_scheduling=self.args.async_scheduling,
+            eplb=self.args.eplb,
         )
         self._ids = itertools.count()
 
@@ -137,7 +141,7 @@ class LLM:
         pool = self.engine.core.scheduler.ranks[0].pool
         found = []
         for sequence in sequences:
-            pages = pool.allocate(pool.pages_for(len(sequence)))
+            pages = pool.allocate(pool.pages_for(len(sequence)), store=False)
             try:
                 score = self.executor.launch(Score(int32s(sequence), int32s(pages)))
                 found.append(self.executor.collect(score))

@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
+from dsjax.engine import device_state, expert_programs
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import check_layout, dispatch_method, make_step, weights_format
+from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
+from dsjax.engine.cache import Pool
 from dsjax.engine.executor import Executor, ExecutorLimits
 from dsjax.engine.mesh_executor import MeshExecutor
-from dsjax.engine.process import available_bytes, enable_compile_cache, keep_freed_memory
+from dsjax.engine.process import available_bytes, enable_compile_cache, explained_out_of_memory, keep_freed_memory
+from dsjax.engine.programs import Programs
 from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
@@ -56,6 +59,7 @@ class EngineFacts:
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        host_cache_tokens: token slots of host memory below the cache, all DP ranks together.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
@@ -79,6 +83,7 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    host_cache_tokens: int = 0
     speculation: dict[str, Any] | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
@@ -113,7 +118,7 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    check_layout(config, spec, args.redundant_experts, "fp8" if args.weights == "fp8" else "bf16")
+    check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
     mesh = spec.build()
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
@@ -122,24 +127,50 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=speculation is not None)
     max_model_len = _max_model_len(args, config)
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
-    if mesh.devices.flat[0].platform == "cpu":
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu:
         _check_host_memory(args, step)
-    params = load(
-        config,
-        checkpoint,
-        mesh,
-        step.rules,
-        weights=weights,
-        placement=step.placement if config.is_moe else None,
-        mtp=step.has_module,
-        progress=show_progress,
-    )
-    params = materialise(step, params)
-    limits = _limits(args, step, max_model_len)
-    mixed = mesh.devices.flat[0].platform != "cpu"
-    buckets = Buckets.covering(limits.max_rows_decode, limits.max_chunk, mixed=mixed, speculation=speculation)
+    else:
+        check_device_memory(args, step, Pool.of(step, 0))
+    per_exchange = experts_per_exchange(args, step)
+    smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
+    with explained_out_of_memory("its weights were loaded", smaller):
+        params = load(
+            config,
+            checkpoint,
+            mesh,
+            step.rules,
+            weights=weights,
+            placement=step.placement if config.is_moe else None,
+            mtp=step.has_module,
+            progress=show_progress,
+        )
+        params = materialise(step, params)
+    sizes = _sizes(args, step, max_model_len)
+    buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=not on_cpu, speculation=speculation)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
-    executor: Executor = MeshExecutor(step, params, limits, buckets, num_drafts=num_drafts)
+    moving = expert_programs.exchange_bytes(step, per_exchange) if per_exchange else 0
+    pool = None if on_cpu else Pool.of(step, moving + beside_the_cache(step, params, sizes, buckets, num_drafts))
+    limits = _limits(args, step, sizes, pool)
+    with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
+        executor: Executor = MeshExecutor(
+            step,
+            params,
+            limits,
+            buckets,
+            num_drafts=num_drafts,
+            experts_per_exchange=per_exchange,
+            reload=lambda paths, placements: load(
+                config,
+                directory,
+                mesh,
+                step.rules,
+                weights=weights,
+                placement=placements,
+                mtp=step.has_module,
+                only=paths,
+            ),
+        )
     if args.record_steps is not None:
         executor = _recording(args, executor, mesh, directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
@@ -230,11 +261,7 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
 def _check_host_memory(args: EngineArgs, step: Step) -> None:
     """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read."""
     available = available_bytes()
-    needed = 0
-    for info in step.table.infos.values():
-        sharding = step.rules.sharding(step.mesh, info.logical_axes, info.shape)
-        needed += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
-    needed *= len(step.mesh.local_devices)
+    needed = _weight_bytes(step) * len(step.mesh.local_devices)
     if available is not None and needed > available:
         raise UserError(
             f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {len(step.mesh.local_devices)} emulated devices, and this "
@@ -243,13 +270,74 @@ def _check_host_memory(args: EngineArgs, step: Step) -> None:
         )
 
 
-def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
+def check_device_memory(args: EngineArgs, step: Step, pool: Pool | None) -> None:
+    """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything.
+
+    Raises:
+        UserError: with what the weights take, and what would fit.
+    """
+    needed = _weight_bytes(step)
+    if pool is None or needed <= pool.room:
+        return
+    ways = ["use a mesh of more devices"] + (["--weights fp8"] if args.weights != "fp8" else [])
+    whole = pool.size / args.gpu_memory_utilization
+    if needed < 0.95 * whole:
+        ways.append(f"a --gpu-memory-utilization above {needed / whole:.2f} (it is {args.gpu_memory_utilization:g})")
+    raise UserError(
+        f"the weights of {args.model} take {needed / 1e9:,.1f} GB on each device of {step.spec}, and the pool of a device has "
+        f"{pool.room / 1e9:,.1f} GB of {pool.size / 1e9:,.1f} GB free; {', or '.join(ways)}. "
+        "dsjax dryrun --fit says what a mesh has room for"
+    )
+
+
+def _weight_bytes(step: Step) -> int:
+    """Bytes of all weights on one device."""
+    found = 0
+    for info in step.table.infos.values():
+        sharding = step.rules.sharding(step.mesh, info.logical_axes, info.shape)
+        found += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+    return found
+
+
+def beside_the_cache(
+    step: Step, params: Mapping[str, Array], limits: ExecutorLimits, buckets: Buckets, num_drafts: int
+) -> int:
+    """Bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
+
+    They are the program's temporaries, its results, of which two steps in flight have two each, and what the state has beside the
+    cache. ``limits`` may have any number of pages: none of this depends on it.
+    """
+    state = device_state.describe(step, limits, num_drafts)
+    programs = Programs(step, params, state, limits)
+    shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
+    largest = max(shapes, key=lambda shape: shape.tokens)
+    stats = programs.lower_step(largest).compile().memory_analysis()
+    arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(replace(state, cache={})))}
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.temp_size_in_bytes + 2 * results + sum(device_bytes(arrays).values())
+
+
+def _sizes(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
+    """The executor's sizes but for the cache's, which has the fewest pages that can be."""
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
-    pages_per_request = -(-max_model_len // args.page_size)
-    wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sequences * pages_per_request
-    pages = device_cache.pages_that_fit(step, wanted + 1)
+    return ExecutorLimits(
+        max_rows_decode=sequences,
+        max_rows_prefill=sequences,
+        max_chunk=min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len),
+        page_size=args.page_size,
+        pages_per_rank=2,
+        num_ranks=step.spec.dp_size,
+        max_model_len=max_model_len,
+        vocab_size=step.config.vocab_size,
+    )
+
+
+def _limits(args: EngineArgs, step: Step, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
+    """``sizes`` with as many pages as are wanted and fit."""
+    wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
+    pages = device_cache.pages_that_fit(step, wanted + 1, pool)
     room = (pages - 1) * args.page_size
     if args.cache_tokens and room < args.cache_tokens:
         raise UserError(
@@ -266,17 +354,26 @@ def _limits(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
                 else " or use a mesh of more devices"
             )
         )
-    chunk = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len)
-    return ExecutorLimits(
-        max_rows_decode=sequences,
-        max_rows_prefill=sequences,
-        max_chunk=chunk,
-        page_size=args.page_size,
-        pages_per_rank=pages,
-        num_ranks=step.spec.dp_size,
-        max_model_len=max_model_len,
-        vocab_size=step.config.vocab_size,
-    )
+    return replace(sizes, pages_per_rank=pages, host_pages_per_rank=_host_pages(args, step))
+
+
+def _host_pages(args: EngineArgs, step: Step) -> int:
+    """Pages of each DP rank for which ``--host-cache-bytes`` has room."""
+    if not args.host_cache_bytes:
+        return 0
+    if not args.enable_prefix_caching:
+        raise UserError(
+            "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
+        )
+    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
+    each = device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
+    pages = args.host_cache_bytes // step.spec.dp_size // each
+    if pages < 1:
+        raise UserError(
+            f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
+            f"a page takes {each:,} bytes: give at least {each * step.spec.dp_size:,}"
+        )
+    return pages
 
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
@@ -312,6 +409,7 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
+        host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),
         kernels_note=step.kernels.note,

@@ -13,18 +13,42 @@ from jaxtyping import Array
 
 from dsjax.engine import device_state, slots
 from dsjax.engine.buckets import Buckets, Launch
-from dsjax.engine.commands import Clear, Command, Copy, Flush, Score, Step
-from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress
+from dsjax.engine.commands import (
+    Clear,
+    Command,
+    Copy,
+    FetchPages,
+    Flush,
+    PlaceExperts,
+    PlacePages,
+    ReadLoads,
+    Score,
+    StageExperts,
+    Step,
+    StorePages,
+)
+from dsjax.engine.executor import Exchanged, ExecutorCounts, ExecutorLimits, ExpertCounts, ExpertSlots, Progress
+from dsjax.engine.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.expert_recorder import ExpertRecorder
+from dsjax.engine.host_pages import HostPages
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
+from dsjax.engine.process import explained_out_of_memory
 from dsjax.engine.programs import COPIES, Programs
 from dsjax.engine.slot_rules import RowRules, SlotTable
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
+from sharding.layer_placement import LayerPlacements
 
 Running = Generator[Array, None, None]
 """A command being executed: gives, program by program, an array that is ready when the program is done."""
+
+
+SMALLER_STEPS = (
+    "give a smaller --cache-tokens, so that more is left for a step, or make steps smaller with --max-num-batched-tokens, "
+    "--prefill-chunk or --moe-chunk-tokens"
+)
+"""What to do where a step needs more memory than the cache has left it."""
 
 
 class Pending:
@@ -32,6 +56,8 @@ class Pending:
 
     Attributes:
         outcomes: of a step, what each of its launches gave, on the devices.
+        placements: of a step, where experts were when it began.
+        loads: of `ReadLoads`, what was taken off the devices. error: of a command that moves experts, why it could not.
         started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
     """
 
@@ -41,6 +67,9 @@ class Pending:
         self.last: Array | None = None
         self.outcomes: list[LaunchOutcome] = []
         self.logits: list[Array] = []
+        self.loads: Any = None
+        self.error: str | None = None
+        self.placements: LayerPlacements | None = None
         self.done = False
         self.started = self.ended = 0.0
 
@@ -48,6 +77,11 @@ class Pending:
     def awaited(self) -> bool:
         """Whether somebody will wait for it."""
         return isinstance(self.command, Step | Score | Flush)
+
+    @property
+    def kept(self) -> bool:
+        """Whether what its programs gave last is nobody else's, so that it can be waited for at any time."""
+        return not isinstance(self.command, Copy | Clear | PlacePages)
 
 
 class MeshExecutor:
@@ -65,41 +99,54 @@ class MeshExecutor:
         buckets: Buckets,
         *,
         num_drafts: int = 0,
+        experts_per_exchange: int = 0,
+        reload: Reload | None = None,
     ):
         self.model, self.limits, self.buckets = step, limits, buckets
         self.params = {path: params[path] for path in step.table.infos}
-        self.state = device_state.allocate(step, limits, num_drafts)
-        self.programs = Programs(step, self.params, self.state, limits)
+        self.state = device_state.allocate(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
+        self.programs = Programs(step, self.params, self.state, limits, experts_per_exchange)
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
         self._recorder = ExpertRecorder(step)
+        self._exchange = ExpertExchange(self, experts_per_exchange, reload) if experts_per_exchange else None
+        self._host_pages = HostPages(self) if limits.host_pages_per_rank else None
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
+
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """Where experts are now; None where they cannot be moved."""
+        return self._exchange.slots if self._exchange else None
 
     def launch(self, command: Command) -> Pending:
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
         pending = Pending(command)
         pending.running = self._execution(pending)
         self._queue.append(pending)
-        if self.max_in_flight > 1:
-            pending.started = time.monotonic()
-            for array in pending.running:
-                pending.last = array
-            if not pending.awaited:
-                pending.last = None  # a part of the state, which the next program takes
-        elif len(self._queue) == 1:
-            self._advance()
+        with explained_out_of_memory("a step was launched", SMALLER_STEPS):
+            if self.max_in_flight > 1:
+                pending.started = time.monotonic()
+                for array in pending.running:
+                    pending.last = array
+                if not pending.kept:
+                    pending.last = None  # a part of the state, which the next program takes
+            elif len(self._queue) == 1:
+                self._advance()
         return pending
 
     def wait(self, pending: Pending) -> None:
         """Wait until a command is done; start the next one."""
-        while not pending.done:
-            head = self._queue[0]
-            self._finish(head)
-            self._queue.popleft()
-            self._advance()
+        with explained_out_of_memory("a step was computed", SMALLER_STEPS):
+            while not pending.done:
+                head = self._queue[0]
+                self._finish(head)
+                self._queue.popleft()
+                if self._queue and self._queue[0].started:  # enqueued before, and begun only now
+                    self._queue[0].started = max(self._queue[0].started, head.ended)
+                self._advance()
 
     def collect(self, pending: Pending) -> Any:
         """Wait for a command, and give what came of it."""
@@ -108,10 +155,14 @@ class MeshExecutor:
             return np.concatenate([np.asarray(array[0]) for array in pending.logits])[
                 : len(pending.command.tokens) // 4
             ]
+        if isinstance(pending.command, ReadLoads):
+            return self._exchange.window(pending.loads)
+        if isinstance(pending.command, StageExperts | PlaceExperts):
+            return Exchanged(pending.ended - pending.started, pending.error)
         if not isinstance(pending.command, Step):
             return None
         for outcome in pending.outcomes:
-            self._recorder.add(outcome.reports, outcome.shape.tokens)
+            self._recorder.add(outcome.reports, outcome.shape.tokens, pending.placements)
         results = read_step(pending.command, pending.outcomes)
         self._slots.settle(pending.command, results)
         return results
@@ -119,6 +170,8 @@ class MeshExecutor:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
         self.programs.warm_up(self.buckets, progress)
+        if self._exchange:
+            self._exchange.rehearse()
         self._warm = self.programs.compiled
 
     def counts(self) -> ExecutorCounts:
@@ -132,7 +185,7 @@ class MeshExecutor:
 
     def expert_counts(self) -> ExpertCounts | None:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
-        return self._recorder.counts()
+        return self._recorder.read()
 
     def shutdown(self) -> None:
         """Free the state and drop the programs."""
@@ -170,6 +223,18 @@ class MeshExecutor:
             return self._copy(command)
         if isinstance(command, Clear):
             return self._clear([np.frombuffer(own, "<i4") for own in command.ranks])
+        if isinstance(command, StorePages):
+            return self._host_pages.store(command)
+        if isinstance(command, FetchPages):
+            return self._host_pages.fetch(command)
+        if isinstance(command, PlacePages):
+            return self._host_pages.place(command)
+        if isinstance(command, ReadLoads):
+            return self._exchange.read(pending, command)
+        if isinstance(command, StageExperts):
+            return self._exchange.stage(pending, command)
+        if isinstance(command, PlaceExperts):
+            return self._exchange.place(pending, command)
         assert isinstance(command, Flush)
         self._slots.void()
         return self._clear([np.arange(self.limits.pages_per_rank)] * self.limits.num_ranks)
@@ -179,7 +244,7 @@ class MeshExecutor:
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
-        within, before = split_page_changes(command, shapes[0].page_changes)
+        within, before = split_page_changes(command, shapes[0].page_changes if shapes else 0)
         admissions = [self._send(packed) for packed in pack_admissions(command, before)]
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
@@ -197,6 +262,7 @@ class MeshExecutor:
         return self._run_step(pending, command, admissions, list(zip(launches, shapes, inputs, rules, strict=True)))
 
     def _run_step(self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple]) -> Running:
+        pending.placements = self._exchange.placements if self._exchange else self.model.placement
         for packed in admissions:
             self.state = self.programs.admit()(self.state, packed)
             yield self.state.start
@@ -212,6 +278,12 @@ class MeshExecutor:
         rules: RowRules,
         proposes: int,
     ) -> Running:
+        if proposes and launch.prefill is None and rules.wanted is None:
+            program = self.programs.drafting_step(shape, proposes)
+            self.state, outcome, drafts, reports = program(self.params, self.state, packed)
+            yield outcome
+            pending.outcomes.append(LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules))
+            return
         program = self.programs.step(shape, launch.scored)
         self.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(self.params, self.state, packed)
         yield outcome

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from hashlib import sha256
 
+from dsjax.engine.page_tiers import HostTier
 from dsjax.engine.request import Request
 
 _NO_SALT = bytes(32)
@@ -16,15 +17,22 @@ class PagePool:
     A page is held by as many requests as took it. A page that was sealed under a hash can be found by it, and when
     nobody holds it any more it is kept, until its room is needed: pages that hold nothing are given out first, the one freed last
     before others, so that a lightly loaded rank keeps to few pages; then cached ones, least recently used first.
+
+    Attributes:
+        below: where cached pages go when their room is needed; None: they are lost.
+        leaving: (page, slot of the tier) of those that went there. Whoever reads it has them copied before anything else happens, and
+            empties it.
     """
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, below: HostTier | None = None):
         if num_pages < 2:
             raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
         if page_size < 1:
             raise ValueError(f"found a page size of {page_size} tokens, expected at least 1")
         self.page_size = page_size
         self.num_pages = num_pages
+        self.below = below
+        self.leaving: list[tuple[int, int]] = []
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
         self._hash_of: list[bytes | None] = [None] * num_pages
@@ -63,8 +71,8 @@ class PagePool:
         """Whether the pages `found` can be held and `count` others be allocated beside them."""
         return self.can_allocate(count + sum(not self._holders[page] for page in found))
 
-    def allocate(self, count: int) -> list[int]:
-        """Take pages. The caller has asked `can_allocate` before."""
+    def allocate(self, count: int, *, store: bool = True) -> list[int]:
+        """Take pages. The caller has asked `can_allocate` before. store: whether cached ones among them go to the tier below."""
         if not self.can_allocate(count):
             raise ValueError(f"asked for {count} pages, {self.num_free} of {self.num_usable} are free")
         pages = []
@@ -73,6 +81,9 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
+                slot = self.below.store(self._hash_of[page]) if self.below is not None and store else None
+                if slot is not None:
+                    self.leaving.append((page, slot))
                 self._unname(page)
             self._holders[page] = 1
             pages.append(page)
@@ -111,10 +122,10 @@ class PagePool:
         return pages
 
     def count(self, hashes: Iterable[bytes], promised: Container[bytes] = ()) -> int:
-        """How long a beginning of `hashes` is cached or promised."""
-        known, found = self._page_of, 0
+        """How long a beginning of `hashes` is cached, here or below, or promised."""
+        known, below, found = self._page_of, self.below or (), 0
         for name in hashes:
-            if name not in known and name not in promised:
+            if name not in known and name not in promised and name not in below:
                 break
             found += 1
         return found
@@ -128,17 +139,21 @@ class PagePool:
             self._hash_of[page] = name
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let pages be found no more. Who holds them keeps them."""
+        """Let pages be found no more, nor what the tier below has of them. Who holds them keeps them."""
         for page in pages:
             if self._hash_of[page] is not None:
+                if self.below is not None:
+                    self.below.forget((self._hash_of[page],))
                 self._unname(page)
                 if not self._holders[page]:
                     del self._idle[page]
                     self._free.append(page)
 
     def flush(self) -> None:
-        """Forget every page."""
+        """Forget every page, and those below."""
         self.forget(list(self._page_of.values()))
+        if self.below is not None:
+            self.below.flush()
 
     def _unname(self, page: int) -> None:
         del self._page_of[self._hash_of[page]]

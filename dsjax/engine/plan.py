@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from dsjax.engine.page_tiers import PageMoves
 from dsjax.engine.request import Request
 
 
@@ -24,12 +25,13 @@ class RankPlan(NamedTuple):
     """One rank's work in a step. Both lists are empty on an idle rank, which still takes part.
 
     `decodes` are rows that compute a request's last token and make the next one; `prefills` are all other rows. `copies` are pairs of
-    pages (from, to) to be copied before.
+    pages (from, to) to be copied before, and `moves` what goes to host memory and comes from it before that.
     """
 
     decodes: list[ScheduledRow]
     prefills: list[ScheduledRow]
     copies: list[tuple[int, int]]
+    moves: PageMoves | None = None
 
     @property
     def num_tokens(self) -> int:

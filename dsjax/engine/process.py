@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from dsjax.errors import UserError
+from sharding.emulation import backend_is_running
 
 LEAST_COMPILE_SECONDS = 0.2
 """Programs that compile faster than this are not worth a file."""
@@ -61,6 +65,45 @@ def without_compile_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.reset_cache()
+
+
+def size_memory_pool(share: float) -> None:
+    """Make the pool that JAX takes from each GPU's memory as large as ``share`` of it, which must come before JAX starts.
+
+    By default JAX takes 75 %. ``XLA_CLIENT_MEM_FRACTION`` and its older name are replaced: the option says what the engine, the dry
+    run and the planner reckon with. Where JAX runs already the pool stays as it is, and the cache gets what that leaves.
+    """
+    if backend_is_running():
+        return
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both names at once
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = repr(share)
+
+
+class OutOfDeviceMemoryError(UserError):
+    """A device's memory is too small for what was asked of it."""
+
+
+@contextmanager
+def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
+    """Turn XLA's out-of-memory error into one that says what ran out while ``doing`` what, and what to do.
+
+    Raises:
+        OutOfDeviceMemoryError: in place of XLA's error; all others pass.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", str(error))
+        stats = jax.local_devices()[0].memory_stats() or {}
+        state = (
+            f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
+            if {"bytes_limit", "bytes_in_use"} <= stats.keys()
+            else ""
+        )
+        size = f" for {wanted.group(1)}" if wanted else ""
+        raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
 
 
 def keep_freed_memory() -> bool:

@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
-from dsjax.engine import device_state, sampling_programs, slots
+from dsjax.engine import device_state, expert_programs, sampling_programs, slots
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits, Progress
+from dsjax.engine.expert_programs import ExpertLayers
 from dsjax.engine.logit_edits import bias_width, mask_words
 from dsjax.engine.sampler import Wanted, greedy
 from dsjax.engine.slots import ADMIT_WIDTH, LaunchShape, StepRows
@@ -37,12 +38,24 @@ class Programs:
     """Each program is traced and compiled once, when it is first asked for or by ``warm_up``.
 
     rows, everywhere: shardings of what the host sends: one entry for each DP rank; the same on all devices.
+    experts_per_exchange: experts that a rank sends and receives in one run of ``stage_experts``; 0: experts stay where they are.
     """
 
-    def __init__(self, step: Step, params: Mapping[str, Array], state: DeviceState, limits: ExecutorLimits):
+    def __init__(
+        self,
+        step: Step,
+        params: Mapping[str, Array],
+        state: DeviceState,
+        limits: ExecutorLimits,
+        experts_per_exchange: int = 0,
+    ):
         # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
         self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
-        self._params, self._limits = params, limits
+        self._params = {
+            path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+            for path, array in params.items()
+        }
+        self._limits, self._exchanged = limits, experts_per_exchange
         self._state = device_state.description(state)
         self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
         self.everywhere = NamedSharding(step.mesh, P())
@@ -78,22 +91,29 @@ class Programs:
 
     def lower_step(self, shape: LaunchShape, scored: bool = False) -> Lowered:
         """The program of ``step``, traced but not compiled."""
-        step = self._step
 
         def run(params, state, packed):
-            state, rows, groups = slots.read(step, state, packed, shape)
-            hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
-            state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
-            scores = ()
-            if scored:
-                every = step.logits(params, hidden)
-                logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
-                scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
-            else:
-                logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
-            state, outcome = slots.commit(step, state, rows, greedy(logits))
+            state, rows, outcome, logits, hidden, reports, *scores = self._compute(params, state, packed, shape, scored)
             pinned = self._pin((rows.pack(), outcome, logits, hidden), self._of_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
+
+        packed = self._described((shape.packed_width,), np.int32)
+        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
+
+    def drafting_step(self, shape: LaunchShape, count: int) -> Compiled:
+        """``(params, state, packed) -> (state, outcome, drafts [B, R, count], reports)``: ``step`` and ``drafts`` in one program.
+
+        For decode rows whose tokens are the most probable ones: nothing stands between the two then, and a launch is saved.
+        """
+        return self._get(("drafting step", shape, count), lambda: self.lower_drafting_step(shape, count))
+
+    def lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
+        """The program of ``drafting_step``, traced but not compiled."""
+
+        def run(params, state, packed):
+            state, rows, outcome, _, hidden, reports = self._compute(params, state, packed, shape)
+            state, proposed = self._propose(params, state, packed, rows, outcome, hidden, shape, count)
+            return self._pin(state, self._state), outcome, proposed, reports
 
         packed = self._described((shape.packed_width,), np.int32)
         return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
@@ -142,6 +162,30 @@ class Programs:
         marked = self._described((self._limits.pages_per_rank,), bool)
         return self._get(("clear",), lambda: self._lower_small(device_state.clear_pages, marked))
 
+    def take_pages(self) -> Compiled:
+        """``(state, pages [B, MOVED_PAGES]) -> copies of them``, as of ``device_state.describe_moved``; reads the state alone."""
+        return self._get(("take pages",), self._lower_take_pages)
+
+    def put_pages(self) -> Compiled:
+        """``(state, copies, pages) -> state`` with the copies in these pages."""
+        return self._get(("put pages",), self._lower_put_pages)
+
+    def described_moved(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Descriptions of what ``take_pages`` gives."""
+        return device_state.describe_moved(self._step, self._state)
+
+    def stage_experts(self, layers: ExpertLayers) -> Compiled:
+        """As of ``expert_programs.lower_stage``."""
+        return self._get(("stage experts", layers.stack), lambda: self._lower_stage(layers))
+
+    def place_experts(self, layers: ExpertLayers) -> Compiled:
+        """As of ``expert_programs.lower_place``."""
+        return self._get(("place experts", layers.stack), lambda: self._lower_place(layers))
+
+    def read_loads(self) -> Compiled:
+        """``loads -> (loads, zeros)``: the experts' loads since they were read last; donated."""
+        return self._get(("read loads",), self._lower_read_loads)
+
     def no_masks(self, sampled: tuple[int, int, int]) -> Array:
         """Masks that allow everything, on the devices."""
         shape = (self._limits.num_ranks, _positions(sampled), mask_words(self._limits.vocab_size))
@@ -167,11 +211,24 @@ class Programs:
             for count in proposes:
                 lower = lambda shape=shape, count=count: self.lower_drafts(shape, count)  # noqa: E731
                 work["drafts", shape, count] = (f"{count} drafts, {name}", lower)
+                if prefill is None:
+                    lower = lambda shape=shape, count=count: self.lower_drafting_step(shape, count)  # noqa: E731
+                    work["drafting step", shape, count] = (f"{name}, then {count} drafts", lower)
         work["admit",] = ("admission", self._lower_admit)
         marked = self._described((self._limits.pages_per_rank,), bool)
+        if self._limits.host_pages_per_rank:
+            work["take pages",] = ("pages to host memory", self._lower_take_pages)
+            work["put pages",] = ("pages from host memory", self._lower_put_pages)
         work["clear",] = ("clearing pages", lambda: self._lower_small(device_state.clear_pages, marked))
         pairs = self._described((COPIES, 2), np.int32)
         work["copy",] = ("copying pages", lambda: self._lower_small(device_state.copy_pages, pairs))
+        if self._exchanged:
+            work["read loads",] = ("reading experts' loads", self._lower_read_loads)
+            for layers in expert_programs.expert_layers(self._step):
+                lower = lambda layers=layers: self._lower_stage(layers)  # noqa: E731
+                work["stage experts", layers.stack] = (f"sending experts, {layers.stack}", lower)
+                lower = lambda layers=layers: self._lower_place(layers)  # noqa: E731
+                work["place experts", layers.stack] = (f"placing experts, {layers.stack}", lower)
         report = progress or (lambda done, total, label: None)
         report(0, len(work), next(iter(work.values()))[0])
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
@@ -193,6 +250,23 @@ class Programs:
         """Drop all programs."""
         self._compiled.clear()
         self._constants.clear()
+
+    def _compute(self, params, state: DeviceState, packed, shape: LaunchShape, scored: bool = False):
+        """The launch's rows through the model, each with its most probable tokens; results as of ``step``, the rows unpacked."""
+        step = self._step
+        state, rows, groups = slots.read(step, state, packed, shape)
+        hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
+        loads = self._count(state.loads, 0, reports)
+        state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups), loads=loads)
+        scores = ()
+        if scored:
+            every = step.logits(params, hidden)
+            logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
+            scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
+        else:
+            logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
+        state, outcome = slots.commit(step, state, rows, greedy(logits))
+        return state, rows, outcome, logits, hidden, reports, *scores
 
     def _propose(
         self, params, state: DeviceState, packed, rows: StepRows, outcome, hidden, shape: LaunchShape, count: int
@@ -220,9 +294,10 @@ class Programs:
         )
         last = firsts + jnp.maximum(lengths - 1, 0)
         with jax.named_scope("draft_1"):
-            hidden, cache, filled, _ = step.further(
+            hidden, cache, filled, reports = step.further(
                 params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
             )
+            loads = self._count(state.loads, step.config.num_moe_layers, reports)
             hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
             drafts = [greedy(step.logits(params, hidden))]
         position = jnp.concatenate([rows.start, rows.prefill_start], axis=1) + lengths - 1
@@ -234,13 +309,21 @@ class Programs:
             active = (drafting & (position < limit)).astype(jnp.int32)
             with jax.named_scope(f"draft_{number}"):
                 group = RowGroup(drafts[-1][..., None], position, active, tables, shape_one)
-                hidden, cache, filled, _ = step.further(
+                hidden, cache, filled, reports = step.further(
                     params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
                 )
+                loads = self._count(loads, step.config.num_moe_layers, reports)
                 drafts.append(greedy(step.logits(params, hidden)))
         proposed = jnp.stack(drafts, axis=-1)
-        state = dataclasses.replace(state, cache=cache, filled=filled)
+        state = dataclasses.replace(state, cache=cache, filled=filled, loads=loads)
         return slots.enter_drafts(step, state, rows, proposed), proposed
+
+    def _count(self, loads: Array | None, first: int, reports: Mapping[str, Array]) -> Array | None:
+        """``loads`` with what the layers from row ``first`` on report added; None where loads are not counted."""
+        if loads is None:
+            return None
+        counts = reports["tokens_per_expert"]
+        return loads.at[first : first + counts.shape[0]].add(counts)
 
     def _unfill(self, state: DeviceState, groups: list[RowGroup]):
         """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
@@ -256,6 +339,30 @@ class Programs:
     def _lower_small(self, function: Callable, argument: jax.ShapeDtypeStruct) -> Lowered:
         run = lambda state, argument: self._pin(function(self._step, state, argument), self._state)  # noqa: E731
         return jax.jit(run, donate_argnums=0).lower(self._state, argument)
+
+    def _lower_stage(self, layers: ExpertLayers) -> Lowered:
+        return expert_programs.lower_stage(self._step, self._params, layers, self._exchanged)
+
+    def _lower_place(self, layers: ExpertLayers) -> Lowered:
+        copies, loads = self._state.copies, self._state.loads
+        return expert_programs.lower_place(self._step, self._params, layers, copies, loads)
+
+    def _lower_read_loads(self) -> Lowered:
+        run = lambda loads: self._pin((loads, jnp.zeros_like(loads)), (self._state.loads,) * 2)  # noqa: E731
+        return jax.jit(run, donate_argnums=0).lower(self._state.loads)
+
+    def _lower_take_pages(self) -> Lowered:
+        pages = self._described((device_state.MOVED_PAGES,), np.int32)
+        take = lambda state, pages: device_state.take_pages(self._step, state, pages)  # noqa: E731
+        return jax.jit(lambda state, pages: self._pin(take(state, pages), self.described_moved())).lower(
+            self._state, pages
+        )
+
+    def _lower_put_pages(self) -> Lowered:
+        pages = self._described((device_state.MOVED_PAGES,), np.int32)
+        put = lambda state, moved, pages: device_state.put_pages(self._step, state, moved, pages)  # noqa: E731
+        run = lambda state, moved, pages: self._pin(put(state, moved, pages), self._state)  # noqa: E731
+        return jax.jit(run, donate_argnums=0).lower(self._state, self.described_moved(), pages)
 
     def _lower_biases(self, sampled: tuple[int, int, int]) -> Lowered:
         rows, _, logits = self._of_rows(sampled)
@@ -284,8 +391,9 @@ class Programs:
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
 
         def run(params, state, packed):
-            hidden, cache, _ = self._step.hidden(params, state.cache, [RowGroup.unpack(packed, shape)], state.copies)
-            state = dataclasses.replace(state, cache=cache)
+            groups = [RowGroup.unpack(packed, shape)]
+            hidden, cache, _ = self._step.hidden(params, state.cache, groups, state.copies)
+            state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
             return self._pin(state, self._state), self._step.logits(params, hidden)
 
         packed = self._described((shape.packed_width,), np.int32)

@@ -62,6 +62,8 @@ class Request:
         admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
             was preempted may come back to the same slot with other pages.
         pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
+        held_pages: of a waiting request, cached pages that are kept for it: what it lacks is on its way from host memory, or has come.
+        is_arriving: whether it is on its way.
         num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
             writes them any more. All later ones are this request's alone.
         page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
@@ -100,6 +102,8 @@ class Request:
     slot: int = -1
     admissions: int = 0
     pages: list[int] = field(default_factory=list)
+    held_pages: list[int] = field(default_factory=list)
+    is_arriving: bool = False
     num_sealed_pages: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     num_promised: int = 0

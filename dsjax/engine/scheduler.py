@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from dsjax.engine.executor import ExecutorLimits, RankResults, RowResult
+from dsjax.engine.page_tiers import HostTier
 from dsjax.engine.pages import PagePool
 from dsjax.engine.plan import ScheduledRow, StepPlan
 from dsjax.engine.rank import Rank, RankLoad
@@ -29,6 +30,7 @@ class SchedulerConfig:
         prefill_chunk: most tokens of one prompt in a step.
         max_prefill_rows: most prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `Request.priority` first, then by arrival.
+        host_pages_per_rank: pages of host memory to which evicted ones go; 0: they are lost.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
         speculation: how many tokens are drafted; None: none.
     """
@@ -40,6 +42,7 @@ class SchedulerConfig:
     page_size: int
     pages_per_rank: int
     max_model_len: int
+    host_pages_per_rank: int = 0
     policy: Literal["fcfs", "priority"] = "fcfs"
     prefix_caching: bool = True
     speculation: SpeculativeConfig | None = None
@@ -75,6 +78,7 @@ class SchedulerConfig:
             page_size=limits.page_size,
             pages_per_rank=limits.pages_per_rank,
             max_model_len=limits.max_model_len,
+            host_pages_per_rank=limits.host_pages_per_rank if prefix_caching else 0,
             policy=policy,
             prefix_caching=prefix_caching,
             speculation=speculation,
@@ -133,7 +137,11 @@ class Scheduler:
         self.config = config
         self.ranks = [
             Rank(
-                pool=PagePool(config.pages_per_rank, config.page_size),
+                pool=PagePool(
+                    config.pages_per_rank,
+                    config.page_size,
+                    HostTier(config.host_pages_per_rank) if config.host_pages_per_rank else None,
+                ),
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 prefill_chunk=config.prefill_chunk,
@@ -173,6 +181,7 @@ class Scheduler:
                 rank.pool.num_cached,
                 rank.pool.num_usable,
                 standing_cost(rank),
+                None if rank.pool.below is None else rank.pool.below.counts(),
             )
             for index, rank in enumerate(self.ranks)
         ]
@@ -180,6 +189,7 @@ class Scheduler:
     def flush_prefix_cache(self) -> None:
         """Let no page be found any more that is computed now. Requests keep those that they hold."""
         for rank in self.ranks:
+            rank.forget_arrivals()
             rank.pool.flush()
 
     def add(self, request: Request) -> None:
@@ -234,7 +244,7 @@ class Scheduler:
         # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.
         new_update = partial(tuple.__new__, Update)
         running = Status.RUNNING
-        for rank, (decodes, prefills, _), (decoded, prefilled) in zip(self.ranks, plan.ranks, results, strict=True):
+        for rank, (decodes, prefills, *_), (decoded, prefilled) in zip(self.ranks, plan.ranks, results, strict=True):
             finished: list[Request] = []
             made = 0
             for (request, _, length, _), result in zip(decodes, decoded, strict=True):
@@ -291,7 +301,10 @@ class Scheduler:
 
     def withdraw(self, plan: StepPlan) -> None:
         """Take back a plan whose launch failed. Its requests start anew: an executor may have been told a part of it, or nothing."""
-        for rank, (decodes, prefills, _) in zip(self.ranks, plan.ranks, strict=True):
+        for rank, (decodes, prefills, _, moves) in zip(self.ranks, plan.ranks, strict=True):
+            if moves is not None:  # nobody knows which of them were made
+                rank.forget_arrivals()
+                rank.pool.flush()
             for request, _, length, sampled in (*decodes, *prefills):
                 request.num_in_flight -= length
                 request.num_rows_under_way -= 1

@@ -126,7 +126,7 @@ class LaunchShape:
 
 
 def _without_pages(state: DeviceState) -> DeviceState:
-    return dataclasses.replace(state, cache={}, filled=None, copies=None)
+    return dataclasses.replace(state, cache={}, filled=None, copies=None, loads=None)
 
 
 def _on_each_rank(step: Step, function: Callable, *arguments):
@@ -143,7 +143,8 @@ def _on_each_rank(step: Step, function: Callable, *arguments):
 def _change_slots(step: Step, function: Callable, state: DeviceState, *arguments) -> tuple[DeviceState, Any]:
     """The state, all but its pages changed by ``function(state, *arguments) -> (state, more)`` on each rank; and more."""
     changed, more = _on_each_rank(step, function, _without_pages(state), *arguments)
-    return dataclasses.replace(changed, cache=state.cache, filled=state.filled, copies=state.copies), more
+    whole = {name: getattr(state, name) for name in ("cache", "filled", "copies", "loads")}
+    return dataclasses.replace(changed, **whole), more
 
 
 ADMISSIONS, ADMISSION_WIDTH = 8, 13

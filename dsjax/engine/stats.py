@@ -28,12 +28,41 @@ class DraftCounts:
 
     @classmethod
     def of(cls, results: Sequence[RankResults]) -> "DraftCounts":
-        """Count a step's decode rows. A row whose result failed counts its accepted drafts as far as it came."""
-        rows = [(row.num_drafts, len(row.token_ids)) for rank in results for row in rank.decodes if row.num_drafts]
-        accepted = [max(0, min(drafts, made - 1)) for drafts, made in rows]
-        most = max((drafts for drafts, _ in rows), default=0)
+        """Count a step's decode rows. A row's last token is the model's own; a row that failed has none, its tokens are all drafts."""
+        rows = [row for rank in results for row in rank.decodes if row.num_drafts]
+        accepted = [max(0, min(row.num_drafts, len(row.token_ids) - (not row.failed))) for row in rows]
+        most = max((row.num_drafts for row in rows), default=0)
         per_position = tuple(sum(count > place for count in accepted) for place in range(most))
-        return cls(len(rows), sum(drafts for drafts, _ in rows), sum(accepted), per_position)
+        return cls(len(rows), sum(row.num_drafts for row in rows), sum(accepted), per_position)
+
+
+@dataclass(frozen=True)
+class BalanceStats:
+    """Experts that follow the load: totals since the start, and the last window.
+
+    Attributes:
+        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums
+            over layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
+        rank_tokens: that each rank of an EP group computed in the last window, over all layers.
+        rebalances: that were carried out to their end; failures: that were given up.
+        layers_changed, experts_moved, bytes_moved: bytes of experts that reached another slot, on all devices of an EP group.
+        exchanges: commands that moved something; exchange_seconds: in them. rebalance_seconds: from decisions to ends; steps go on.
+        layers_left: of the rebalance under way.
+    """
+
+    windows: int = 0
+    balancedness: float = 1.0
+    layer_balancedness: float = 1.0
+    rank_tokens: tuple[int, ...] = ()
+    rebalances: int = 0
+    failures: int = 0
+    layers_changed: int = 0
+    experts_moved: int = 0
+    bytes_moved: int = 0
+    exchanges: int = 0
+    exchange_seconds: float = 0.0
+    rebalance_seconds: float = 0.0
+    layers_left: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +81,7 @@ class StepStats:
         compilations_after_warm_up: total so far; must stay 0.
         ranks: after the step.
         drafts: what came of drafts; None where none were to be verified.
+        balance: what came of balancing experts so far; None where they stay where they are.
     """
 
     time: float
@@ -68,6 +98,7 @@ class StepStats:
     ranks: list[RankLoad]
     experts: ExpertCounts | None = None
     drafts: DraftCounts | None = None
+    balance: BalanceStats | None = None
 
 
 class EngineObserver(Protocol):

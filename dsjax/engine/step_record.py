@@ -28,6 +28,7 @@ from dsjax.engine.executor import (
     ExecutorCounts,
     ExecutorLimits,
     ExpertCounts,
+    ExpertSlots,
     Progress,
     RankResults,
     RowResult,
@@ -242,6 +243,11 @@ class RecordingExecutor:
     def max_in_flight(self) -> int:
         """The inner executor's."""
         return self.inner.max_in_flight
+
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """The inner executor's."""
+        return self.inner.expert_slots
 
     def launch(self, command: Command) -> Any:
         """Launch a command; it is written down while the device computes. One that fails is written down too."""

@@ -9,14 +9,18 @@ from dsjax.engine.commands import (
     Admission,
     Clear,
     Copy,
+    FetchPages,
     Guide,
     PageChange,
+    PlacePages,
     PrefillRow,
     RankStep,
     Sampling,
     Step,
+    StorePages,
     int32s,
 )
+from dsjax.engine.page_tiers import PageMoves
 from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.request import Request
 
@@ -45,6 +49,20 @@ class StepWriter:
         if not any(rank.copies for rank in plan.ranks):
             return None
         return Copy([int32s(page for pair in rank.copies for page in pair) for rank in plan.ranks])
+
+    def moves(self, plan: StepPlan) -> list[PlacePages | StorePages | FetchPages]:
+        """What moves between devices and host before the step, in its order: what has come, what is sent for, what goes."""
+        moves = [rank.moves or PageMoves() for rank in plan.ranks]
+        found: list[PlacePages | StorePages | FetchPages] = []
+        if any(own.places for own in moves):
+            found.append(PlacePages([int32s(own.places) for own in moves]))
+        if any(
+            own.fetches for own in moves
+        ):  # before the stores, which may take a slot that is fetched for the last time
+            found.append(FetchPages([int32s(own.fetches) for own in moves]))
+        if any(own.stores for own in moves):
+            found.append(StorePages([int32s(number for pair in own.stores for number in pair) for own in moves]))
+        return found
 
     def void(self) -> None:
         """Forget what was told: the executor has forgotten it too."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 TARGETS = ("experts", "absorbed_attention", "expanded_attention")
 
@@ -83,6 +83,7 @@ class NativeKernels:
         start: Int[Array, "R"],
         length: Int[Array, "R"],
         tables: Int[Array, "R Pr"],
+        filled: Bool[Array, "P G"] | None = None,
         *,
         scale: float,
         value_width: int,
@@ -91,6 +92,7 @@ class NativeKernels:
         """Causal attention of each row's queries at ``start …`` over the cache, ``length`` of them; zero for the rest.
 
         cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``; float32 or the bits of bfloat16.
+        filled: which cache slots hold something; a query sees those and its own. None: all do.
         scale: of the scores. value_width: U, the width of a result; latent_width: M.
         """
         latent, rope = (cache["joined"],) * 2 if "joined" in cache else (cache["latent"], cache["rope"])
@@ -108,6 +110,7 @@ class NativeKernels:
             start.astype(jnp.int32),
             length.astype(jnp.int32),
             tables.astype(jnp.int32),
+            jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
             threads=np.int64(self.threads),
             latent_width=np.int64(latent_width),
             scale=np.float32(scale),

@@ -15,11 +15,12 @@ import numpy as np
 from dsjax.errors import UserError
 from dsjax.kernels import build
 from dsjax.kernels.native_calls import NativeKernels
+from dsjax.kernels.pallas import PallasKernels
 
-CHOICES = ("auto", "plain", "native")
+CHOICES = ("auto", "plain", "native", "pallas")
 OPERATIONS = ("decode attention", "prefill attention", "experts", "other products")
-NATIVE_FORMS = ("CC", "A_CC", "A_CC_ME", "AM_CC_ME")
-"""MLA forms that native attention has; ``CD``, which caches keys and values of each head, is plain everywhere."""
+FAST_FORMS = ("CC", "A_CC", "A_CC_ME", "AM_CC_ME")
+"""MLA forms that native and Pallas attention have; ``CD``, which caches keys and values of each head, is plain everywhere."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,15 @@ class Implementation:
 TABLE = (
     Implementation("decode attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
     Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA, pages read in place; not form CD"),
+    Implementation("decode attention", "pallas", ("gpu",), "Triton, absorbed MLA, pages read in place; not form CD"),
     Implementation("prefill attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
     Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block; not form CD"),
+    Implementation("prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA, causal tiles; not form CD"),
     Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (GPU), einsum or ragged_dot (TPU)"),
     Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16 and FP8 weights widened in registers"),
+    Implementation(
+        "experts", "pallas", ("gpu",), "Triton, sorted pairs, weights read from the stack, FP8 widened in registers"
+    ),
     Implementation("other products", "plain", None, "JAX; FP8 weights are dequantised before the product"),
 )
 
@@ -50,18 +56,21 @@ TABLE = (
 class Kernels:
     """Which implementation a step uses of each operation.
 
-    native: the loaded native kernels, or None where all is plain. note: why nothing faster is used where something exists, or
-    how the native kernels came; one line for people, empty if there is nothing to say.
+    native: the loaded native kernels; pallas: the Pallas kernels; None of both where all is plain.
+    note: why nothing faster is used where something exists, or how the native kernels came; one line for people, empty if there is
+        nothing to say.
     """
 
     native: NativeKernels | None = None
+    pallas: PallasKernels | None = None
     note: str = field(default="", compare=False)
 
     def name(self, operation: str, form: str | None = None) -> str:
         """The implementation of an operation, ``form`` being the MLA form for attention."""
-        if self.native is None or not any(row.operation == operation and row.name == "native" for row in TABLE):
+        loaded = "native" if self.native is not None else "pallas" if self.pallas is not None else "plain"
+        if not any(row.operation == operation and row.name == loaded for row in TABLE):
             return "plain"
-        return "native" if form is None or form in NATIVE_FORMS else "plain"
+        return loaded if form is None or form in FAST_FORMS else "plain"
 
     def names(self, prefill_form: str, decode_form: str) -> dict[str, str]:
         """Operation → implementation, for reports."""
@@ -87,10 +96,12 @@ def choose_kernels(
     prebuilt: a folder that ``dsjax kernels build`` filled (``--kernel-cache``); then nothing is built.
 
     Raises:
-        UserError: ``native`` where it cannot be had. With ``auto`` the plain form is used, and ``note`` says why.
+        UserError: ``native`` or ``pallas`` where it cannot be had. With ``auto`` the plain form is used, and ``note`` says why.
     """
     if choice == "plain":
         return PLAIN
+    if choice == "pallas" or (choice == "auto" and platform == "gpu"):
+        return _pallas(choice, platform, dtype)
     if platform != "cpu":
         return _refuse(choice, f"native kernels are for the CPU platform, and these devices are {platform}")
     if dtype != np.float32:
@@ -99,10 +110,20 @@ def choose_kernels(
     if found.path is None:
         return _refuse(choice, found.note)
     threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
-    return Kernels(NativeKernels.load(found.path, threads), found.note)
+    return Kernels(NativeKernels.load(found.path, threads), note=found.note)
+
+
+def _pallas(choice: str, platform: str, dtype: np.dtype) -> Kernels:
+    """Compiled on GPUs. On the CPU platform Pallas's interpreter runs them, which tests use; nobody would serve with it."""
+    if platform not in ("gpu", "cpu"):
+        return _refuse(choice, f"these kernels are for GPUs, and these devices are {platform}")
+    if np.dtype(dtype).name not in ("float32", "bfloat16"):
+        return _refuse(choice, f"they compute in float32 and bfloat16, and --dtype is {np.dtype(dtype).name}")
+    note = "Pallas kernels run by their interpreter on a CPU: right, and very slow" if platform == "cpu" else ""
+    return Kernels(pallas=PallasKernels(interpret=platform == "cpu"), note=note)
 
 
 def _refuse(choice: str, reason: str) -> Kernels:
-    if choice == "native":
-        raise UserError(f"--kernels is native, but {reason}; use --kernels auto or plain")
+    if choice != "auto":
+        raise UserError(f"--kernels is {choice}, but {reason}; use --kernels auto or plain")
     return Kernels(note=reason)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.pallas.attention import latent_attention
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.forms import Form, Layout
@@ -103,8 +105,10 @@ class PagedAttention:
         with jax.named_scope(f"attend_{form}"):
             dtype = p.latent.dtype
             scale = self.config.softmax_scale
+            if self.kernels.name("decode attention", form) == "pallas":
+                return self._pallas(mla, form, cache, layer, rows, p)
             native = self.kernels.name("decode attention", form) == "native"
-            if native and dtype == jnp.float32 and rows.filled is None:
+            if native and dtype == jnp.float32:
                 return self._native(mla, form, cache, layer, rows, p)
             if form == "CD":
                 q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
@@ -142,21 +146,45 @@ class PagedAttention:
             weight = mla.kv_b.value(p.latent.dtype)
             weights = (weight.reshape(weight.shape[0], config.num_attention_heads, -1),)
 
-        def local(q, q_rope, weights, cache, layer, positions, length, tables):
-            weight = weights[0] if weights else None
-            return kernel(q[0], q_rope[0], weight, cache, layer, positions[0, :, 0], length[0], tables[0], **settings)[
-                None
-            ]
+        def local(q, q_rope, weights, cache, layer, positions, length, tables, filled):
+            weight, start = weights[0] if weights else None, positions[0, :, 0]
+            out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, **settings)
+            return out[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query = P(batch, None, None, heads)
         specs = (query, query, (P(None, heads),) * len(weights), {name: P(None, batch) for name in cache}, P())
-        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch)), query)(
-            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables
+        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch), P(batch)), query)(
+            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables, rows.filled
         )
         if form != "AM_CC_ME":
             return out
         return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(out.dtype))
+
+    def _pallas(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections):
+        """``attend`` by the Pallas kernel: in latent space, whatever the form, so that keys and values are never expanded."""
+        config, batch, heads, dtype = self.config, self.spec.batch_axes, self.spec.head_axes, p.latent.dtype
+        if form == "AM_CC_ME":
+            q = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(dtype))
+        else:
+            up_key, up_value = mla.key_value_weight(dtype)
+            q = jnp.einsum("brchn,mhn->brchm", p.q_nope, up_key)
+
+        def local(q, q_rope, cache, layer, positions, length, tables, filled):
+            return latent_attention(
+                q[0], q_rope[0], cache, np.dtype(self.cache_dtype), layer, positions[0, :, 0], length[0], tables[0], filled,
+                scale=config.softmax_scale, interpret=self.kernels.pallas.interpret,
+            )[None]  # fmt: skip
+
+        length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
+        query, own = P(batch, None, None, heads), P(batch)
+        specs = (query, query, {name: P(None, batch) for name in cache}, P(), own, own, own, own)
+        out = self._shard_map(local, specs, query)(
+            q, p.q_rope, cache, layer, rows.positions, length, rows.tables, rows.filled
+        )
+        if form == "AM_CC_ME":
+            return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(dtype))
+        return jnp.einsum("brchm,mhu->brchu", out, up_value)
 
     def _cached_values(self, mla: MLA, p: Projections) -> Cache:
         if self.layout == "split":

@@ -23,6 +23,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from dsjax.kernels.pallas.experts import SLACK, Groups, addressable, combine, down, gate_up, round_pairs
 from dsjax.kernels.table import Kernels
 from dsjax.model.parameters import dequantise, reinterpret
 from sharding.dispatch.wire import PackedRows
@@ -76,8 +77,12 @@ class ExpertProduct:
             native = self.kernels.name("experts") == "native" and rows_ND.dtype == jnp.float32
             if native and self.implementation == "auto":
                 return self._native(experts, rows_ND, ids_NK, weights_NK)
-            pairs = sort_pairs(ids_NK, weights_NK, experts.count)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
+            if self.kernels.name("experts") == "pallas" and self.implementation == "auto":
+                stack = experts.stack()
+                if all(map(addressable, stack.values())):
+                    return self._pallas(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
+            pairs = sort_pairs(ids_NK, weights_NK, experts.count)
             chosen = self.implementation
             if chosen == "auto":
                 chosen = choose_implementation(self.platform, mean_load)
@@ -91,14 +96,44 @@ class ExpertProduct:
             return out.astype(rows_ND.dtype)
 
     def _native(self, experts: Experts, rows_ND, ids_NK, weights_NK) -> Float[Array, "N D"]:
-        layer = experts.params.get("layer", jnp.int32(0))
-        stack = {
-            name: array if experts.stacked else array[None] for name, array in experts.params.items() if name != "layer"
-        }
+        stack, layer = experts.stack(), experts.layer
         if isinstance(rows_ND, PackedRows):
             # A packed float32 row begins with its values: the kernel reads the rows that it needs where they lie.
             rows_ND = rows_ND.words_NW if not rows_ND.wire.fp8 else rows_ND.take(jnp.arange(rows_ND.shape[0]))
         return self.kernels.native.experts(stack, layer, rows_ND, ids_NK, weights_NK)
+
+    def _pallas(self, experts: Experts, stack, rows_ND, ids_NK, weights_NK, mean_load: float) -> Float[Array, "N D"]:
+        """Rounds of sorted pairs through the kernels; under even routing there is one."""
+        (N, K), X, interpret = ids_NK.shape, experts.count, self.kernels.pallas.interpret
+        size = round_pairs(mean_load, X, N * min(K, X))
+        own_load = min(mean_load, size / X)
+        pairs = sort_pairs(ids_NK, weights_NK, X)
+        total = pairs.start_X[-1] + pairs.count_X[-1]
+        place_NK = jnp.zeros((N * K,), jnp.int32).at[pairs.pair_P].set(jnp.arange(N * K), unique_indices=True)
+        place_NK = place_NK.reshape(N, K)
+        # So that the slice of the last round is not shifted back, and the last tile has all its rows.
+        row_P = jnp.pad(pairs.row_P, (0, size + SLACK))
+
+        def one_round(r: Array | int) -> Float[Array, "N D"]:
+            first = r * size
+            start_X = jnp.clip(pairs.start_X - first, 0, size)
+            count_X = jnp.clip(pairs.start_X + pairs.count_X - first, 0, size) - start_X
+            groups = Groups(start_X, count_X, own_load)
+            x_PD = rows_ND.take(lax.dynamic_slice_in_dim(row_P, first, size + SLACK), axis=0, mode="clip")
+            weights = {name: self._weights(stack, name) for name in ("gate_up", "down")}
+            hidden_PF = gate_up(*weights["gate_up"], experts.layer, x_PD, groups, interpret=interpret)
+            y_PD = down(*weights["down"], experts.layer, hidden_PF, groups, interpret=interpret)
+            place = place_NK - first
+            place = jnp.where((place >= 0) & (place < jnp.minimum(total - first, size)), place, -1)
+            return combine(y_PD, place, weights_NK, own_load * X, interpret=interpret)
+
+        out_ND = one_round(0)
+        if size < N * min(K, X):
+            out_ND = lax.fori_loop(1, -(-total // size), lambda r, out: out + one_round(r), out_ND)
+        return out_ND
+
+    def _weights(self, stack: Mapping[str, Array], name: str):
+        return stack[f"{name}.weight"], stack.get(f"{name}.scale"), self.weight_dtype
 
 
 @dataclass(frozen=True)
@@ -118,6 +153,15 @@ class Experts:
     def count(self) -> int:
         """X: physical experts on this rank."""
         return self.params["down.weight"].shape[1 if self.stacked else 0]
+
+    @property
+    def layer(self) -> Int[Array, ""]:
+        """Which layer of ``stack()`` is meant."""
+        return self.params.get("layer", jnp.int32(0))
+
+    def stack(self) -> dict[str, Array]:
+        """The arrays as stacks of layers."""
+        return {name: array if self.stacked else array[None] for name, array in self.params.items() if name != "layer"}
 
     def matrices(self, index: Int[Array, ""] | None = None) -> tuple[Array, Array]:
         """Gate and up ``[D, 2F]`` and down ``[F, D]`` of one expert, or with None of all, ``[X, D, 2F]`` and ``[X, F, D]``."""
@@ -144,9 +188,11 @@ class Experts:
 class SortedPairs(NamedTuple):
     """All (row, expert) pairs by expert, rows ascending within one; pairs without an expert stand last.
 
-    ``row_P`` and ``weight_P`` of each pair; ``start_X`` and ``count_X``: where an expert's pairs are. P = N × K.
+    ``pair_P``: which of all pairs it was before. ``row_P`` and ``weight_P`` of each pair; ``start_X`` and ``count_X``: where an
+    expert's pairs are. P = N × K.
     """
 
+    pair_P: Int[Array, "P"]
     row_P: Int[Array, "P"]
     weight_P: Float[Array, "P"]
     start_X: Int[Array, "X"]
@@ -163,7 +209,7 @@ def sort_pairs(ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], exper
     pair_P = (lax.sort(key_P, is_stable=False) % pairs).astype(jnp.int32)
     count_X = jnp.zeros((experts + 1,), jnp.int32).at[group_P].add(1, mode="promise_in_bounds")[:experts]
     weight_P = weights_NK.reshape(-1).at[pair_P].get(mode="promise_in_bounds").astype(jnp.float32)
-    return SortedPairs(pair_P // ids_NK.shape[1], weight_P, jnp.cumsum(count_X) - count_X, count_X)
+    return SortedPairs(pair_P, pair_P // ids_NK.shape[1], weight_P, jnp.cumsum(count_X) - count_X, count_X)
 
 
 def swiglu(x: Array, gate_up: Array, down: Array) -> Array:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dsjax.model.forms import Form
 
@@ -84,13 +84,3 @@ def unpack(packed: Int[Array, "B W"], shapes: Sequence[GroupShape]) -> list[RowG
 def flatten(parts: list[Array]) -> Array:
     """``[B, R, C]`` of each group → ``[B, T]`` of all: the tokens of a rank, group after group."""
     return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
-
-
-def last_tokens(x: Float[Array, "B T D"], groups: list[RowGroup]) -> Float[Array, "B R D"]:
-    """Each row's last active token; its first slot where the row is padding."""
-    indices, start = [], 0
-    for group in groups:
-        first = start + jnp.arange(group.shape.rows) * group.shape.chunk
-        indices.append(first + jnp.maximum(group.length - 1, 0))
-        start += group.shape.tokens
-    return jnp.take_along_axis(x, jnp.concatenate(indices, axis=1)[..., None], axis=1)

@@ -33,7 +33,8 @@ from dsjax.model.rows import RowGroup, flatten
 from dsjax.model.transformer import MTP, DecoderLayer, Transformer
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig, dispatch
-from sharding.placement import CopyTables, Placement, assign_copies
+from sharding.layer_placement import LayerPlacements
+from sharding.placement import CopyTables, assign_copies
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Step:
     spec: MeshSpec
     mesh: Mesh
     rules: Rules
-    placement: Placement
+    placement: LayerPlacements
     dispatch: DispatchConfig
     dtype: jnp.dtype
     cache_dtype: jnp.dtype

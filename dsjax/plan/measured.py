@@ -101,14 +101,19 @@ class Measured:
         return self._figure(module, points, tokens if scale is None else scale(tokens), times, places)
 
     def attention(
-        self, form: str, rows: float, chunk: float, cached: float, *, times: int, places: int
+        self, form: str, rows: float, chunk: float, cached: float, *, times: int, places: int, verify: bool = False
     ) -> Figure | None:
         """Seconds of attention for `rows` of `chunk` tokens behind `cached` positions: between contexts, then between rows.
 
+        verify: decode rows with drafts; timed with that many drafts, or else as rows of a token each.
         The context is counted in the blocks that the model reads it in, of which it reads whole ones.
         """
-        decode = chunk == 1
-        found = self.rows("attention", f"{form} {'decode' if decode else 'prefill'}")
+        decode = verify or chunk == 1
+        found = self.rows("attention", f"{form} verify") if verify else []
+        found = [row for row in found if row["sizes"]["chunk"] == chunk]
+        if verify and not found:
+            rows, chunk = rows * chunk, 1
+        found = found or self.rows("attention", f"{form} {'decode' if decode else 'prefill'}")
         size, at = ("rows", rows) if decode else ("chunk", chunk)
         points = []
         for number in sorted({row["sizes"][size] for row in found}):

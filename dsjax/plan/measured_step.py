@@ -79,7 +79,9 @@ class MeasuredStep(StepModel):
     ) -> Figure | None:
         find = self.measured.attention
         if decode:
-            return find(DECODE_FORM, tokens, 1, context, times=layers, places=stacks)
+            rows = read / context if context else tokens
+            width = round(tokens / rows)
+            return find(DECODE_FORM, rows, width, context, times=layers, places=stacks, verify=width > 1)
         # `context` is the mean position that is attended to: cached + (prompt + 1) / 2, and read = tokens × cached ÷ prompt.
         prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
         cached = read / tokens * prompt
@@ -112,9 +114,7 @@ class MeasuredStep(StepModel):
         config, mesh = self.config, self.layout.mesh
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
         rows = own * config.num_experts_per_tok
-        slowest = self.skew.slowest(
-            mesh.ep_size, slots, rows, self.balanced or (self.balancing and self.layout.redundant > 0)
-        )
+        slowest = self.skew.slowest(self.expert_slots(), config.n_routed_experts, rows, self.places_by_load)
         # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew
         # for every `_TILE` rows of one.
         ranks, top_k = config.n_routed_experts / slots, config.num_experts_per_tok
@@ -154,7 +154,7 @@ class MeasuredStep(StepModel):
         launch = self._module("launch", rows, 1, places=0)
         if launch is None:
             return super().beside(tokens, rows, decode)
-        found = {"launch": launch.named("launch", "s")}
+        found = {"launch": launch.named("launch", "s"), **self.moving()}
         for name, variant in (("inputs", ""), ("embedding", "device")):
             found |= _given(name, self._module(name, tokens, 1, variant=variant))
         return found

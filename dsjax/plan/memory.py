@@ -34,9 +34,7 @@ def weight_bytes(config: ModelConfig, layout: Layout, precision: Precision, mtp:
     found = {
         "attention": layers * (_bytes(attention, precision.linear) + norms * 2),
         "dense MLP": dense_layers * _mlp(width, config.intermediate_size // tp, precision.expert),
-        "experts": moe_layers
-        * slots
-        * _mlp(width, config.moe_intermediate_size // mesh.expert_width_shards, precision.expert),
+        "experts": moe_layers * slots * expert_bytes(config, mesh.expert_width_shards, precision),
         "shared experts": moe_layers
         * _mlp(width, config.n_shared_experts * config.moe_intermediate_size // tp, precision.expert),
         "router": moe_layers * (counts["router"] * 2 + router_bias_parameters(config) * 4),
@@ -45,6 +43,11 @@ def weight_bytes(config: ModelConfig, layout: Layout, precision: Precision, mtp:
     if mtp:
         found["MTP projection and norms"] = config.num_nextn_predict_layers * (2 * width * width + 3 * width) * 2
     return {name: size for name, size in found.items() if size}
+
+
+def expert_bytes(config: ModelConfig, shards: int, precision: Precision) -> int:
+    """Bytes of one routed expert on one device; shards: into how many pieces its width is cut."""
+    return _mlp(config.hidden_size, config.moe_intermediate_size // shards, precision.expert)
 
 
 def _bytes(matrices: list[tuple[int, int]], itemsize: float) -> int:

@@ -167,6 +167,14 @@ def xla_collective(cluster: Cluster, ranks: int, each: Figure, count: int = 1) -
     return time + assumed(30e-6, 15e-6, 80e-6, "a collective, fixed part", "NCCL, launched by XLA", "s") * count
 
 
+def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:
+    """Seconds in which each of so many neighbouring ranks receives `size` bytes of weights, from any of the others."""
+    share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
+    away = 1 - min(cluster.domain, ranks) / ranks
+    time = size * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
+    return largest(time, size * away / (share * cluster.network_bandwidth)) if away else time
+
+
 def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
     """Mean number of hosts that hold one of a token's experts, its own among them.
 

@@ -7,21 +7,23 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from dsjax.errors import UserError
+from dsjax.plan.balancing import Loads, Slots, busiest, drawn, drifted, moved
 from dsjax.plan.figure import Figure, Kind
 
-DRIFT = (0.26, 0.1, 0.45)
-"""Of the experts' unevenness, the share that a balancer does not foresee: value, low, high.
+DRIFT = (0.25, 0.12, 0.5)
+"""Of the spread of the experts' loads, the share that a balancer has not seen when it places them: value, low, high.
 
-Low: the same page as `DEFAULT_SKEW`'s, where the balancer had seen the very load that it served (the fullest of 32 ranks 0.109 above
-the mean, of which chance has a part). High: what aiconfigurator takes for SGLang with its balancer (popularity drawn from a power
-law of 0.6, four fifths of the tokens), the fullest of 32 ranks about half above the mean. Between them the geometric mean of what
-remains, which is an assumption.
+Each is the share with which the policy itself, run on `DEFAULT_SKEW`'s 1.28 with 288 slots on 32 ranks, gives what is published of
+systems that balance. Low: the same page as `DEFAULT_SKEW`'s, where the balancer had seen the very load that it served (the fullest of 32
+ranks 0.109 above the mean, of which chance has a part). High: what aiconfigurator takes for SGLang with its balancer (popularity
+drawn from a power law of 0.6, four fifths of the tokens), the fullest of 32 ranks about half above the mean. Between them the
+geometric mean of what remains above the mean, 0.23, which is an assumption. Two recorded windows tell it instead.
 """
 
 
@@ -29,7 +31,8 @@ remains, which is an assumption.
 class Skew:
     """Coefficient of variation (standard deviation ÷ mean) of tokens per expert in a layer: value, low, high.
 
-    measured: read from a trace, not assumed.
+    measured: read from a trace, not assumed. trace: its layers, where their number of experts is the model's; with a second
+    recording, what was served after a balancer had seen the first.
     """
 
     variation: float
@@ -37,25 +40,51 @@ class Skew:
     high: float
     source: str
     measured: bool = False
+    trace: Loads | None = field(default=None, compare=False, repr=False)
 
-    def slowest(self, ep: int, slots: int, rows: float, balanced: bool) -> Figure:
-        """Load of the busiest of `ep` ranks ÷ the mean, averaged over layers; 1 ÷ balancedness.
+    def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool) -> Figure:
+        """Load of the busiest rank ÷ the mean, averaged over layers; 1 ÷ balancedness.
 
-        slots: experts on a rank; rows: mean rows of a rank, whose chance variation comes on top; balanced: with redundant
-        experts, placed by an earlier load, so that only its drift is felt. The expected largest of `ep` normal
-        variables is about √(2 ln ep) standard deviations; a rank's variation is its experts' ÷ √slots.
+        slots: where experts may lie; rows: mean rows of a rank, whose chance variation comes on top; balanced: placed by
+        an earlier load, so that only its drift is felt, else as the engine starts. Of chance alone the expected largest of
+        n normal variables is about √(2 ln n) standard deviations; it is added to what the placement leaves as squares add.
         """
-        if ep == 1:
+        if slots.ranks == 1:
             return Figure(1.0)
-        reach = math.sqrt(2 * math.log(ep))
-        shares = DRIFT if balanced else (1.0, 1.0, 1.0)
-        ends = []
-        for variation, share in zip((self.variation, self.low, self.high), shares, strict=True):
-            spread = math.sqrt((variation * share) ** 2 / slots + (1 / rows if rows > 0 else 0))
-            ends.append(min(1 + reach * spread, ep))
+        chance = 2 * math.log(slots.ranks) / rows if rows > 0 else 0.0
         uniform = self.high == 0
-        kind = Kind.EXACT if uniform else Kind.ASSUMPTION if balanced or not self.measured else Kind.MEASURED
-        return Figure(*ends, kind, name="busiest rank ÷ mean", source=self.source)
+        ends = (1.0, 1.0, 1.0) if uniform else self._placed(slots, experts, balanced)
+        value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in ends)
+        seen = self.measured and (not balanced or self._drift_is_known(experts))
+        kind = Kind.EXACT if uniform else Kind.MEASURED if seen else Kind.ASSUMPTION
+        return Figure(value, min(value, low), max(value, high), kind, name="busiest rank ÷ mean", source=self.source)
+
+    def moved(self, slots: Slots, experts: int) -> float:
+        """Of all slots, the share that gets another expert from one window to the next; 0 where experts are used evenly."""
+        if slots.ranks == 1 or self.high == 0:
+            return 0.0
+        return moved(self._loads(experts, self.variation, DRIFT[0]), slots)
+
+    def _placed(self, slots: Slots, experts: int, balanced: bool) -> tuple[float, float, float]:
+        """What the placement leaves of the unevenness, at the middle and at both ends of what is known."""
+        traced = self._traced(experts) is not None
+        if traced and (not balanced or self._drift_is_known(experts)):
+            return busiest((self._loads(experts, self.variation, 0.0),), slots, balanced)[0]
+        variations, drifts = (self.variation, self.low, self.high), DRIFT if balanced else (0.0, 0.0, 0.0)
+        loads = tuple(self._loads(experts, *pair) for pair in zip(variations, drifts, strict=True))
+        value, low, high = (one.mean for one in busiest(loads, slots, balanced))
+        return value, low, high
+
+    def _loads(self, experts: int, variation: float, drift: float) -> Loads:
+        trace = self._traced(experts)
+        return drawn(variation, experts, drift) if trace is None else drifted(trace, drift)
+
+    def _traced(self, experts: int) -> Loads | None:
+        return self.trace if self.trace is not None and self.trace.seen.shape[1] == experts else None
+
+    def _drift_is_known(self, experts: int) -> bool:
+        trace = self._traced(experts)
+        return trace is not None and trace.served is not trace.seen
 
     def touched(self, tokens: float, top_k: int, experts: int) -> float:
         """Experts of a layer that at least one of so many tokens goes to: the sum over experts of 1 - (1 - p)^tokens.
@@ -108,6 +137,8 @@ UNIFORM = Skew(0.0, 0.0, 0.0, "every expert as likely")
 def read_skew(text: str) -> Skew:
     """`default`, `uniform`, `zipf:S`, or a JSON file of tokens per expert, `[experts]` or `[layers][experts]`.
 
+    Two files, `EARLIER.json,LATER.json`, are a window that a balancer has seen and the one that it then served.
+
     Raises:
         UserError: none of these, or a file that does not hold such counts.
     """
@@ -121,15 +152,36 @@ def read_skew(text: str) -> Skew:
         except ValueError as error:
             raise UserError(f"--expert-skew {text!r}: expected zipf:S with a number S, for example zipf:0.3") from error
         return Skew(variation, variation, variation, f"given: popularity ∝ rank^-{text[5:]}")
-    try:
-        loaded = json.loads(Path(text).read_text(encoding="utf-8"))
-        counts = loaded["tokens_per_expert"] if isinstance(loaded, dict) else loaded
-        table = np.atleast_2d(np.asarray(counts, float))
-        if table.ndim != 2 or table.shape[1] < 2 or np.any(table < 0) or np.any(table.sum(axis=1) == 0):
-            raise ValueError(f"an array of shape {table.shape}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    files = [text] if Path(text).exists() or text.count(",") != 1 else text.split(",")
+    tables = [_read_trace(file) for file in files]
+    seen, served = tables[0], tables[-1]
+    if seen.shape != served.shape:
         raise UserError(
-            f"--expert-skew {text!r}: {error}; expected default, uniform, zipf:S, or a JSON file with tokens per expert as "
-            '[layers][experts], alone or under "tokens_per_expert"'
+            f"--expert-skew {text!r}: {files[0]} has {seen.shape[0]} layers of {seen.shape[1]} experts, {files[1]} has "
+            f"{served.shape[0]} of {served.shape[1]}; expected two recordings of one model"
+        )
+    used = (seen.sum(axis=1) > 0) & (served.sum(axis=1) > 0)
+    if not used.any():
+        raise UserError(
+            f"--expert-skew {text!r}: no layer has a token; expected counts of a server that has answered requests"
+        )
+    seen, served = seen[used], served[used]
+    trace = Loads(seen, seen if len(files) == 1 else served)
+    return Skew(*counts_variation(trace.served), f"trace {text}", measured=True, trace=trace)
+
+
+def _read_trace(file: str) -> np.ndarray:
+    """Counts `[layers, experts]`, alone or as one of the fields in which dsjax and others write them."""
+    try:
+        loaded = json.loads(Path(file).read_text(encoding="utf-8"))
+        if isinstance(loaded, dict):
+            loaded = loaded.get("logical_load", loaded.get("tokens_per_expert"))
+        table = np.atleast_2d(np.asarray(loaded, float))
+        if table.ndim != 2 or table.shape[1] < 2 or not np.all(np.isfinite(table)) or np.any(table < 0):
+            raise ValueError(f"found an array of shape {table.shape}")
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"--expert-skew {file!r}: {error}; expected default, uniform, zipf:S, or a JSON file with tokens per expert as "
+            '[layers][experts], alone, under "logical_load" as dsjax serve records them, or under "tokens_per_expert"'
         ) from error
-    return Skew(*counts_variation(table), f"trace {text}", measured=True)
+    return table

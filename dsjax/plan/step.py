@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dsjax.config import ModelConfig
+from dsjax.plan.balancing import STEP_INTERVAL, Slots
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, Kind, assumed, exact, largest, total
 from dsjax.plan.host_time import OVERLAPPED, HostTime
 from dsjax.plan.layout import Layout
-from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange, own_exchange
+from dsjax.plan.memory import expert_bytes
+from dsjax.plan.network import all_reduce, low_latency_exchange, moved_bytes, normal_exchange, own_exchange
 from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables
 from dsjax.plan.precision import BF16, Precision
@@ -56,11 +58,17 @@ class StepModel:
             self.shared[key] = Chip(self.cluster.hardware, self.precision, self.operators)
         object.__setattr__(self, "chip", self.shared[key])
 
+    @property
+    def places_by_load(self) -> bool:
+        """Whether experts are moved after their load while serving."""
+        return self.balanced or (self.balancing and self.layout.redundant > 0)
+
     def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> Figure:
         """One decode step.
 
-        batch: requests; context: cached positions of each; drafts: tokens verified beside the next one, each made by one
-        pass of the MTP module; uneven: coefficient of variation of the requests' contexts; the replica with the
+        batch: requests; context: cached positions of each; drafts: tokens verified beside the next one. The MTP module makes
+        each in a pass of its own: the first goes over all tokens that were computed, whose entries its cache needs, each further
+        one over one token of a request. uneven: coefficient of variation of the requests' contexts; the replica with the
         longest contexts is waited for.
         """
         tokens = batch * (1 + drafts)
@@ -68,7 +76,8 @@ class StepModel:
         layers = self._layers(tokens, batch * context, context, True, self.config.num_hidden_layers, wait)
         parts = {**layers, "head": self.head(tokens), **self.beside(tokens, batch, True)}
         if drafts:
-            parts["MTP module"] = self._draft(batch, context, wait) * drafts
+            further = self._draft(batch, batch, context, wait) * (drafts - 1)
+            parts["MTP module"] = (self._draft(tokens, batch, context, wait) + further).named("MTP module", "s")
             parts["host, drafts"] = self.host.draft() * drafts
         return self._whole(parts)
 
@@ -118,7 +127,21 @@ class StepModel:
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        return {"host": self.host.step(decode)}
+        return {"host": self.host.step(decode), **self.moving()}
+
+    def moving(self) -> dict[str, Figure]:
+        """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
+        if not (self.places_by_load and self.layout.mesh.ep_size > 1 and self.config.is_moe):
+            return {}
+        key = ("moving", self.layout.mesh, self.layout.redundant)
+        if key not in self.shared:
+            config, mesh, places = self.config, self.layout.mesh, self.expert_slots()
+            own = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
+            each = expert_bytes(config, mesh.expert_width_shards, self.precision)
+            sent = exact(own * each * config.num_moe_layers, "bytes that a rank receives in a rebalance", "B")
+            time = moved_bytes(self.cluster, mesh.ep_size, sent) / STEP_INTERVAL
+            self.shared[key] = time.named("moving experts", "s")
+        return {"moving experts": self.shared[key]}
 
     def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, Figure]:
         """What all layers of a step cost, by name, before two-batch overlap; nothing waits for another replica."""
@@ -302,14 +325,14 @@ class StepModel:
         width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
         own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
         split = mesh.tp_size if mesh.splits_expert_width else 1
-        balanced = self.balanced or (self.balancing and self.layout.redundant > 0)
+        balanced = self.places_by_load
         key = ("experts", own, devices, mesh.ep_size, split, self.layout.redundant, balanced, decode, layers, busy)
         if key in self.shared and not self.dry_runs:
             return self.shared[key]
-        physical = config.n_routed_experts + self.layout.redundant
-        slots = physical // mesh.ep_size
+        places = self.expert_slots()
+        slots = places.physical // mesh.ep_size
         rows = own * busy * top_k * mesh.expert_width_shards
-        slowest = self.skew.slowest(mesh.ep_size, slots, rows, balanced)
+        slowest = self.skew.slowest(places, config.n_routed_experts, rows, balanced)
         arriving = exact(rows, "rows of the mean rank", "rows") * slowest
         everyone = own * busy * devices
         touched = self.skew.touched(everyone, top_k, config.n_routed_experts)
@@ -336,6 +359,12 @@ class StepModel:
         if not self.dry_runs:
             self.shared[key] = found
         return found
+
+    def expert_slots(self) -> Slots:
+        """Where the experts may lie: hosts count where the EP group has whole hosts, as in the engine."""
+        ranks, each = self.layout.mesh.ep_size, self.cluster.devices_per_host
+        hosts = ranks // each if ranks == self.layout.mesh.num_devices and ranks % each == 0 else 1
+        return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))
 
     def _exchanges(self, own: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
         config, cluster, mesh = self.config, self.cluster, self.layout.mesh
@@ -368,11 +397,11 @@ class StepModel:
             self.shared[key] = (product + logits).named("head", "s")
         return self.shared[key]
 
-    def _draft(self, batch: float, context: float, wait: Figure) -> Figure:
-        """One pass of the MTP module: a layer with experts, its projection of two widths, the head."""
+    def _draft(self, tokens: float, batch: float, context: float, wait: Figure) -> Figure:
+        """One pass of the MTP module: a layer with experts and its projection of two widths over all tokens, the head for each request."""
         config = self.config
-        layer = total(list(self._layers(batch, batch * context, context, True, 1, wait, dense=0).values()))
-        joined = self.chip.bf16_product(batch, config.hidden_size, 2 * config.hidden_size)
+        layer = total(list(self._layers(tokens, batch * context, context, True, 1, wait, dense=0).values()))
+        joined = self.chip.bf16_product(tokens, config.hidden_size, 2 * config.hidden_size)
         return (layer + joined + self.head(batch)).named("MTP module", "s")
 
 

@@ -18,7 +18,7 @@ from dsjax.plan.operator_tables import BUNDLED, TABLES, OperatorTables
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.simulation.load import Load
 from dsjax.plan.simulation.run import simulate
-from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, UNIFORM, Skew
+from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM, Skew
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
 
@@ -150,10 +150,11 @@ def _gain(fast: Figure, slow: Figure) -> Figure:
     return slow / fast
 
 
-def _h100(mesh: str, hosts: int, operators: OperatorTables, *, overlap: bool, skew: Skew = DEFAULT_SKEW) -> StepModel:
+def _h100(mesh: str, hosts: int, operators: OperatorTables, *, overlap: bool, balancing: bool = True) -> StepModel:
     config = load_config("deepseek-v3")
     cluster, layout = load_cluster("h100-32").resized(hosts), parse_layout(mesh, 32, config)
-    return StepModel(config, cluster, layout, PRECISIONS["fp8"], skew, overlap, operators=operators)
+    precision = PRECISIONS["fp8"]
+    return StepModel(config, cluster, layout, precision, overlap=overlap, balancing=balancing, operators=operators)
 
 
 def _overlap_gain(batch: float | None, operators: OperatorTables) -> Figure:
@@ -166,20 +167,13 @@ def _overlap_gain(batch: float | None, operators: OperatorTables) -> Figure:
 
 
 def _balancing_gain(decode: bool, operators: OperatorTables) -> Figure:
-    """Of placing experts by their load, on the same redundant experts: the whole skew against what a balancer leaves."""
-    whole = Skew(
-        DEFAULT_SKEW.variation / DRIFT[0],
-        DEFAULT_SKEW.low / DRIFT[1],
-        DEFAULT_SKEW.high / DRIFT[2],
-        f"{DEFAULT_SKEW.source}; unbalanced",
-    )
+    """Of placing experts by their load, on the same redundant experts, which without a balancer lie anywhere."""
     if decode:
-        times = [_h100("dp=72", 9, operators, overlap=True, skew=s).decode(256, 2050) for s in (DEFAULT_SKEW, whole)]
+        models = [_h100("dp=72", 9, operators, overlap=True, balancing=b) for b in (True, False)]
+        times = [model.decode(256, 2050) for model in models]
     else:
-        times = [
-            _h100("dp=32", 4, operators, overlap=True, skew=s).prefill(16384, prompt=4096)
-            for s in (DEFAULT_SKEW, whole)
-        ]
+        models = [_h100("dp=32", 4, operators, overlap=True, balancing=b) for b in (True, False)]
+        times = [model.prefill(16384, prompt=4096) for model in models]
     return _gain(*times)
 
 

@@ -10,7 +10,7 @@ from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.request import ErrorKind, FinishReason
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import CompletionLogprobs, Usage
+from dsjax.serve.schemas import CompletionLogprobs, Usage
 
 # JSON has no -inf. OpenAI's clients know this number, which vLLM also sends.
 _LEAST_LOGPROB = -9999.0

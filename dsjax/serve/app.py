@@ -16,7 +16,7 @@ from dsjax.serve.guards import BodyLimits, Keys, RequestIds, ResponseCounts
 from dsjax.serve.page.routes import create_page_routes
 from dsjax.serve.routes.admin import admin_routes
 from dsjax.serve.routes.openai import openai_routes
-from dsjax.serve.routes.status import create_metrics_routes, status_routes
+from dsjax.serve.routes.status import create_metrics_routes, package_version, status_routes
 from dsjax.serve.routes.tokenizer import tokenizer_routes
 from dsjax.serve.serving import Serving
 
@@ -31,8 +31,8 @@ def create_app(serving: Serving) -> FastAPI:
         yield
         await serving.engine.shutdown()
 
-    # The documentation pages of FastAPI load scripts from elsewhere, so there are none; the schema is at /openapi.json.
-    app = FastAPI(title="dsjax", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # The documentation pages of FastAPI load scripts from elsewhere; /docs is a page of our own, among the page's routes.
+    app = FastAPI(title="dsjax", version=package_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     for kind in (ApiError, UserError, RequestValidationError, HTTPException, ClientGoneError, Exception):
         app.add_exception_handler(kind, _answer_error)
     for make_routes in (openai_routes, tokenizer_routes, status_routes, admin_routes):

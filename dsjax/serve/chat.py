@@ -14,7 +14,7 @@ from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
-from dsjax.serve.responses import ChatChoice, ChatLogprobs, ChatResponse, Usage
+from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse, Usage
 from dsjax.serve.serving import Serving
 from dsjax.serve.tool_calls import MARKERS, ToolCallParser, tool_grammar
 

@@ -20,8 +20,8 @@ from dsjax.serve.answers import (
     usage_of,
 )
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from dsjax.serve.sampling_fields import Count, SamplingFields
+from dsjax.serve.schemas import CompletionChoice, CompletionLogprobs, CompletionResponse
 from dsjax.serve.serving import Serving
 
 

@@ -31,6 +31,7 @@ ADMIN_PATHS = frozenset(
         "/start_expert_distribution_record",
         "/stop_expert_distribution_record",
         "/dump_expert_distribution_record",
+        "/rebalance_experts",
     }
 )
 _OPEN_PATHS = frozenset({"/health"})
@@ -117,7 +118,8 @@ def request_id_of(request: Request, field: str | None) -> str:
 class Keys:
     """ASGI middleware. Refuses a request before its body is read, unless its key opens its path.
 
-    Everything but `/health` wants a key once there are any; a path that does not exist too, so that nothing can be probed.
+    Everything but `/health` wants a key once there are any; a path that does not exist too, so that nothing can be probed. Sets
+    `scope["state"]["admin"]`: whether the key is the admin's.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions):
@@ -127,10 +129,14 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an allowed request on."""
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        refusal = None
+        if scope["type"] == "http":
+            given = _given_key(Headers(scope=scope).get("authorization", ""), scope["method"])
+            scope.setdefault("state", {})["admin"] = self._admin is not None and hmac.compare_digest(given, self._admin)
+            refusal = self._refusal(scope, given)
         await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _refusal(self, scope: Scope, given: bytes) -> ApiError | None:
         path = scope["path"].rstrip("/") or "/"
         if path in _OPEN_PATHS:
             return None
@@ -143,7 +149,6 @@ class Keys:
             return None
         else:
             accepted = [*self._keys, *([self._admin] if self._admin else [])]
-        given = _given_key(Headers(scope=scope).get("authorization", ""), scope["method"])
         # Every key is compared, each in constant time: how long it takes tells nothing about how near a guess was.
         matches = [hmac.compare_digest(given, key) for key in accepted]
         if given and any(matches):

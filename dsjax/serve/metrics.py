@@ -3,14 +3,13 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
-from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import DraftCounts, StepStats
+from dsjax.serve.history import History
+from dsjax.serve.metrics_experts import BalanceMetrics, ExpertMetrics
 from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Registry, Total, exposition
 from dsjax.serve.metrics_requests import RequestMetrics
 
@@ -100,15 +99,26 @@ class Metrics:
                 ("model_name", "device"),
                 lambda index=index: [((model_name, found[0]), float(found[index])) for found in device_memory()],
             )
+        self._exchange_share: float | None = None
+        Gauge(
+            registry,
+            "dsjax_exchange_time_share",
+            "Share of the devices' time in operations that exchanges between them took, in the last profile.",
+            labels[:1],
+            lambda: [] if self._exchange_share is None else [((model_name,), self._exchange_share)],
+        )
         self._experts = ExpertMetrics(registry, model_name, experts_per_device)
+        self._balance = BalanceMetrics(registry, model_name)
         self._drafts = DraftMetrics(registry, model_name, most_drafts)
         self._preemptions.add((model_name,), 0)
+        self.history = History(registry, lambda: self._loads, clock)
 
     # What the engine tells.
 
     def on_step(self, stats: StepStats) -> None:
         """Count what a step did."""
         model = self._model
+        self.history.note()
         self.show_loads(stats.ranks)
         self._preemptions.add((model,), stats.num_preemptions)
         self._iteration_tokens.observe((model,), stats.num_decode_tokens + stats.num_prompt_tokens)
@@ -120,12 +130,17 @@ class Metrics:
             self._host_seconds.add((model, part), seconds)
         self._compilations = stats.compilations_after_warm_up
         self._experts.enter(stats.experts)
+        self._balance.enter(stats.balance)
         if stats.drafts is not None:
             self._drafts.enter(stats.drafts)
 
     def show_loads(self, loads: Sequence[RankLoad]) -> None:
         """Replace the ranks' loads that the gauges show."""
         self._loads = loads
+
+    def show_exchange_share(self, share: float | None) -> None:
+        """Show what the last profile said, until the next one; None: it saw no operation."""
+        self._exchange_share = share
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Enter a step's tokens."""
@@ -175,6 +190,23 @@ class Metrics:
         gauge(
             "dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages
         )
+        self._add_host_pages(labels)
+
+    def _add_host_pages(self, labels: tuple[str, str]) -> None:
+        def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
+            return lambda: [
+                (self._ranks[load.rank], getattr(load.host, field)) for load in self._loads if load.host is not None
+            ]
+
+        name = "dsjax_rank_host_pages"
+        Gauge(self.registry, name, "Pages that host memory has room for.", labels, read("usable_pages"))
+        Gauge(self.registry, f"{name}_used", "Pages in host memory.", labels, read("used_pages"))
+        for what, documentation in (
+            ("stored", "Pages that went from the device to host memory."),
+            ("fetched", "Pages that came back from there."),
+            ("evicted", "Pages that were dropped there because others needed the room."),
+        ):
+            Total(self.registry, f"{name}_{what}", documentation, labels, read(what))
 
 
 class DraftMetrics:
@@ -206,81 +238,3 @@ class DraftMetrics:
         self._accepted.add(self._labels, counts.num_accepted_tokens)
         for position, accepted in enumerate(counts.accepted_per_position):
             self._per_position.add((*self._labels, str(position)), accepted)
-
-
-_Samples = Iterable[tuple[Labels, float]]
-
-
-class ExpertMetrics:
-    """Which experts the tokens went to, and what sending them cost, while recording is on.
-
-    Shows the engine's own sums, read at the scrape; nothing before the first recorded step.
-
-    The sums begin anew when recording does, which Prometheus takes for a restart and counts right. A sample a layer and expert
-    would be 15,000 of V3's, so experts are summed over layers; `/dump_expert_distribution_record` has each layer.
-
-    Args:
-        experts_per_device: physical experts of one device. Expert `x` lives on place `x // experts_per_device` of each EP
-            group; the label `ep_rank` says which.
-    """
-
-    def __init__(self, registry: Registry, model_name: str, experts_per_device: int):
-        self._model, self._per_device = model_name, experts_per_device
-        self._counts: ExpertCounts | None = None
-
-        def total(name: str, documentation: str, read: Callable[[ExpertCounts], _Samples], *labels: str) -> None:
-            Total(registry, name, documentation, ("model_name", *labels), lambda: self._read(read))
-
-        def one(value: Callable[[ExpertCounts], float]) -> Callable[[ExpertCounts], _Samples]:
-            return lambda counts: [((model_name,), value(counts))]
-
-        total(
-            "dsjax_expert_tokens",
-            "Tokens that each physical expert computed, over all MoE layers.",
-            self._expert_tokens,
-            "expert",
-            "ep_rank",
-        )
-        total("dsjax_dispatch_rows", "Rows of tokens that each device sent to others.", self._rows, "device")
-        total("dsjax_dispatch_rounds", "Rounds of dispatch, of the layer with most.", one(lambda c: c.rounds))
-        total("dsjax_dispatch_bytes", "Bytes that all devices sent to dispatch.", one(lambda c: c.dispatch_bytes))
-        Gauge(
-            registry,
-            "dsjax_dispatch_padding_share",
-            "Share of the exchange's rows that held no token, since recording began.",
-            ("model_name",),
-            lambda: self._read(one(lambda c: c.padding_share)),
-        )
-        Gauge(
-            registry,
-            "dsjax_expert_balancedness",
-            "Mean over max of the EP ranks' tokens since recording began; of=sums: of the layers' sums, of=layers: mean of "
-            "the layers' ratios.",
-            ("model_name", "of"),
-            lambda: self._read(self._balancedness),
-        )
-
-    def enter(self, counts: ExpertCounts | None) -> None:
-        """Take the engine's sums; None while recording is off keeps the last."""
-        self._counts = counts or self._counts
-
-    def _read(self, read: Callable[[ExpertCounts], _Samples]) -> _Samples:
-        return read(self._counts) if self._counts is not None else ()
-
-    def _expert_tokens(self, counts: ExpertCounts) -> _Samples:
-        for expert, tokens in enumerate(counts.tokens_per_expert.sum(axis=0).tolist()):
-            yield (self._model, str(expert), str(expert // self._per_device)), tokens
-
-    def _rows(self, counts: ExpertCounts) -> _Samples:
-        for device, rows in enumerate(counts.rows_sent.tolist()):
-            yield (self._model, str(device)), rows
-
-    def _balancedness(self, counts: ExpertCounts) -> _Samples:
-        layers = counts.tokens_per_expert.shape[0]
-        load = counts.tokens_per_expert.reshape(layers, -1, self._per_device).sum(axis=2)
-        yield (self._model, "sums"), _mean_over_max(load.sum(axis=0))
-        yield (self._model, "layers"), float(np.mean([_mean_over_max(layer) for layer in load]))
-
-
-def _mean_over_max(load: np.ndarray) -> float:
-    return float(load.mean() / load.max()) if load.max() else 1.0

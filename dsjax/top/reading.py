@@ -27,6 +27,10 @@ _OTHERS = (
     "vllm:prefix_cache_hits_total",
     "vllm:num_preemptions_total",
     "vllm:corrupted_requests_total",
+    "dsjax_rank_host_pages",
+    "dsjax_rank_host_pages_used",
+    "dsjax_rank_host_pages_stored_total",
+    "dsjax_rank_host_pages_fetched_total",
     "dsjax_step_tokens_total",
     "dsjax_host_seconds_total",
     "dsjax_compilations_after_warm_up_total",
@@ -37,6 +41,13 @@ _OTHERS = (
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "dsjax_expert_tokens_total",
     "dsjax_expert_balancedness",
+    "dsjax_eplb_balancedness",
+    "dsjax_eplb_rebalances_total",
+    "dsjax_eplb_experts_moved_total",
+    "dsjax_eplb_moved_bytes_total",
+    "dsjax_eplb_exchanges_total",
+    "dsjax_eplb_exchange_seconds_total",
+    "dsjax_eplb_layers_left",
 )
 _NAMES = (*(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum", "count")), *_OTHERS)
 

@@ -37,7 +37,7 @@ class Screen:
         yield _summary(self._url, view)
         yield Columns([_latencies(view["latency"]), _experts(view["experts"])], padding=(0, 3))
         # A file or a pipe has no height.
-        room = (options.height or console.height) - 18 - (view["drafts"] is not None)
+        room = (options.height or console.height) - 18 - sum(view[part] is not None for part in ("drafts", "balancing"))
         yield _ranks(view["ranks"], max(room, 4) if console.is_terminal else len(view["ranks"]))
 
 
@@ -56,8 +56,17 @@ def _summary(url: str, view: dict[str, Any]) -> Group:
     )
     host = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in steps["host_seconds"].items())
     lines = [title, Text(work), Text(memory + (f"   ms a step: {host}" if host else ""))]
+    if cache["host"] is not None:
+        host = cache["host"]
+        lines.append(
+            Text(
+                f"host memory: pages {_percent(host['usage'])} used, {host['stored']:,.0f} stored, {host['fetched']:,.0f} fetched"
+            )
+        )
     if view["drafts"] is not None:
         lines.append(Text(_drafts(view["drafts"])))
+    if view["balancing"] is not None:
+        lines.append(Text(_balancing(view["balancing"])))
     troubles = {
         "rejected": requests["rejected"],
         "preempted": requests["preempted"],
@@ -66,6 +75,16 @@ def _summary(url: str, view: dict[str, Any]) -> Group:
     }
     found = [f"{name} {count:,.0f}" for name, count in troubles.items() if count]
     return Group(*lines, *([Text("   ".join(found), "bold yellow")] if found else []), Text(""))
+
+
+def _balancing(found: dict[str, Any]) -> str:
+    balance = ", ".join(f"{value:.2f} ({of})" for of, value in found["balancedness"].items()) or "no window yet"
+    moved = f"{found['experts_moved']:,.0f} moved ({found['moved_bytes'] / 1e6:,.1f} MB)"
+    left = f", {found['layers_left']:,.0f} layers left" if found["layers_left"] else ""
+    return (
+        f"experts balanced {balance}   {found['rebalances']:,.0f} rebalances, {moved} in "
+        f"{found['exchange_seconds'] * 1e3:,.0f} ms{left}"
+    )
 
 
 def _drafts(drafts: dict[str, Any]) -> str:

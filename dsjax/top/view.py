@@ -18,13 +18,16 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
     - `ranks`: `/get_load`'s, each with `tokens_per_second` (generated) added.
     - `tokens_per_second`: `prompt`, `generation`. `requests`: `running`, `waiting` now; `finished` by reason, `rejected`,
       `preempted`, `not_finite` in the window.
-    - `cache`: `usage` now; `hit_share` of the prompt tokens in the window.
+    - `cache`: `usage` now; `hit_share` of the prompt tokens in the window; `host`, None where no pages go to host memory: `usage`,
+      and pages `stored` and `fetched` in the window.
     - `latency`: by name `count`, `mean`, `p50`, `p90`, `p99`, of the window.
     - `steps`: `per_second`, `padding_share`, `host_seconds` of a step by part, `compilations_after_warm_up` in all.
     - `drafts`: None where the server drafts nothing; `per_second` (drafted tokens), `acceptance` of them, `length` (tokens that a row
       with drafts made), and `per_position`: of rows with drafts, the share whose first, second, … draft was accepted.
     - `experts`: None before anything was recorded; `balancedness`, and `hottest`: `expert`, `ep_rank`, `share` of all tokens,
       `times_mean`, in the window, or since recording began where the window has none.
+    - `balancing`: None where experts stay where they are; `balancedness` of the server's last window of loads, `layers_left` of the
+      rebalance under way, and in the window `rebalances`, `experts_moved`, `moved_bytes`, `exchanges` and `exchange_seconds`.
     """
     seconds = max(after.time - before.time, 1e-9)
     old, new = before.metrics, after.metrics
@@ -56,11 +59,13 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
             "hit_share": _share(
                 _grown(old, new, "vllm:prefix_cache_hits_total"), _grown(old, new, "vllm:prefix_cache_queries_total")
             ),
+            "host": _host_pages(old, new),
         },
         "latency": {name: _latency(old, new, metric) for name, metric in HISTOGRAMS.items()},
         "steps": _steps(old, new, seconds, steps["count"]),
         "drafts": _drafts(old, new, seconds),
         "experts": _experts(old, new),
+        "balancing": _balancing(old, new),
     }
 
 
@@ -81,6 +86,14 @@ def quantile(buckets: dict[float, float], share: float) -> float | None:
             return lower + (bound - lower) * (wanted - count) / (buckets[bound] - count)
         lower, count = bound, buckets[bound]
     return lower
+
+
+def _host_pages(old: Exposition, new: Exposition) -> dict[str, float | None] | None:
+    room, used = (sum(new.by(f"dsjax_rank_host_pages{end}", "engine").values()) for end in ("", "_used"))
+    if not room:
+        return None
+    stored, fetched = (_grown(old, new, f"dsjax_rank_host_pages_{what}_total") for what in ("stored", "fetched"))
+    return {"usage": _share(used, room), "stored": stored, "fetched": fetched}
 
 
 def _growth(old: Exposition, new: Exposition, name: str, *labels: str) -> dict[tuple[str, ...], float]:
@@ -155,6 +168,20 @@ def _experts(old: Exposition, new: Exposition) -> dict[str, Any] | None:
             }
             for key in hottest
         ],
+    }
+
+
+def _balancing(old: Exposition, new: Exposition) -> dict[str, Any] | None:
+    if not new.by("dsjax_eplb_layers_left", "model_name"):
+        return None
+    grown = {
+        name: _grown(old, new, f"dsjax_eplb_{name}_total")
+        for name in ("rebalances", "experts_moved", "moved_bytes", "exchanges", "exchange_seconds")
+    }
+    return {
+        "balancedness": {of: value for (of,), value in new.by("dsjax_eplb_balancedness", "of").items()},
+        "layers_left": new.total("dsjax_eplb_layers_left"),
+        **grown,
     }
 
 

@@ -61,11 +61,7 @@ class DispatchStatistics:
         if arrays["rounds"].ndim == 1:
             arrays = {name: value[None] for name, value in arrays.items()}
         per_rank = arrays["tokens_per_expert"]
-        dp, ep, tp = spec.shape
-        by_axis = rearrange(per_rank, "layer (dp ep tp) x -> layer dp ep tp x", dp=dp, ep=ep, tp=tp)
-        if spec.splits_expert_width:
-            by_axis = by_axis[:, :, :, :1]  # devices that share an expert's width counted the same pairs
-        per_expert = reduce(by_axis, "layer dp ep tp x -> layer (ep tp x)", "sum")
+        per_expert = tokens_per_physical_expert(spec, per_rank)
         shape = {"tokens": tokens, "width": width, "top_k": top_k, "dtype": dtype, "platform": platform}
         shape["experts"] = per_expert.shape[1]
         wire = WireFormat(width, top_k, jnp.dtype(dtype), config.wire == "fp8")
@@ -95,6 +91,15 @@ class DispatchStatistics:
     def layer_balancedness(self) -> float:
         """Mean over layers of each layer's mean ÷ max. What a step waits for: never above ``balancedness`` by much, often far below."""
         return float(np.mean([_mean_over_max(load) for load in self.tokens_per_rank]))
+
+
+def tokens_per_physical_expert(spec: MeshSpec, counts: np.ndarray) -> np.ndarray:
+    """What each device counted of its own slots, ``[layers, devices, X]``, as ``[layers, slots of an EP group]``: copies of it added up."""
+    dp, ep, tp = spec.shape
+    by_axis = rearrange(counts, "layer (dp ep tp) x -> layer dp ep tp x", dp=dp, ep=ep, tp=tp)
+    if spec.splits_expert_width:
+        by_axis = by_axis[:, :, :, :1]  # devices that share an expert's width counted the same pairs
+    return reduce(by_axis, "layer dp ep tp x -> layer (ep tp x)", "sum")
 
 
 def _mean_over_max(load: np.ndarray) -> float:

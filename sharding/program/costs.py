@@ -50,14 +50,16 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
     uncounted: dict[str, float] = {}
     flops = moved = flops_assumed = bytes_assumed = 0.0
     for one in executed(program, trip_count):
+        told = told_cost(one.operation)
+        assumed = one.data_dependent or bool(told and told.assumed)
         for dtype, count in products(program, one.computation, one.operation):
             by_dtype[dtype] = by_dtype.get(dtype, 0.0) + one.times * count
             flops += one.times * count
-            flops_assumed += one.times * count if one.data_dependent else 0.0
+            flops_assumed += one.times * count if assumed else 0.0
         size = one.times * bytes_moved(program, one.computation, one.operation)
         moved += size
-        bytes_assumed += size if one.data_dependent else 0.0
-        if one.operation.opcode == "custom-call" and _gemm(one.computation, one.operation) is None:
+        bytes_assumed += size if assumed else 0.0
+        if one.operation.opcode == "custom-call" and told is None and _gemm(one.computation, one.operation) is None:
             target = re.search(r'custom_call_target="([^"]*)"', one.operation.attributes)
             name = target.group(1) if target else "custom-call"
             uncounted[name] = uncounted.get(name, 0.0) + one.times
@@ -70,6 +72,9 @@ def bytes_moved(program: Program, computation: Computation, operation: Operation
     if opcode in FREE or opcode.endswith(("-start", "-done", "-update")) or opcode in KINDS:
         return 0
     known = computation.operations
+    told = told_cost(operation)
+    if told:
+        return round(told.bytes)
     if opcode == "fusion":
         if collective_of(program, operation) or is_done(program, operation):
             return 0
@@ -130,7 +135,11 @@ def products(program: Program, computation: Computation, operation: Operation) -
             yield from products(program, inner, one)
         return
     contracting = None
-    if operation.opcode == "convolution":
+    told = told_cost(operation)
+    if told:
+        if told.flops:
+            yield told.dtype, round(told.flops)
+    elif operation.opcode == "convolution":
         left, right = (computation.operations[name].shapes[0] for name in operation.operands)
         yield left.dtype, convolution_flops(operation, left, right)
     elif operation.opcode == "dot":
@@ -144,6 +153,29 @@ def products(program: Program, computation: Computation, operation: Operation) -
     for axis in contracting:
         depth *= left.dims[axis]
     yield left.dtype, 2 * operation.shapes[0].size * depth
+
+
+@dataclass(frozen=True)
+class ToldCost:
+    """What a custom call says of itself: operations of its products, the dtype of their operands, bytes of main memory.
+
+    assumed: whether the figures take for granted what only values tell.
+    """
+
+    flops: float
+    bytes: float
+    dtype: str
+    assumed: bool
+
+
+def told_cost(operation: Operation) -> ToldCost | None:
+    """The figures ``cost_flops``, ``cost_bytes``, ``cost_dtype`` and ``cost_assumed`` of a custom call's metadata (Pallas's ``metadata``);
+    None where it has none."""
+    if operation.opcode != "custom-call" or "cost_flops" not in operation.attributes:
+        return None
+    # XLA prints the quotation marks of the JSON in it as \22.
+    found = dict(re.findall(r"cost_(\w+)\\22: \\22([\w.]+)\\22", operation.attributes))
+    return ToldCost(float(found["flops"]), float(found["bytes"]), found["dtype"], found["assumed"] == "1")
 
 
 def _gemm(computation: Computation, operation: Operation) -> tuple[int, ...] | None:

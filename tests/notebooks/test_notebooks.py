@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ SMALL = {
     "6_routing": 'MESH = "dp=2"\nMODULES = ("heapq",)\nTOKENS = 1024\nCHUNK = 256',
 }
 """Sizes at which a test can wait for a notebook; the files themselves were run at their own."""
-FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # as in tests/conftest.py
 MOST_BYTES = 300_000
 
 needs_jupyter = pytest.mark.skipif(
@@ -39,7 +39,9 @@ def test_there_is_a_small_size_for_each_notebook():
 @needs_jupyter
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs_in_a_fresh_kernel(name):
-    notebook = execute(name, SMALL[name], FAST_COMPILER)
+    # This process's flags, quick compilation among them; how many devices there are, a notebook says itself.
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    notebook = execute(name, SMALL[name], " ".join(flags))
     ran = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in ran)
     pictures = [output for cell in ran for output in cell.outputs if "image/png" in output.get("data", {})]

@@ -24,8 +24,8 @@ MOST_CACHE = 1 << 30
 """Bytes of cache at most; with less than the model's layers, layers take turns at those there are."""
 
 
-def attention_cases(setting: Setting, form: Form, shapes: list[tuple[int, int, int]]) -> Iterator[Case]:
-    """Shapes are (rows, tokens of each, positions already cached)."""
+def attention_cases(setting: Setting, form: Form, phase: str, shapes: list[tuple[int, int, int]]) -> Iterator[Case]:
+    """Shapes are (rows, tokens of each, positions already cached). phase: decode; verify: decode rows with drafts; or prefill."""
     itemsize = jnp.dtype(setting.step.cache_dtype).itemsize
     for rows, chunk, cached in shapes:
         context = cached + chunk
@@ -50,7 +50,7 @@ def attention_cases(setting: Setting, form: Form, shapes: list[tuple[int, int, i
         cache = layers * pages * setting.step.page_size * cache_bytes(setting.config, form, itemsize)
         yield Case(
             "attention",
-            f"{form} {'decode' if chunk == 1 else 'prefill'}",
+            f"{form} {phase}",
             {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk, "block": block},
             Work(cost.flops, stack.layer_bytes, other),
             stack.nbytes + 2 * cache,

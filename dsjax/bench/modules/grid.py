@@ -58,15 +58,19 @@ def rank_experts(setting: Setting, asked: int | None) -> int:
 
 
 def _attention(setting: Setting, grid: GridOptions, rows: list[int], tokens: list[int]) -> Iterator[Case]:
-    """Decode: rows × contexts. Prefill: one prompt's chunk of so many tokens, at its beginning and after cached positions."""
+    """Decode: rows × contexts, and once more with the drafts that they verify. Prefill: one prompt's chunk of so many tokens, at
+    its beginning and after cached positions.
+    """
     contexts = grid.context_lengths
     chunks = [count for count in tokens if count >= LEAST_CHUNK]
     decode = [(count, 1, context) for count in rows for context in contexts]
+    verify = [(count, 1 + grid.drafts, context) for count in rows for context in contexts] if grid.drafts else []
     prefill = [(1, chunk, context) for chunk in chunks for context in sorted({0, *contexts})]
     for form in grid.form_names:
         # The step's own forms are timed for their own phase; the others for both.
         quick = grid.quick and {setting.step.decode_form: "decode", setting.step.prefill_form: "prefill"}.get(form)
         if quick != "prefill":
-            yield from attention_cases(setting, form, decode)
+            yield from attention_cases(setting, form, "decode", decode)
+            yield from attention_cases(setting, form, "verify", verify)
         if quick != "decode":
-            yield from attention_cases(setting, form, prefill)
+            yield from attention_cases(setting, form, "prefill", prefill)

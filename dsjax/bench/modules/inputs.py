@@ -62,6 +62,6 @@ def _inputs(setting: Setting, rows: int, pages: int) -> Prepared:
 def _state(setting: Setting, rows: int) -> DeviceState:
     """Slots whose requests stand at positions of all kinds; without pages and counts, which are not read here."""
     limits = ExecutorLimits(rows, rows, 16, setting.step.page_size, 2, 1, setting.max_model_len, 1)
-    described = dataclasses.replace(device_state.describe(setting.step, limits), cache={}, copies=None)
+    described = dataclasses.replace(device_state.describe(setting.step, limits), cache={}, copies=None, loads=None)
     state = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described)
     return dataclasses.replace(state, start=jnp.arange(rows, dtype=jnp.int32)[None] % (setting.max_model_len - 1))

@@ -46,6 +46,7 @@ class GridOptions(Checked):
     only: str | None = option(None, f"modules, separated by commas: {', '.join(MODULES)}")
     tokens: str = option("1,8,64,512,4096", "tokens of a DP rank")
     contexts: str = option("128,1024,4096", "positions that are cached before")
+    drafts: int = option(0, "time decode attention also with rows that verify so many drafts", least=0)
     forms: str = option("CD,CC,A_CC,A_CC_ME,AM_CC_ME", "MLA forms")
     experts: int | None = option(
         None, "experts of the rank; default: all that fit a quarter of memory, else a 32nd", least=1

@@ -9,6 +9,7 @@
 namespace dsjax {
 
 constexpr long kBlock = 64;          // context positions taken at once
+constexpr float kUnseen = -3e38f;    // the score of a position that a query does not see
 constexpr long kItemQueries = 48;    // queries (tokens x heads) that share a block's transposed context
 
 // The cache of all layers, [layers, pages, G, *]: of each position a latent [M] and a rotary key [O], float32 or bfloat16.
@@ -30,6 +31,7 @@ struct Attention {
   const int32_t* start;   // [R]: position of a row's first query
   const int32_t* length;  // [R]: its queries; the others are padding, and so is a row of 0
   const int32_t* tables;  // [R, Pr]
+  const uint8_t* filled;  // [pages, G]: 0 where a cache slot holds nothing, which only the query at that position sees; null: all do
   long R, C, H, N, O, U, M, Pr;
   float scale;
   float* out;  // [R, C, H, U], or [R, C, H, M] without weights
@@ -68,6 +70,15 @@ struct Attention {
     }
   }
 
+  // Numbers, counted from `first`, of the positions in [first, first + count) of a row that hold nothing.
+  long holes(long row, long first, long count, int32_t* found) const {
+    long holes = 0;
+    if (filled)
+      for (long i = 0; i < count; i++)
+        if (!filled[tables[row * Pr + (first + i) / cache.G] * cache.G + (first + i) % cache.G]) found[holes++] = static_cast<int32_t>(i);
+    return holes;
+  }
+
   static const float* widen(const uint16_t* from, float* to, long count) {
     for (long i = 0; i < count; i++) to[i] = BFloat16::widen_one(from[i]);
     return to;
@@ -92,9 +103,8 @@ struct Attention {
   // One query's part of a block: from scores [kBlock] to weights e^(scaled score - maximum), 0 for positions that it does not see
   // (those from `seen` on); its running maximum and sum (arXiv 1805.02867). Returns what earlier results are multiplied with.
   float weigh(float* scores, long seen, float& maximum, float& total) const {
-    const float none = -3e38f;
-    for (long i = std::max<long>(seen, 0); i < kBlock; i++) scores[i] = none;
-    Vec most = broadcast(none);
+    for (long i = std::max<long>(seen, 0); i < kBlock; i++) scores[i] = kUnseen;
+    Vec most = broadcast(kUnseen);
     for (long i = 0; i < kBlock; i += kLanes) most = larger(most, load(scores + i));
     const float higher = std::max(maximum, largest(most) * scale);
     Vec added{};
@@ -236,6 +246,11 @@ struct AbsorbedAttention : Attention {
       for (long i = 0; i < block; i++) scores[i] = o.scores + i * lanes;
       product(block, o.latent, 1, Matrix<Float32>{o.query, lanes}, 0, lanes, M, scores, false);
       product(block, o.rope, 1, Matrix<Float32>{o.query + M * lanes, lanes}, 0, lanes, O, scores, true);
+      int32_t hole[kBlock];
+      const long holes_here = holes(row, s, block, hole);
+      for (long h = 0; h < holes_here; h++)
+        for (long q = 0; q < count; q++)
+          if (start[row] + (first + q) / H != s + hole[h]) o.scores[hole[h] * lanes + q] = kUnseen;
       float** results = const_cast<float**>(o.c);
       for (long q = 0; q < count; q++) {
         results[q] = heads + (row * C * H + first + q) * M;
@@ -256,12 +271,12 @@ struct AbsorbedAttention : Attention {
   Vec weigh_lanes(const Own& o, long q, long lanes, long block, long offset, long first) const {
     IntVec last;
     for (int lane = 0; lane < kLanes; lane++) last[lane] = static_cast<int32_t>(std::min<long>(offset + (first + q + lane) / H, kBlock));
-    Vec most = broadcast(-3e38f);
+    Vec most = broadcast(kUnseen);
     const long seen_by_all = std::min(block, offset + (first + q) / H + 1);
     for (long i = 0; i < block; i++) {
       float* at = o.scores + i * lanes + q;
       Vec score = load(at) * scale;
-      if (i >= seen_by_all) score = last >= static_cast<int32_t>(i) ? score : broadcast(-3e38f);
+      if (i >= seen_by_all) score = last >= static_cast<int32_t>(i) ? score : broadcast(kUnseen);
       most = larger(most, score);
       store(at, score);
     }
@@ -356,6 +371,8 @@ struct ExpandedAttention : Attention {
     for (long s = 0; s < end; s += kBlock) {
       const long block = std::min(kBlock, end - s), rounded = (block + kLanes - 1) / kLanes * kLanes;
       find(row, s, block, o.latent, o.rope, o.copy);
+      int32_t hole[kBlock];
+      const long holes_here = holes(row, s, block, hole);
       expand(o, head, block, rounded);
       // The first query that sees anything of this block.
       for (long first = std::max<long>(0, s - start[row]); first < all; first += kItemQueries) {
@@ -367,7 +384,9 @@ struct ExpandedAttention : Attention {
         product(count, a, 1, keys, 0, rounded, N + O, scores, false);
         long most = 0;
         for (long q = 0; q < count; q++) {
-          const long seen = std::min(block, start[row] + first + q + 1 - s);
+          const long own = start[row] + first + q - s, seen = std::min(block, own + 1);
+          for (long h = 0; h < holes_here; h++)
+            if (hole[h] != own) scores[q][hole[h]] = kUnseen;
           const float shrink = weigh(scores[q], seen, o.maximum[first + q], o.total[first + q]);
           if (s > 0 && shrink != 1.0f) multiply(results[q], U, shrink);
           most = std::max(most, seen);

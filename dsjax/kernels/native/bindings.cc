@@ -48,12 +48,12 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer gate_up, ffi::AnyBuffer 
 
 // q_nope [R, C, H, N or M], q_rope [R, C, H, O], weights [M, H, N + U] (or one value, for none), latent [L, P, G, M], rope
 // [L, P, G, O] (the joined layout gives the same array twice: [L, P, G, M + O]), layer [], start [R], length [R],
-// tables [R, Pr] -> [R, C, H, U or M]. The scale of the scores is one value [].
+// tables [R, Pr], filled [P, G] of one byte (or one value, where all is) -> [R, C, H, U or M]. The scale of the scores is one value [].
 template <class Kernel>
 ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q_nope,
                      ffi::Buffer<ffi::F32> q_rope, ffi::Buffer<ffi::F32> weights, ffi::AnyBuffer latent, ffi::AnyBuffer rope,
                      ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> length,
-                     ffi::Buffer<ffi::S32> tables, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> scratch,
+                     ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::U8> filled, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> scratch,
                      int64_t threads, int64_t latent_width, float scale) {
   auto shape = q_nope.dimensions(), pages = latent.dimensions();
   const bool absorbs = weights.dimensions().size() == 3, joined = pages[3] != latent_width;
@@ -74,6 +74,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q_nope,
   kernel.start = start.typed_data();
   kernel.length = length.typed_data();
   kernel.tables = tables.typed_data();
+  kernel.filled = filled.dimensions().size() == 2 ? filled.typed_data() : nullptr;
   kernel.scale = scale;
   kernel.out = out->typed_data();
   return run(kernel, threads, scratch, pool);
@@ -92,6 +93,7 @@ constexpr auto bind_attention() {
       .Arg<ffi::Buffer<ffi::S32>>()
       .Arg<ffi::Buffer<ffi::S32>>()
       .Arg<ffi::Buffer<ffi::S32>>()
+      .Arg<ffi::Buffer<ffi::U8>>()
       .Ret<ffi::Buffer<ffi::F32>>()
       .Ret<ffi::AnyBuffer>()
       .Attr<int64_t>("threads")

@@ -59,11 +59,14 @@ struct SelfTest {
     auto latent = values(P * G * M), rope = values(P * G * O);
     std::vector<int32_t> start{70, 0}, length{3, 1}, tables(R * Pr);
     for (long i = 0; i < R * Pr; i++) tables[i] = static_cast<int32_t>(i * 7 % P);
+    // Every fifth cache slot holds nothing.
+    std::vector<uint8_t> filled(P * G);
+    for (long i = 0; i < P * G; i++) filled[i] = i % 5 != 1;
     std::vector<float> out(R * C * H * U);
     Kernel kernel;
     kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data(), kernel.weights = weights.data();
     kernel.cache = {latent.data(), rope.data(), M, O, 4, 0, P, G};
-    kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data();
+    kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data(), kernel.filled = filled.data();
     kernel.R = R, kernel.C = C, kernel.H = H, kernel.N = N, kernel.O = O, kernel.U = U, kernel.M = M, kernel.Pr = Pr;
     kernel.scale = 0.3f, kernel.out = out.data(), kernel.threads = 1;
     std::vector<char> scratch(kernel.scratch_bytes());
@@ -76,6 +79,7 @@ struct SelfTest {
           std::vector<double> expected(U);
           for (long s = 0; c < length[r] && s <= start[r] + c; s++) {
             const long at = tables[r * Pr + s / G] * G + s % G;
+            if (!filled[at] && s != start[r] + c) continue;
             double score = 0;
             for (long o = 0; o < O; o++) score += double(q_rope[query * O + o]) * rope[at * O + o];
             for (long m = 0; m < M; m++)

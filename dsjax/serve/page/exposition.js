@@ -46,12 +46,6 @@ export function total(samples, name) {
   return by(samples, name).get("") ?? 0;
 }
 
-/** How much a sum grew. One that fell was begun anew, and grew from 0. */
-export function grown(before, after, name) {
-  const [old, now] = [total(before, name), total(after, name)];
-  return now >= old ? now - old : now;
-}
-
 /** The quantile of what a histogram got between two readings, linear within a bucket; null where it got nothing. */
 export function quantile(before, after, name, share) {
   const old = by(before, `${name}_bucket`, "le");

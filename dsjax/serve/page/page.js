@@ -42,11 +42,12 @@ function addReasoning(parts) {
   parts.article.insertBefore(details, parts.text);
 }
 
-// What stands between fences becomes blocks of code. Text nodes only: nothing that a model says is read as HTML.
-function showCode(box) {
-  const pieces = box.textContent.split(/^```.*\n?/m);
-  if (pieces.length < 2) return;
-  box.replaceChildren(...pieces.map((piece, index) => element(index % 2 ? "pre" : "span", index % 2 ? "code" : "", piece)));
+// What stands between fences becomes blocks of code, also while it comes; what stands between backticks, code in its line. Text nodes
+// only: nothing that a model says is read as HTML.
+function showText(box, text) {
+  box.replaceChildren(...text.split(/^```.*\n?/m).flatMap((piece, index) => (
+    index % 2 ? [element("pre", "code", piece)] : piece.split(/`([^`\n]+)`/).map((part, at) => (at % 2 ? element("code", "", part) : part))
+  )));
 }
 
 function knobs() {
@@ -80,6 +81,7 @@ async function send() {
   const parts = addTurn("assistant", "");
   if (mode !== "chat") parts.text.classList.add("code");
   const log = $("turns");
+  let said = "";
   const controller = new AbortController();
   busy(controller);
   try {
@@ -91,18 +93,18 @@ async function send() {
         parts.summary.textContent = "Reasoning";
         parts.details.open = false;
       }
-      if (text) parts.text.append(text);
+      said += text;
+      if (text) mode === "chat" ? showText(parts.text, said) : parts.text.append(text);
       if (atEnd) log.scrollTop = log.scrollHeight;
     });
     parts.footer.textContent = summary(done);
-    if (mode === "chat") showCode(parts.text);
   } catch (error) {
     parts.article.classList.add("failed");
     const gone = error instanceof TypeError ? "the server does not answer" : error.message;
     parts.footer.textContent = error.name === "AbortError" ? "stopped" : gone;
   }
   if (parts.summary) parts.summary.textContent = "Reasoning";
-  if (mode === "chat" && parts.text.textContent) turns = [...asked, { role: "assistant", text: parts.text.textContent }];
+  if (mode === "chat" && said) turns = [...asked, { role: "assistant", text: said }];
   busy(null);
 }
 
@@ -138,14 +140,10 @@ for (const example of document.querySelectorAll("#examples button")) {
     $("prompt").focus();
   });
 }
-function offerRecord() {
-  $("recording").hidden = $("key").value.trim() === "";
-}
 $("key").value = sessionStorage.getItem("dsjax-key") ?? "";
 $("key").addEventListener("change", () => {
   sessionStorage.setItem("dsjax-key", $("key").value);
-  offerRecord();
+  watch.info = null; // whether the new key is the admin's
   watch.read();
 });
-offerRecord();
 watch.run();

@@ -1,10 +1,13 @@
-"""`GET /` and the files that it loads."""
+"""`GET /` and the files that it loads, and `GET /docs`."""
 
+import functools
 import importlib.resources
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import Response
+
+from dsjax.serve.page.reference import reference
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -17,8 +20,8 @@ _FILES = {
     "/page/watch.js": ("watch.js", "text/javascript; charset=utf-8"),
 }
 
-PAGE_PATHS = frozenset(_FILES)
-"""What a browser must get before anybody can type a key into the page. These files hold no data: what they show, they ask for."""
+PAGE_PATHS = frozenset({*_FILES, "/docs"})
+"""What a browser opens or loads by itself, where nobody can type a key into the page: it asks its user for a password."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -34,6 +37,12 @@ def create_page_routes(app: FastAPI, serving: Any) -> None:
     for path, (name, content_type) in _FILES.items():
         content = (importlib.resources.files(__package__) / name).read_bytes()
         app.add_api_route(path, _answer_with(content, content_type), methods=["GET", "HEAD"], include_in_schema=False)
+    written = functools.cache(lambda: reference(app.openapi()).encode())  # once all routes are there
+
+    async def docs() -> Response:
+        return Response(written(), headers={"Content-Type": "text/html; charset=utf-8", **_HEADERS})
+
+    app.add_api_route("/docs", docs, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def _answer_with(content: bytes, content_type: str) -> Any:

@@ -1,10 +1,10 @@
-// The live half: reads /server_info once, /get_load and a few names of /metrics every two seconds, and draws them.
+// The live half: reads /server_info and /history once, /get_load and a few names of /metrics every two seconds, and draws them.
 
 import { drawColumns, drawLines, short } from "/page/charts.js";
-import { by, grown, parse, quantile, total } from "/page/exposition.js";
+import { by, parse, quantile, total } from "/page/exposition.js";
 
 const SECONDS = 2;
-const POINTS = 60;
+const MINUTES = 5; // across the charts over time; as long as the server remembers
 const FIRST = "vllm:time_to_first_token_seconds";
 const BETWEEN = "vllm:inter_token_latency_seconds";
 const NAMES = [
@@ -24,9 +24,8 @@ export class Watch {
   constructor(headers, onTrouble) {
     this.headers = headers;
     this.onTrouble = onTrouble;
-    this.history = []; // [{time, samples}], enough for a minute
-    this.made = [];
-    this.prompts = [];
+    this.points = []; // [{time, prompts, made, running, waiting}]: sums and load, of the last minutes; times in milliseconds
+    this.readings = []; // [{time, samples}], enough for a minute
   }
 
   async run() {
@@ -48,12 +47,7 @@ export class Watch {
 
   async read() {
     try {
-      if (!this.info) {
-        const [info, models] = await Promise.all(["/server_info", "/v1/models"].map(async (path) => (await this.get(path)).json()));
-        this.info = info;
-        this.model = models.data[0].id;
-        $("server").textContent = `${this.model} on ${info.mesh}: ${info.num_devices} × ${info.device_kind}`;
-      }
+      if (!this.info) await this.begin();
       const [load, text] = await Promise.all([
         this.get("/get_load").then((response) => response.json()),
         this.get(METRICS).then((response) => response.text()),
@@ -65,40 +59,71 @@ export class Watch {
     }
   }
 
+  /** What is served, and what it did before this page was opened. */
+  async begin() {
+    const [info, models, history] = await Promise.all(
+      ["/server_info", "/v1/models", "/history"].map(async (path) => (await this.get(path)).json()),
+    );
+    this.info = info;
+    this.model = models.data[0].id;
+    const now = performance.now();
+    this.points = history.points.map(({ age, prompt_tokens, generation_tokens, running, waiting }) => (
+      { time: now - 1000 * age, prompts: prompt_tokens, made: generation_tokens, running, waiting }
+    ));
+    const buckets = Object.entries(history.buckets_a_minute_ago).map(([name, counts]) => (
+      [`${name}_bucket`, Object.entries(counts).map(([le, value]) => ({ labels: { le }, value }))]
+    ));
+    this.readings = [{ time: now, samples: new Map(buckets) }];
+    $("server").textContent = `${this.model} on ${info.mesh}: ${info.num_devices} × ${info.device_kind}`;
+    $("recording").hidden = !info.admin;
+  }
+
   show(ranks, samples) {
     const now = performance.now();
-    const last = this.history.at(-1);
-    const minute = this.history[0];
-    this.history = [...this.history, { time: now, samples }].slice(-(60 / SECONDS));
-    if (last) {
-      const seconds = (now - last.time) / 1000;
-      for (const [values, name] of [[this.made, NAMES[1]], [this.prompts, NAMES[0]]]) {
-        values.push(grown(last.samples, samples, name) / seconds);
-        if (values.length > POINTS) values.shift();
-      }
-    }
-    this.showTiles(ranks, samples, (minute ?? { samples }).samples);
+    const minute = this.readings[0];
+    this.readings = [...this.readings, { time: now, samples }].slice(-(60 / SECONDS));
+    const point = {
+      time: now, prompts: total(samples, NAMES[0]), made: total(samples, NAMES[1]),
+      running: sum(ranks.map((rank) => rank.running)), waiting: sum(ranks.map((rank) => rank.waiting)),
+    };
+    this.points = [...this.points, point].filter(({ time }) => now - time <= 60000 * MINUTES);
+    const rates = Object.fromEntries(["made", "prompts"].map((name) => [name, this.rates(name, now)]));
+    this.showTiles(ranks, samples, minute.samples, rates);
     drawLines($("tokens"), [
-      { name: "made", className: "one", values: this.made },
-      { name: "of prompts", className: "two", values: this.prompts },
-    ], POINTS, SECONDS);
+      { name: "made", className: "one", points: rates.made },
+      { name: "of prompts", className: "two", points: rates.prompts },
+    ], 60 * MINUTES);
+    drawLines($("load"), ["running", "waiting"].map((name, index) => (
+      { name, className: index ? "two" : "one", points: this.points.map((each) => [(now - each.time) / 1000, each[name]]) }
+    )), 60 * MINUTES);
     this.showRanks(ranks);
     this.showExperts(samples);
   }
 
-  showTiles(ranks, samples, old) {
+  /** [[seconds ago, tokens a second], …] between each two points. A sum that fell was begun anew, by another server. */
+  rates(name, now) {
+    return this.points.slice(1).map((point, index) => {
+      const before = this.points[index];
+      const grown = point[name] >= before[name] ? point[name] - before[name] : point[name];
+      return [(now - point.time) / 1000, (1000 * grown) / Math.max(point.time - before.time, 1)];
+    });
+  }
+
+  showTiles(ranks, samples, old, rates) {
     const held = sum(ranks.map((rank) => rank.used_pages));
     const compiled = total(samples, "dsjax_compilations_after_warm_up_total");
     const tiles = [
       ["running", short(sum(ranks.map((rank) => rank.running)))],
       ["waiting", short(sum(ranks.map((rank) => rank.waiting)))],
-      ["tokens/s", short(this.made.at(-1) ?? 0)],
+      ["tokens/s", short(rates.made.at(-1)?.[1] ?? 0)],
+      ["prompt tokens/s", short(rates.prompts.at(-1)?.[1] ?? 0)],
       ["cache held", percent(held, sum(ranks.map((rank) => rank.usable_pages)))],
       ["prefix hits", percent(total(samples, NAMES[3]), total(samples, NAMES[2]))],
       ["first token, P50", milliseconds(quantile(old, samples, FIRST, 0.5))],
       ["between tokens, P50", milliseconds(quantile(old, samples, BETWEEN, 0.5))],
-      ...(compiled ? [["compiled while serving", short(compiled)]] : []),
     ];
+    $("compiled").hidden = !compiled;
+    $("compiled").textContent = `${short(compiled)} programs were compiled while serving: requests waited for them.`;
     $("tiles").replaceChildren(...tiles.map(([name, value]) => {
       const tile = document.createElement("div");
       tile.append(Object.assign(document.createElement("dt"), { textContent: name }));
@@ -108,18 +133,18 @@ export class Watch {
   }
 
   showRanks(ranks) {
-    const ends = { left: "rank 0", right: `rank ${ranks.length - 1}` };
-    const most = Math.max(1, ...ranks.map((rank) => rank.running + rank.waiting));
+    const most = Math.max(0, ...ranks.map((rank) => rank.running + rank.waiting));
     drawColumns($("requests"), ranks.map(({ rank, running, waiting }) => (
       { label: `rank ${rank}: ${running} running, ${waiting} waiting`, values: [running, waiting] }
-    )), { top: most, ...ends, summary: `Requests of ${ranks.length} ranks; most on one: ${most}` });
+    )), { of: "rank", summary: `Requests of ${ranks.length} ranks; most on one: ${most}` });
     const held = sum(ranks.map((rank) => rank.used_pages));
     drawColumns($("pages"), ranks.map((rank) => (
       {
         label: `rank ${rank.rank}: ${rank.used_pages} held, ${rank.cached_pages} cached of ${rank.usable_pages}`,
         values: [rank.used_pages, rank.cached_pages],
       }
-    )), { top: Math.max(...ranks.map((rank) => rank.usable_pages)), ...ends, summary: `${held} pages held on ${ranks.length} ranks` });
+    )), { of: "rank", summary: `${held} pages held on ${ranks.length} ranks` });
+    $("usable").textContent = `of ${short(Math.max(...ranks.map((rank) => rank.usable_pages)))} on each`;
   }
 
   showExperts(samples) {
@@ -132,7 +157,7 @@ export class Watch {
     const times = mean > 0 ? `hottest ${(most / mean).toFixed(2)} × mean` : "no tokens yet";
     $("balance").textContent = balance === undefined ? times : `${times}, balancedness of ranks ${balance.toFixed(2)}`;
     drawColumns($("experts"), tokens.map(([expert, count]) => ({ label: `expert ${expert}: ${count} tokens`, values: [count] })), {
-      top: most, mean, left: "expert 0", right: `expert ${tokens.length - 1}`, summary: `Tokens of ${tokens.length} experts: ${times}`,
+      of: "expert", mean, summary: `Tokens of ${tokens.length} experts: ${times}`,
     });
   }
 }

@@ -1,15 +1,18 @@
 """What only an administrator may do. `Keys` has checked the key before a request comes here."""
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import Field
 
+from dsjax.engine.eplb import RebalanceUnderWayError
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import Aborted, ExpertLoad, State, errors
+from dsjax.serve.profiler import Profiler, device_time
 from dsjax.serve.routes.status import expert_load
+from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, Rebalance, State, errors
 from dsjax.serve.serving import Serving
 
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS + 16)]
@@ -23,7 +26,7 @@ class AbortRequest(StrictModel):
 
 
 def admin_routes(serving: Serving) -> APIRouter:
-    """`/flush_cache`, `/abort_request`, profiling, and the record of the experts' load."""
+    """`/flush_cache`, `/abort_request`, profiling, the record of the experts' load, and their balance."""
     router = APIRouter(route_class=StrictRoute)
     profiler = Profiler(serving.options.profile_dir)
     documented = errors(403, 503)
@@ -47,9 +50,13 @@ def admin_routes(serving: Serving) -> APIRouter:
         return {"status": await serving.ask(lambda core: profiler.start())}
 
     @router.post("/stop_profile", responses=documented)
-    async def stop_profile() -> State:
-        """End the trace and write it."""
-        return {"status": await serving.ask(lambda core: profiler.stop())}
+    async def stop_profile() -> Profiled:
+        """End the trace, write it, and say which share of the devices' time went into exchanges; metrics show that too."""
+        folder = await serving.ask(lambda core: profiler.stop())
+        found = await asyncio.to_thread(device_time, folder)
+        if serving.metrics is not None:
+            serving.metrics.show_exchange_share(found.exchange_share)
+        return {"status": "written", "exchange_share": found.exchange_share}
 
     @router.post("/start_expert_distribution_record", responses=documented)
     async def start_record() -> State:
@@ -72,46 +79,19 @@ def admin_routes(serving: Serving) -> APIRouter:
             raise ApiError(
                 400, "nothing was recorded; post to /start_expert_distribution_record first", code="no_record"
             )
-        return expert_load(serving.expert_counts)
+        return expert_load(serving.expert_counts, serving.model_root)
+
+    @router.post("/rebalance_experts", responses=errors(403, 409, 503))
+    async def rebalance_experts() -> Rebalance:
+        """Place experts after the load since the last window began, between the next steps, whether or not that pays."""
+        try:
+            found = await serving.ask(lambda core: core.rebalance_experts())
+        except RebalanceUnderWayError as error:
+            raise ApiError(409, str(error), code="rebalance_under_way") from error
+        if found is None:
+            raise ApiError(
+                400, "this server does not move experts; it was started without --enable-eplb", code="no_eplb"
+            )
+        return found
 
     return router
-
-
-class Profiler:
-    """JAX traces of the running server: at most one at a time, into a directory that no request can name. Called in the engine's thread."""
-
-    def __init__(self, directory: str | None):
-        self._directory = directory
-        self._running = False
-
-    def start(self) -> str:
-        """Begin a trace.
-
-        Raises:
-            ApiError: no directory was configured, or a trace is running.
-        """
-        if self._directory is None:
-            raise ApiError(
-                400, "this server does not profile; it was started without --profile-dir", code="no_profile_dir"
-            )
-        if self._running:
-            raise ApiError(400, "a profile is running; stop it first", code="profile_running")
-        import jax
-
-        jax.profiler.start_trace(self._directory)
-        self._running = True
-        return "profiling"
-
-    def stop(self) -> str:
-        """End the trace and write it.
-
-        Raises:
-            ApiError: none is running.
-        """
-        if not self._running:
-            raise ApiError(400, "no profile is running; start one first", code="no_profile")
-        import jax
-
-        self._running = False
-        jax.profiler.stop_trace()
-        return "written"

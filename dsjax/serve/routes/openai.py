@@ -12,9 +12,9 @@ from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.completions import CompletionAnswer, CompletionRequest
 from dsjax.serve.guards import request_id_of
 from dsjax.serve.openai_fields import warning_headers
-from dsjax.serve.responses import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
 from dsjax.serve.responses_answer import ResponsesAnswer, ResponsesEvents
 from dsjax.serve.responses_request import ResponsesRequest
+from dsjax.serve.schemas import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
 from dsjax.serve.serving import Serving, followed
 
 Session = Annotated[
@@ -39,7 +39,7 @@ def openai_routes(serving: Serving) -> APIRouter:
         """The served names."""
         return {"object": "list", "data": [_card(serving, name) for name in serving.model_names]}
 
-    @router.get("/models/{name:path}", responses=errors())
+    @router.get("/models/{name:path}", responses=errors(422))
     async def model(name: str) -> ModelCard:
         """One served name."""
         return _card(serving, serving.check_model(name))

@@ -10,11 +10,12 @@ from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
 from dsjax.engine.executor import ExpertCounts
+from dsjax.engine.expert_location import ExpertLocation
 from dsjax.engine.output_stream import EngineDeadError
 from dsjax.engine.rank import RankLoad
 from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import ExpertLoad, Load, RankLoadBody, ServerInfo, State, Version, errors
+from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
 
 _LOADS_SECONDS = 0.5
@@ -40,9 +41,9 @@ def status_routes(serving: Serving) -> APIRouter:
         return {"status": "ready"}
 
     @router.get("/version", responses=errors())
-    async def package_version() -> Version:
+    async def version_of_server() -> Version:
         """The version of dsjax."""
-        return {"version": _version()}
+        return {"version": package_version()}
 
     @router.get("/get_load", responses=errors(503))
     async def get_load() -> Load:
@@ -50,16 +51,17 @@ def status_routes(serving: Serving) -> APIRouter:
         return {"ranks": await _loads(serving)}
 
     @router.get("/server_info", response_model=ServerInfo, responses=errors(503))
-    async def server_info() -> Response:
-        """What is served, how, and under which load."""
+    async def server_info(request: Request) -> Response:
+        """What is served, how, and under which load; and whether the request's key opens the admin endpoints."""
         experts = serving.expert_counts
         body: ServerInfo = {
-            "version": _version(),
+            "version": package_version(),
             "models": list(serving.model_names),
             "phase": serving.phase.value,
             "options": serving.options.to_json(),
             "ranks": await _loads(serving) if serving.phase is not Phase.WARMING_UP else [],
-            "experts": expert_load(experts) if experts is not None else None,
+            "admin": request.scope["state"].get("admin", False),
+            "experts": expert_load(experts, serving.model_root) if experts is not None else None,
         }
         return JsonResponse({**(serving.facts.to_json() if serving.facts else {}), **body})
 
@@ -67,7 +69,9 @@ def status_routes(serving: Serving) -> APIRouter:
 
 
 def create_metrics_routes(app: FastAPI, serving: Any) -> None:
-    """Add `GET /metrics`, the text format or OpenMetrics, whichever the scraper prefers. `serving.metrics` is a `Metrics`.
+    """Add `GET /metrics`, the text format or OpenMetrics, whichever the scraper prefers, and `GET /history` for the page.
+
+    `serving.metrics` is a `Metrics`.
 
     `?name[]=NAME`, as often as wanted, gives the samples of these names alone: the live views read a few of thousands.
     """
@@ -81,6 +85,12 @@ def create_metrics_routes(app: FastAPI, serving: Any) -> None:
         # Some 8,500 samples with 32 ranks: tens of milliseconds that streams should not wait for.
         body = await asyncio.to_thread(serving.metrics.render, names, openmetrics=openmetrics)
         return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
+
+    @app.get("/history", responses=errors())
+    async def history() -> HistoryBody:
+        """What the server did in the last minutes, every two seconds in which it computed."""
+        await _refresh_loads(serving)
+        return serving.metrics.history.to_json()
 
 
 async def _refresh_loads(serving: Any) -> None:
@@ -96,12 +106,14 @@ async def _refresh_loads(serving: Any) -> None:
 async def _loads(serving: Serving) -> list[RankLoadBody]:
     """What each DP rank has to do, as it is between two steps of the engine."""
     loads: list[RankLoad] = await serving.ask(lambda core: core.loads())
-    return [load._asdict() for load in loads]
+    return [{**load._asdict(), "host": None if load.host is None else load.host._asdict()} for load in loads]
 
 
-def expert_load(counts: ExpertCounts) -> ExpertLoad:
+def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:
     """Recorded counts as JSON can hold them."""
+    location = ExpertLocation(model, counts.logical_load, counts.physical_to_logical)
     return {
+        **location.to_json(),
         "tokens_per_expert": counts.tokens_per_expert.tolist(),
         "rows_sent": counts.rows_sent.tolist(),
         "rounds": int(counts.rounds),
@@ -110,7 +122,8 @@ def expert_load(counts: ExpertCounts) -> ExpertLoad:
     }
 
 
-def _version() -> str:
+def package_version() -> str:
+    """The version of dsjax that is installed."""
     try:
         return version("dsjax")
     except PackageNotFoundError:  # run from the source tree

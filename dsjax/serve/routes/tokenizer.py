@@ -11,8 +11,8 @@ from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.chat_fields import PromptFields
 from dsjax.serve.chat_prompt import render_prompt
 from dsjax.serve.errors import ApiError
-from dsjax.serve.responses import Text, TokenizerInfo, Tokens, errors
 from dsjax.serve.sampling_fields import Name
+from dsjax.serve.schemas import Text, TokenizerInfo, Tokens, errors
 from dsjax.serve.serving import Serving
 
 

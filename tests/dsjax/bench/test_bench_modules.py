@@ -96,14 +96,14 @@ def test_as_many_bytes_go_by_between_two_uses_as_in_a_step(setting, v3):
 
 def test_attention_is_the_model_s_own(setting):
     """The timed loop's first layer equals the projections, attention and output that the step computes, in another order."""
-    case = next(attention_cases(setting, "A_CC_ME", [(2, 1, 16)]))
+    case = next(attention_cases(setting, "A_CC_ME", "decode", [(2, 1, 16)]))
     prepared = case.build()
     prepared.run(1)
     total, cache, layer = prepared.state()
     assert int(layer) == 1
     assert np.abs(np.asarray(cache["latent"][0])).sum() > 0
     assert not np.asarray(cache["latent"][1]).any(), "each layer writes its own part of the cache"
-    other = next(attention_cases(setting, "CC", [(2, 1, 16)])).build()
+    other = next(attention_cases(setting, "CC", "decode", [(2, 1, 16)])).build()
     other.run(1)
     # Two forms of the same arithmetic on the same random weights, in float32: rounding only.
     np.testing.assert_allclose(np.asarray(total), np.asarray(other.state()[0]), atol=1e-4)

@@ -12,6 +12,7 @@ from dsjax.checkpoint.names import SCALE_SUFFIX
 from dsjax.checkpoint.quantise import block_scales, quantise
 from dsjax.checkpoint.source import open_checkpoint
 from sharding import MeshSpec, Rules
+from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -170,6 +171,22 @@ def test_redundant_experts_are_read_into_every_slot(tiny_config, checkpoints):
     assert down.shape[1] == 12
     for slot, expert in enumerate(placement.physical_to_logical):
         np.testing.assert_array_equal(down[0, slot], tensors[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].T)
+
+
+def test_each_layer_is_read_as_it_is_placed_the_mtp_module_last(tiny_config, checkpoints):
+    rng = np.random.default_rng(5)
+    layers = tiny_config.num_moe_layers + 1
+    rows = np.stack([rng.permutation(np.concatenate([np.arange(8), rng.integers(0, 8, 4)])) for _ in range(layers)])
+    directory, tensors = checkpoints("f32")
+    params = place(directory, tiny_config, "dp=4", placement=LayerPlacements(rows, 8))
+    for stack, first in (("moe_layers", 0), ("mtp.layers", layers - 1)):
+        down = np.asarray(params[f"{stack}.moe.experts.down.weight"])
+        for row, layer in zip(rows[first:], down, strict=False):
+            number = tiny_config.num_dense_layers + first
+            first += 1
+            for slot, expert in enumerate(row):
+                name = f"model.layers.{number}.mlp.experts.{expert}.down_proj.weight"
+                np.testing.assert_array_equal(layer[slot], tensors[name].T)
 
 
 def test_the_mtp_module_can_be_left_out(tiny_config, checkpoints):

@@ -13,7 +13,6 @@ from dsjax.dryrun.fit import fit, largest
 from dsjax.dryrun.memory import DeviceMemory
 from dsjax.dryrun.run import dry_run
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.cache import MEMORY_SHARE
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -42,7 +41,9 @@ def test_one_more_row_or_page_would_not_fit(tmp_path, monkeypatch):
     """Both neighbours of each answer are among the programs that were compiled."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     config, mesh = load_config(tmp_path), MeshSpec.parse("dp=1").build()
-    args = DryRunArgs(engine=EngineArgs(model=str(tmp_path), page_size=4), batch=2, context=16)
+    args = DryRunArgs(
+        engine=EngineArgs(model=str(tmp_path), page_size=4, gpu_memory_utilization=0.8), batch=2, context=16
+    )
     totals = {}
 
     def recorded(asked, config, mesh):
@@ -52,7 +53,7 @@ def test_one_more_row_or_page_would_not_fit(tmp_path, monkeypatch):
 
     monkeypatch.setattr("dsjax.dryrun.fit.compile_step", recorded)
     needed = DeviceMemory.of(compile_step(args, config, mesh)).total
-    found = fit(args, config, mesh, memory_bytes=round(1.2 * needed / MEMORY_SHARE))
+    found = fit(args, config, mesh, memory_bytes=round(1.2 * needed / 0.8))
     assert found.compilations == len(totals) + 1  # two searches start from the same program
     assert found.batch > 2
     assert totals[found.batch, 16, None] <= found.room < totals[found.batch + 1, 16, None]

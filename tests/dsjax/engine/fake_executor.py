@@ -5,7 +5,19 @@ from collections import deque
 
 import numpy as np
 
-from dsjax.engine.commands import TOKEN_MADE, Clear, Command, Copy, Flush, Score, Step, from_int32s
+from dsjax.engine.commands import (
+    TOKEN_MADE,
+    Clear,
+    Command,
+    Copy,
+    FetchPages,
+    Flush,
+    PlacePages,
+    Score,
+    Step,
+    StorePages,
+    from_int32s,
+)
 from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
 from dsjax.engine.plan import StepPlan
 from dsjax.engine.step_writer import StepWriter, clear_command
@@ -66,6 +78,7 @@ class FakeExecutor:
         model=next_token,
         step_seconds: float = 0.0,
         max_in_flight: int = 1,
+        host_pages_per_rank: int = 0,
     ):
         self.limits = ExecutorLimits(
             max_rows_decode,
@@ -76,6 +89,7 @@ class FakeExecutor:
             num_ranks,
             max_model_len,
             vocab_size,
+            host_pages_per_rank,
         )
         self.max_in_flight = max_in_flight
         self.model = model
@@ -93,12 +107,16 @@ class FakeExecutor:
         self._queue: deque[Pending] = deque()
         self._cache = [[[None] * page_size for _ in range(pages_per_rank)] for _ in range(num_ranks)]
         self._slots: list[dict[int, Slot]] = [{} for _ in range(num_ranks)]
+        self._host: list[dict[int, list]] = [{} for _ in range(num_ranks)]
+        self._staged: deque[list[list]] = deque()
         self._writer = StepWriter(num_ranks, max_rows_decode, page_size)
 
     def execute(self, plan: StepPlan, scheduler=None) -> list[RankResults]:
         """A whole step of a scheduler that has no core around it."""
         if scheduler is not None and (dirty := scheduler.take_dirty()):
             self.launch(clear_command(dirty))
+        for moves in self._writer.moves(plan):
+            self.launch(moves)
         copies = self._writer.copies(plan)
         if copies is not None:
             self.launch(copies)
@@ -133,8 +151,13 @@ class FakeExecutor:
         clears = [one.command for one in self._queue if isinstance(one.command, Clear)]
         return {page for command in clears for page in from_int32s(command.ranks[rank])}
 
+    def pages_to_be_placed(self, rank: int) -> set[int]:
+        """By commands on their way."""
+        places = [one.command for one in self._queue if isinstance(one.command, PlacePages)]
+        return {page for command in places for page in from_int32s(command.ranks[rank])}
+
     def _run_what_nobody_waits_for(self) -> None:
-        while self._queue and isinstance(self._queue[0].command, Copy | Clear):
+        while self._queue and isinstance(self._queue[0].command, Copy | Clear | StorePages | FetchPages | PlacePages):
             self._run(self._queue.popleft().command)
 
     def collect(self, pending: Pending):
@@ -168,6 +191,25 @@ class FakeExecutor:
                 pages = from_int32s(own)
                 for source, target in zip(pages[::2], pages[1::2], strict=True):
                     cache[target] = list(cache[source])
+        elif isinstance(command, StorePages):
+            for cache, host, own in zip(self._cache, self._host, command.ranks, strict=True):
+                numbers = from_int32s(own)
+                for page, slot in zip(numbers[::2], numbers[1::2], strict=True):
+                    assert 0 <= slot < self.limits.host_pages_per_rank
+                    assert None not in cache[page], "only full pages leave"
+                    host[slot] = list(cache[page])
+        elif isinstance(command, FetchPages):
+            self._staged.append(
+                [
+                    [list(host[slot]) for slot in from_int32s(own)]
+                    for host, own in zip(self._host, command.ranks, strict=True)
+                ]
+            )
+        elif isinstance(command, PlacePages):
+            for cache, staged, own in zip(self._cache, self._staged.popleft(), command.ranks, strict=True):
+                for values, page in zip(staged, from_int32s(own), strict=True):
+                    assert page != 0, "page 0 is reserved"
+                    cache[page] = values
         elif isinstance(command, Clear):
             for cache, own in zip(self._cache, command.ranks, strict=True):
                 for page in from_int32s(own):

@@ -12,6 +12,8 @@ from sharding.errors import MeshError
     ("options", "message"),
     [
         ({"dtype": "float16"}, "--dtype is 'float16', expected one of auto, float32, bfloat16"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization is 0.0, expected a number above 0 and at most 1"),
+        ({"gpu_memory_utilization": 90}, "--gpu-memory-utilization is 90, expected a number above 0"),
         ({"page_size": 0}, "--page-size is 0, expected an integer of at least 1"),
         ({"max_num_seqs": 600, "max_num_batched_tokens": 512}, "less than --max-num-seqs 600"),
         ({"mla_decode": "ABC"}, "--mla-decode is 'ABC'"),

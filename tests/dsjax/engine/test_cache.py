@@ -1,6 +1,7 @@
 """The cache on the devices: its bytes, and pages that are cleared and copied without touching others."""
 
 import dataclasses
+import os
 from functools import partial
 
 import jax
@@ -14,9 +15,11 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine import device_state
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step
-from dsjax.engine.buckets import Rectangle
+from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.cache import Pool
 from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.process import available_bytes
+from dsjax.engine.loading import beside_the_cache, check_device_memory
+from dsjax.engine.process import OutOfDeviceMemoryError, available_bytes, explained_out_of_memory, size_memory_pool
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -160,3 +163,67 @@ def test_a_container_s_limit_counts_where_it_is_less_than_the_machine_s_memory(t
     (tmp_path / "memory.max").write_text("1000000\n")
     assert available_bytes(tmp_path, tmp_path) == 1_000_000
     assert available_bytes(tmp_path / "none", tmp_path / "none") is None
+
+
+def test_the_cache_of_an_accelerator_gets_what_weights_and_steps_leave_of_the_pool():
+    step = tiny("dp=1")
+    page = device_cache.bytes_per_page(step)
+    pool = Pool(size=1000 * page, used=600 * page, temporaries=100 * page + 1)
+    assert device_cache.pages_that_fit(step, 10**6, pool) == 299
+    assert device_cache.pages_that_fit(step, 7, pool) == 7
+    full = dataclasses.replace(pool, used=899 * page)
+    with pytest.raises(UserError, match=r"room for 0 pages .* step's temporaries .* a higher --gpu-memory-utilization"):
+        device_cache.pages_that_fit(step, 7, full)
+
+
+def test_weights_that_a_pool_cannot_hold_are_refused_with_what_would_fit():
+    args = EngineArgs(model="deepseek-v3", mesh="dp=2", dtype="bfloat16")
+    step = step_of("dp=2")
+    h20 = Pool(size=int(0.9 * 1.5e12), used=0, temporaries=0)
+    check_device_memory(args, step, h20)
+    with pytest.raises(
+        UserError, match=r"take [\d.]+ GB on each device of dp=2, .* 540.0 GB free; .* --weights fp8. dsjax"
+    ):
+        check_device_memory(args, step, Pool(size=int(0.9 * 6e11), used=0, temporaries=0))
+    with pytest.raises(UserError, match=r"a --gpu-memory-utilization above 0.92 \(it is 0.9\)"):
+        check_device_memory(args, step, Pool(size=int(0.9 * 7.44e11), used=0, temporaries=0))
+
+
+def test_a_step_needs_beside_the_cache_what_its_largest_program_does_whatever_the_cache_holds():
+    step = tiny("dp=1")
+    params = {path: jax.ShapeDtypeStruct(info.shape, info.storage_dtype) for path, info in step.table.infos.items()}
+    params = {
+        path: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=step.rules.sharding(step.mesh, info.logical_axes, a.shape)
+        )
+        for (path, info), a in zip(step.table.infos.items(), params.values(), strict=True)
+    }
+    buckets = Buckets.covering(4, 8, mixed=True)
+    few, many = (
+        beside_the_cache(step, params, dataclasses.replace(limits_of(1), pages_per_rank=pages), buckets, 0)
+        for pages in (2, 9)
+    )
+    assert few == many > TINY["vocab_size"] * 4 * 2  # the counts of four slots are among it
+
+
+def test_the_pool_is_sized_before_jax_starts_and_not_after(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    size_memory_pool(0.8)  # the backend of the tests runs
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") is None
+    monkeypatch.setattr("dsjax.engine.process.backend_is_running", lambda: False)
+    size_memory_pool(0.8)
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.8"
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ  # JAX refuses both
+
+
+def test_running_out_of_memory_says_while_doing_what_and_what_to_do():
+    with (
+        pytest.raises(
+            OutOfDeviceMemoryError, match=r"no memory left for 1234 bytes while a step was launched.*; give less"
+        ),
+        explained_out_of_memory("a step was launched", "give less"),
+    ):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1234 bytes.")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained_out_of_memory("a step", "give less"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")

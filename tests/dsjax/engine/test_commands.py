@@ -10,14 +10,20 @@ from dsjax.engine.commands import (
     Admission,
     Clear,
     Copy,
+    FetchPages,
     Flush,
     Guide,
     PageChange,
+    PlaceExperts,
+    PlacePages,
     PrefillRow,
     RankStep,
+    ReadLoads,
     Sampling,
     Score,
+    StageExperts,
     Step,
+    StorePages,
     decode,
     encode,
     from_int32s,
@@ -43,10 +49,13 @@ ranks = st.builds(
 of_each_rank = st.lists(packed, max_size=3)
 every_command = st.one_of(
     st.builds(Step, st.lists(ranks, max_size=3), st.integers(0, 8), st.integers(0, 8)),
-    st.builds(Copy, of_each_rank),
+    *(st.builds(kind, of_each_rank) for kind in (Copy, StorePages, FetchPages, PlacePages)),
     st.builds(Clear, of_each_rank),
     st.builds(Score, packed, packed),
     st.just(Flush()),
+    st.just(ReadLoads()),
+    st.builds(StageExperts, natural, packed),
+    st.builds(PlaceExperts, natural, packed, packed),
 )
 
 
@@ -59,7 +68,8 @@ def test_decoding_gives_back_what_was_encoded(command):
 
 
 def test_every_command_of_the_union_is_generated():
-    assert {Step, Copy, Clear, Score, Flush} == set(commands.Command.__args__)
+    every = {Step, Copy, Clear, Score, Flush, ReadLoads, StageExperts, PlaceExperts, StorePages, FetchPages, PlacePages}
+    assert every == set(commands.Command.__args__)
 
 
 @given(st.lists(integer, max_size=9))
@@ -70,7 +80,7 @@ def test_integers_come_back_from_their_bytes(values):
 
 def test_the_bytes_of_a_command_are_pinned_to_their_version():
     # Whoever changes these bytes changes what older readers see, and must raise VERSION.
-    assert commands.VERSION == 1
+    assert commands.VERSION == 3
     row = PrefillRow(1, 2, int32s([7]), commands.TOKEN_MADE, 16)
     own = RankStep([Admission(1, 2, 7, Sampling(3, 9))], [PageChange(1, 0, [5])], int32s([0, 16]), [row], [])
     assert encode(Step([own], 0, 0)).hex() == (
@@ -78,11 +88,19 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
         "cb0000000000000000cb3ff0000000000000ffc400c400c400c2919301009105c4080000000010000000919701"
         "02c40407000000ff100000900000"
     )
-    assert [encode(command).hex() for command in (Copy([b""]), Clear([b""]), Score(b"", b""), Flush())] == [
+    moving = (ReadLoads(), StageExperts(1, b""), PlaceExperts(1, b"", b""))
+    moving += (StorePages([b""]), FetchPages([b""]), PlacePages([b""]))
+    assert [encode(command).hex() for command in (Copy([b""]), Clear([b""]), Score(b"", b""), Flush(), *moving)] == [
         "92a4636f707991c400",
         "92a5636c65617291c400",
         "93a573636f7265c400c400",
         "91a5666c757368",
+        "91aa726561645f6c6f616473",
+        "93ad73746167655f6578706572747301c400",
+        "94ad706c6163655f6578706572747301c400c400",
+        "92ab73746f72655f706167657391c400",
+        "92ab66657463685f706167657391c400",
+        "92ab706c6163655f706167657391c400",
     ]
 
 

@@ -277,7 +277,9 @@ def test_recorded_experts_count_every_token_on_every_layer(llm):
     try:
         lengths = (3, 21, 30)
         llm.generate([prompt(length, 4) for length in lengths], params)
-        counts = executor.counts().experts
+        counts = executor.expert_counts()
+        assert executor.counts().experts.rounds == counts.rounds, "what was read is told of every step from then on"
+        assert (counts.logical_load == counts.tokens_per_expert).all(), "experts lie in order here"
         tokens = sum(lengths) + len(lengths) * 4  # the last token made is never computed
         assert counts.tokens_per_expert.shape == (config.num_moe_layers, config.n_routed_experts)
         assert (counts.tokens_per_expert.sum(axis=1) == tokens * config.num_experts_per_tok).all()

@@ -141,6 +141,7 @@ def start(case: Case, seeds: np.ndarray) -> DeviceState:
         sampling=sampling,
         counts=counts,
         copies=None,
+        loads=None,
     )
     return jax.tree.map(jnp.asarray, state)
 

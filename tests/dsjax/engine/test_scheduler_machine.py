@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(1, 3),
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.integers(0, 7).map(bool),
+        host_pages=st.sampled_from([0, 0, 2, 30]),
         asynchronous=st.booleans(),
         drafts=st.sampled_from([None, None, [[1, 4096, 1]], [[1, 4096, 3]], [[1, 2, 2], [3, 4096, 0]]]),
     )
@@ -66,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows,
         policy,
         prefix_caching,
+        host_pages,
         asynchronous,
         drafts,
     ):
@@ -77,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page_size,
             pages_per_rank=pages,
             max_model_len=MAX_LEN,
+            host_pages_per_rank=host_pages,
         )
         self.config = SchedulerConfig.from_limits(
             self.executor.limits,
@@ -148,7 +151,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _checked(self, plan):
         under_way = any(request.num_rows_under_way for request in self._all())
-        assert not plan.is_empty or under_way or not self.alive, "there is a step as long as there is something to do"
+        arriving = any(request.is_arriving for request in self.alive.values())
+        assert not plan.is_empty or under_way or arriving or not self.alive, (
+            "there is a step while there is something to do"
+        )
         assert len(plan.ranks) == self.executor.limits.num_ranks
         for rank in plan.ranks:
             known = len(rank.decodes) + sum(row.length for row in rank.prefills)
@@ -203,7 +209,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index, rank in enumerate(self.scheduler.ranks):
             pool = rank.pool
             mine = [*self._of(index), *self._leaving(index)]
-            held = Counter(page for request in mine for page in request.pages)
+            held = Counter(page for request in mine for page in request.pages + request.held_pages)
+            held.update(page for arrival in rank._arrivals if arrival.request for page in arrival.pages)
             assert {page: count for page, count in enumerate(pool._holders) if count} == held
             everywhere = [*pool._free, *pool._idle, *held]
             assert sorted(everywhere) == list(range(1, pool.num_pages))
@@ -223,8 +230,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index, (rank, cache) in enumerate(zip(self.scheduler.ranks, self.executor._cache, strict=True)):
             named = {page: name for page, name in enumerate(rank.pool._hash_of) if name is not None}
             assert rank.pool._page_of == {name: page for page, name in named.items()}
-            for page, name in named.items():
-                assert cache[page] == self.pages[name][1][-size:]
+            for page in named.keys() - self.executor.pages_to_be_placed(index):
+                assert cache[page] == self.pages[named[page]][1][-size:]
             cleared = self.executor.pages_to_be_cleared(index)
             cleared |= {page for request in self._leaving(index) for page in request.pages}
             left = {page for page, values in enumerate(cache) if NAN in values}

@@ -85,10 +85,11 @@ class AttentionCase:
     length: np.ndarray
     tables: np.ndarray
     value_width: int
+    filled: np.ndarray | None = None
     scale: float = 0.25
 
     @classmethod
-    def drawn(cls, seed, *, R, C, H, N, O, U, M, G, longest, stored=4, absorbs=True, layers=2):
+    def drawn(cls, seed, *, R, C, H, N, O, U, M, G, longest, stored=4, absorbs=True, holes=False, layers=2):
         rng = np.random.default_rng(seed)
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
         length = rng.integers(0, C + 1, size=R).astype(np.int32)
@@ -106,6 +107,7 @@ class AttentionCase:
             length,
             tables,
             U,
+            (rng.random((pages, G)) < 0.6).astype(np.uint8) if holes else None,
         )
 
     def expected(self):
@@ -123,6 +125,10 @@ class AttentionCase:
                 if self.weights is not None:
                     q = np.einsum("hn,mhn->hm", q, self.weights[..., : q.shape[-1]])
                 scores = (q @ latent[:seen].T + self.q_rope[r, c] @ rope[:seen].T) * self.scale
+                if self.filled is not None:
+                    visible = self.filled[self.tables[r]].reshape(-1)[:seen].astype(bool)
+                    visible[-1] = True
+                    scores = np.where(visible, scores, -np.inf)
                 probs = np.exp(scores - scores.max(axis=1, keepdims=True))
                 heads = probs / probs.sum(axis=1, keepdims=True) @ latent[:seen]
                 if self.weights is not None:

@@ -35,7 +35,8 @@ def attention_of(kernels, case, form, threads=1):
             *case_arrays[:3],
             cache,
             jnp.int32(len(case.latent) - 1),
-            *case_arrays[3:],
+            *case_arrays[3:6],
+            None if case.filled is None else jnp.asarray(case.filled, bool),
             scale=case.scale,
             value_width=case.value_width,
             latent_width=case.latent.shape[-1],
@@ -105,20 +106,29 @@ def test_packed_rows_are_read_in_place(kernels):
     stored=st.sampled_from([4, 2]),
     form=st.sampled_from(["absorbed", "latent", "expanded"]),
     threads=st.sampled_from([1, 3]),
+    holes=st.booleans(),
 )
-def test_attention_is_softmax_over_each_rows_pages(kernels, seed, R, C, H, widths, G, longest, stored, form, threads):
+def test_attention_is_softmax_over_each_rows_pages(
+    kernels, seed, R, C, H, widths, G, longest, stored, form, threads, holes
+):
     N, O, U, M = widths
-    case = AttentionCase.drawn(
-        seed, R=R, C=C, H=H, N=N, O=O, U=U, M=M, G=G, longest=longest, stored=stored, absorbs=form != "latent"
-    )
+    sizes = {"R": R, "C": C, "H": H, "N": N, "O": O, "U": U, "M": M, "G": G, "longest": longest}
+    case = AttentionCase.drawn(seed, **sizes, stored=stored, absorbs=form != "latent", holes=holes)
     found = attention_of(kernels, case, "expanded" if form == "expanded" else "absorbed", threads)
     # Scores of N + O or M + O products reach 30 with the widest; e to an error of a few units in their last place.
     np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
+def test_a_query_sees_its_own_slot_even_where_nothing_else_is_filled(kernels, form):
+    case = AttentionCase.drawn(3, R=3, C=4, H=8, N=8, O=4, U=8, M=16, G=4, longest=200)
+    case = dataclasses.replace(case, filled=np.zeros_like(case.latent[0, ..., 0], np.uint8))
+    np.testing.assert_allclose(attention_of(kernels, case, form), case.expected(), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
 def test_threads_and_the_other_rows_change_no_bit_of_a_rows_attention(kernels, form):
-    case = AttentionCase.drawn(2, R=5, C=6, H=8, N=32, O=16, U=32, M=64, G=16, longest=300)
+    case = AttentionCase.drawn(2, R=5, C=6, H=8, N=32, O=16, U=32, M=64, G=16, longest=300, holes=True)
     case = dataclasses.replace(case, length=np.array([6, 0, 3, 6, 1], np.int32))
     once = attention_of(kernels, case, form)
     np.testing.assert_array_equal(attention_of(kernels, case, form, 3), once)

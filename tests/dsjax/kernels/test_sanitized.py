@@ -86,14 +86,14 @@ def test_experts(harness, seed, X, D, F, N, K, stored, routing, threads):
     stored=st.sampled_from([4, 2]),
     form=st.sampled_from(["absorbed", "latent", "expanded"]),
     threads=st.sampled_from([1, 2, 4]),
+    holes=st.booleans(),
 )
-def test_attention(harness, seed, R, C, H, widths, G, longest, stored, form, threads):
+def test_attention(harness, seed, R, C, H, widths, G, longest, stored, form, threads, holes):
     N, O, U, M = widths
     absorbs = form != "latent"
-    case = AttentionCase.drawn(
-        seed, R=R, C=C, H=H, N=N, O=O, U=U, M=M, G=G, longest=longest, stored=stored, absorbs=absorbs
-    )
-    sizes = (R, C, H, N, O, U, M, case.tables.shape[1], *case.latent.shape[:3], stored, absorbs)
+    drawn = {"R": R, "C": C, "H": H, "N": N, "O": O, "U": U, "M": M, "G": G, "longest": longest}
+    case = AttentionCase.drawn(seed, **drawn, stored=stored, absorbs=absorbs, holes=holes)
+    sizes = (R, C, H, N, O, U, M, case.tables.shape[1], *case.latent.shape[:3], stored, absorbs, holes)
     arrays = (case.q_nope, case.q_rope, *([case.weights] if absorbs else []), case.latent, case.rope)
     found = run(
         harness,
@@ -105,6 +105,7 @@ def test_attention(harness, seed, R, C, H, widths, G, longest, stored, form, thr
         case.start,
         case.length,
         case.tables,
+        *([case.filled] if holes else []),
     )
     expected = case.expected()
     np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-4, rtol=2e-4)

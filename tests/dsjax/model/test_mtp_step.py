@@ -59,7 +59,7 @@ class Module:
         self.params = materialise(step, params)
         self.ranks, self.on_ranks = spec.dp_size, NamedSharding(on, P(spec.batch_axes))
         self.shape = GroupShape(ROWS, CHUNK, TABLE, form)
-        self.copies = step.placement.tables_of(step.moe_layers_with_module)
+        self.copies = step.placement.tables
         self._further = jax.jit(self._run_further, compiler_options=COMPILE_QUICKLY)
         self._main = jax.jit(self._run_main, compiler_options=COMPILE_QUICKLY)
 

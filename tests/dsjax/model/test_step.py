@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from goldens.our_model import COMPILE_QUICKLY, bound, hf_tensors, logits_of
@@ -18,7 +19,7 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step
 from dsjax.engine.loading import materialise
-from dsjax.model.rows import GroupShape, RowGroup, last_tokens, unpack
+from dsjax.model.rows import GroupShape, RowGroup, unpack
 from sharding import MeshSpec
 
 # Every expert of the layer is used, so that rounding to bf16 cannot change the choice of experts.
@@ -55,7 +56,10 @@ class Model:
         self._programs = {}
 
     def empty_cache(self):
-        return device_cache.allocate(self.step, PAGES)
+        return {
+            name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
+            for name, array in device_cache.describe(self.step, PAGES).items()
+        }
 
     def run(self, cache, groups, every_token=False):
         """Logits and cache of a step over ``groups``: ``(kind, rows by rank)``, a row ``(tokens, start, pages)``."""
@@ -73,7 +77,7 @@ class Model:
             parts.append(RowGroup.pack(*(a.astype(np.int32) for a in (token, start, length, table))))
         key = (tuple(shapes), every_token)
         if key not in self._programs:
-            copies = self.step.placement.tables_of(self.step.config.num_moe_layers)
+            copies = self.step.placement.tables
 
             def run(params, cache, packed):
                 parts = unpack(packed, key[0])
@@ -90,6 +94,16 @@ class Model:
 
     def decode(self, *by_rank):
         return (DECODE, self.step.decode_form, by_rank)
+
+
+def last_tokens(x, groups):
+    """Each row's last active token ``[B, R, D]``; its first slot where the row is padding."""
+    indices, start = [], 0
+    for group in groups:
+        first = start + jnp.arange(group.shape.rows) * group.shape.chunk
+        indices.append(first + jnp.maximum(group.length - 1, 0))
+        start += group.shape.tokens
+    return jnp.take_along_axis(x, jnp.concatenate(indices, axis=1)[..., None], axis=1)
 
 
 @functools.cache

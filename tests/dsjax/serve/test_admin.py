@@ -1,12 +1,21 @@
 """What an administrator can do, and what `/get_load` and `/server_info` tell."""
 
+import json
 import threading
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from live_server import wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
+from dsjax.engine.eplb import RebalanceUnderWayError
+from dsjax.engine.expert_location import ExpertLocation
+from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
+from dsjax.serve.profiler import sum_of
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": list(range(20, 60)), "max_tokens": 200, "temperature": 0}
@@ -57,11 +66,37 @@ def test_what_to_abort_must_be_said_once(server, body):
     assert admin(server, "/abort_request", body).status_code == 400
 
 
-def test_experts_are_recorded_between_start_and_stop(server):
+def test_a_server_without_balancing_says_how_to_get_it(server):
+    answer = admin(server, "/rebalance_experts")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_eplb")
+    assert server.post("/rebalance_experts").status_code == 401
+
+
+def test_a_rebalance_is_begun_once_and_refused_in_its_middle(server, monkeypatch):
+    found = {"layers": 1, "experts": 2, "bytes": 3, "exchanges": 1, "balancedness": {"before": 0.5, "after": 0.9}}
+    core = server.serving.engine._core
+    monkeypatch.setattr(core, "rebalance_experts", lambda: found)
+    assert admin(server, "/rebalance_experts").json() == found
+
+    def refuse():
+        raise RebalanceUnderWayError("a rebalance is under way, with 3 layers left; ask again when it is done")
+
+    monkeypatch.setattr(core, "rebalance_experts", refuse)
+    answer = admin(server, "/rebalance_experts")
+    assert answer.status_code == 409
+    assert "3 layers left" in answer.json()["error"]["message"]
+
+
+def test_experts_are_recorded_between_start_and_stop(server, tmp_path):
     assert admin(server, "/dump_expert_distribution_record").status_code == 400
     assert admin(server, "/start_expert_distribution_record").json() == {"status": "recording"}
     dumped = admin(server, "/dump_expert_distribution_record").json()
     assert dumped["tokens_per_expert"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    path = tmp_path / "location.json"
+    path.write_text(json.dumps(dumped))
+    location = ExpertLocation.read(path)
+    assert location.logical_load.tolist() == [[3, 1, 2], [6, 12, 4]]
+    assert location.physical_to_logical.tolist() == [[0, 1, 2, 0], [2, 1, 0, 1]]
     assert admin(server, "/stop_expert_distribution_record").json() == {"status": "stopped"}
     assert admin(server, "/dump_expert_distribution_record").json() == dumped, "the last record stays"
     assert server.get("/server_info").json()["experts"] == dumped
@@ -72,8 +107,45 @@ def test_a_profile_is_written_where_the_server_was_told(server, tmp_path):
     assert admin(server, "/start_profile").json() == {"status": "profiling"}
     assert admin(server, "/start_profile").status_code == 400
     server.post(COMPLETIONS, {**LONG, "max_tokens": 2})
-    assert admin(server, "/stop_profile").json() == {"status": "written"}
+    # The fake devices run no program, so there is nothing to have a share of.
+    assert admin(server, "/stop_profile").json() == {"status": "written", "exchange_share": None}
     assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_the_share_of_exchanges_is_of_operations_each_counted_once():
+    found = sum_of(
+        [
+            ("while.3", 10.0),  # around all that follows
+            ("fusion.1", 2.0),
+            ("all-to-all.7", 1.0),
+            ("all-gather-start.2", 0.25),
+            ("all-gather-done.2", 0.25),
+            ("reduce_scatter.5", 0.25),
+            ("psum.6", 0.25),
+            ("ragged-all-to-all.1", 1.0),
+            ("gather.4", 1.0),  # reads rows of an array on its own device
+            (None, 100.0),
+        ]
+    )
+    assert found == (3.0, 6.0)
+    assert found.exchange_share == 0.5
+    assert sum_of([(None, 1.0)]).exchange_share is None
+
+
+def test_a_profile_of_devices_that_exchange_has_a_share_and_metrics_show_it(start_server, tmp_path):
+    """A program with a collective on eight devices runs while the server profiles."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    summed = jax.jit(jax.shard_map(lambda x: jax.lax.psum(jnp.sin(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
+    summed(jnp.ones((64, 64))).block_until_ready()
+    metrics = Metrics("tiny", 1, 128)
+    server = start_server(options=ServeOptions(admin_api_key="root", profile_dir=str(tmp_path)), metrics=metrics)
+    assert "dsjax_exchange_time_share" not in server.get("/metrics?name[]=dsjax_exchange_time_share").text
+    assert admin(server, "/start_profile").status_code == 200
+    for _ in range(5):
+        summed(jnp.ones((64, 64))).block_until_ready()
+    share = admin(server, "/stop_profile").json()["exchange_share"]
+    assert 0 < share < 1
+    assert metrics.registry.get_sample_value("dsjax_exchange_time_share", {"model_name": "tiny"}) == share
 
 
 def test_without_a_directory_nothing_is_profiled(start_server):

@@ -127,6 +127,42 @@ def test_generate_writes_prompts_and_continuations_in_order():
     assert out.getvalue() == "\n\n".join(texts) + "\n"
 
 
+def test_generate_writes_the_other_prompts_when_one_fails_and_says_which():
+    out, engine = io.StringIO(), make_engine()
+    engine.core.executor.non_finite.add(7)
+    add_request, seeds = engine.add_request, {"1": 7}
+
+    def add_with_seed(request_id, prompt, params):
+        add_request(request_id, prompt, dataclasses.replace(params, seed=seeds.get(request_id)))
+
+    engine.add_request = add_with_seed
+    params = SamplingParams(temperature=0, max_tokens=5, output_kind=OutputKind.DELTA)
+    failures = write_continuations(out, engine, ["ab", "cd", "ef"], params)
+    assert list(failures) == [1]
+    assert "not finite" in failures[1]
+    first, second, third = out.getvalue().split("\n\n")
+    assert (first[:2], second, third[:2]) == ("ab", "cd", "ef")
+    assert len(third) > 2
+
+
+def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
+    import dsjax.cli.generate as command
+    import dsjax.engine.llm
+
+    class Broken:
+        engine = make_engine()
+
+        def __init__(self, **options):
+            """Takes any."""
+
+    monkeypatch.setattr(dsjax.engine.llm, "LLM", Broken)
+    monkeypatch.setattr(command, "prepare_devices", lambda mesh: None)
+    monkeypatch.setattr(command, "write_continuations", lambda *_, **__: {0: "the values are not finite"})
+    result = CliRunner().invoke(app, ["generate", "--prompt", "x"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: prompt 1 of 1 was not finished: the values are not finite\n"
+
+
 def test_generate_in_chat_form_uses_the_template_and_says_when_there_is_none():
     out, engine = io.StringIO(), make_engine()
     params = SamplingParams(temperature=0, max_tokens=5, output_kind=OutputKind.DELTA)

@@ -108,6 +108,21 @@ def test_a_browser_may_read_with_a_password_but_change_nothing(guarded):
     assert guarded.post(COMPLETIONS, {"prompt": "a"}, headers=basic("one")).status_code == 401
 
 
+@pytest.mark.parametrize(("key", "expected"), [("one", False), ("root", True)])
+def test_the_server_says_whether_a_key_is_the_admin_s(guarded, key, expected):
+    assert guarded.get("/server_info", headers={"Authorization": f"Bearer {key}"}).json()["admin"] is expected
+
+
+def test_without_keys_only_the_admin_s_makes_an_admin(start_server):
+    server = start_server(options=ServeOptions(admin_api_key="root"))
+    for headers, expected in (
+        ({}, False),
+        ({"Authorization": "Bearer wrong"}, False),
+        ({"Authorization": "Bearer root"}, True),
+    ):
+        assert server.get("/server_info", headers=headers).json()["admin"] is expected
+
+
 @pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
 def test_admin_endpoints_want_the_admin_s_key_and_are_closed_without_one(guarded, server, path):
     assert guarded.post(path, headers=bearer("one")).status_code == 401

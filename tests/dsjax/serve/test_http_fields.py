@@ -326,6 +326,28 @@ def test_forced_calls_are_a_grammar(start, monkeypatch, choice, names):
     assert seen[0].structured_after == server.engine.tokenizer.token_id("</think>")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+def test_a_forced_call_is_streamed_even_by_a_model_that_would_rather_talk(start, choice):
+    server = start("let me see</think>I would rather talk.")
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Ulm"]}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {**tool["function"], "parameters": parameters}} for tool in TOOLS]
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
+    options = {"model": "tiny", "messages": MESSAGES, "tools": tools, "tool_choice": choice, "temperature": 0}
+    options |= {"parallel_tool_calls": False, "max_tokens": 200}
+    whole = client.chat.completions.create(**options).choices[0]
+    (call,) = whole.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Ulm"}
+    assert call.function.name == "get_time" or choice == "required"
+    chunks = [chunk.model_dump(exclude_unset=True) for chunk in client.chat.completions.create(stream=True, **options)]
+    streamed = together(chunks)
+    (same,) = streamed["tool_calls"]
+    assert (same["name"], same["arguments"]) == (call.function.name, call.function.arguments)
+    assert same["id"].startswith("call_")
+    assert streamed["reasoning"] == whole.message.reasoning == "let me see"
+    assert not streamed.get("content")
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole.finish_reason == "tool_calls"
+
+
 def test_calls_and_answers_of_tools_are_taken_on_input(start):
     server = start("</think>ok")
     call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": '{"city": "Ulm"}'}}

@@ -12,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax.engine.executor import RankResults, RowResult
+from dsjax.engine.page_tiers import TierCounts
 from dsjax.engine.request import ErrorKind, FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
-from dsjax.engine.stats import DraftCounts
+from dsjax.engine.stats import BalanceStats, DraftCounts
 from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.metrics_families import one_two_five
@@ -117,19 +118,17 @@ def test_a_server_that_drafts_nothing_shows_no_sample_of_drafts(metrics):
     assert set(drafts(metrics).values()) == {None}
 
 
-def test_accepted_drafts_of_rows_are_one_less_than_the_tokens_that_they_made():
+def test_accepted_drafts_of_rows_are_one_less_than_the_tokens_that_they_made_unless_they_failed():
     rows = [
         RowResult((5, 6, 7), num_drafts=2),
         RowResult((5,), num_drafts=2),
         RowResult((5, 6), num_drafts=1),
         RowResult((9,)),
     ]
-    failed = RowResult(
-        (5,), finite=False, num_drafts=2
-    )  # its first draft was accepted, or would have been the last token
+    failed = RowResult((5,), finite=False, num_drafts=2)  # the position behind its first draft was reached
     counts = DraftCounts.of([RankResults(rows, []), RankResults([failed], [])])
     assert (counts.num_drafts, counts.num_draft_tokens) == (4, 7)
-    assert counts.num_accepted_tokens == sum(counts.accepted_per_position)
+    assert (counts.num_accepted_tokens, counts.accepted_per_position) == (4, (3, 1))
 
 
 def test_one_token_alone_has_no_time_per_output_token(metrics, clock):
@@ -235,6 +234,23 @@ def test_experts_are_shown_by_place_and_balancedness_in_both_meanings(metrics):
     assert value(metrics, "dsjax_dispatch_padding_share") == 0.25
 
 
+def test_experts_that_follow_the_load_are_shown_as_the_engine_adds_them_up(metrics):
+    assert value(metrics, "dsjax_eplb_rebalances_total") is None, "experts stay where they are"
+    metrics.on_step(step([], balance=BalanceStats()))
+    assert value(metrics, "dsjax_eplb_rebalances_total") == 0
+    assert value(metrics, "dsjax_eplb_balancedness", of="sums") is None, "no window yet"
+    found = BalanceStats(3, 0.75, 0.5, (10, 20), 2, 1, 5, 40, 4000, 9, 0.25, 1.5, 4)
+    metrics.on_step(step([], balance=found))
+    assert value(metrics, "dsjax_eplb_balancedness", of="sums") == 0.75
+    assert value(metrics, "dsjax_eplb_balancedness", of="layers") == 0.5
+    assert value(metrics, "dsjax_eplb_rank_tokens", ep_rank="1") == 20
+    assert value(metrics, "dsjax_eplb_moved_bytes_total") == 4000
+    assert value(metrics, "dsjax_eplb_exchange_seconds_total") == 0.25
+    assert value(metrics, "dsjax_eplb_layers_left") == 4
+    metrics.on_step(step([]))
+    assert value(metrics, "dsjax_eplb_rebalances_total") == 2
+
+
 def test_rejections_and_answers_are_counted_by_reason_and_route(metrics):
     metrics.on_rejected("queued_requests")
     metrics.on_rejected("queued_requests")
@@ -318,7 +334,9 @@ def filled() -> Metrics:
     one = request("a", rank=1)
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])
-    metrics.on_step(step([load(0), load(1, used=1, usable=3)], decode=1, experts=experts([[1, 2, 3, 4]])))
+    below, balance = TierCounts(1, 4, 3, 1, 2), BalanceStats(windows=1, rank_tokens=(3, 4))
+    loads = [load(0), load(1, used=1, usable=3)._replace(host=below)]
+    metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), balance=balance))
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)
     return metrics
@@ -385,3 +403,32 @@ def test_a_step_with_1024_running_requests_costs_well_under_a_millisecond_to_cou
         )
         == 20 * 32
     )
+
+
+def test_the_history_has_the_last_minutes_and_none_of_an_idle_time(metrics, clock):
+    made = request("a", arrival=100.0)
+    for _ in range(10):  # five seconds of steps, two each second
+        metrics.on_step(step([load(0, running=2, waiting=1), load(1, running=1)]))
+        metrics.on_updates([token(made)])
+        clock.now += 0.5
+    clock.now += 30  # nothing happens
+    metrics.on_step(step([load(0, running=1)]))
+    metrics.on_updates([token(made)])
+    history = metrics.history.to_json()
+    points = [
+        (point["age"], point["generation_tokens"], point["running"], point["waiting"]) for point in history["points"]
+    ]
+    # The step after the idle time has a point before it, so that its token makes no rate over all of that time.
+    assert points == [(35, 0, 0, 0), (33, 4, 3, 1), (31, 8, 3, 1), (0, 10, 3, 1)]
+    assert history["points"][0]["prompt_tokens"] == 0
+    clock.now += 70
+    metrics.on_updates([token(made)])
+    history = metrics.history.to_json()
+    assert history["points"][-1] == {"age": 0, "prompt_tokens": 8, "generation_tokens": 12, "running": 1, "waiting": 0}
+    first, between = (
+        history["buckets_a_minute_ago"][f"vllm:{name}_seconds"]
+        for name in ("time_to_first_token", "inter_token_latency")
+    )
+    assert (first["+Inf"], between["+Inf"], between["0.5"]) == (1, 9, 9)
+    clock.now += 300
+    assert [point["age"] for point in metrics.history.to_json()["points"]] == [300, 0], "five minutes are kept"

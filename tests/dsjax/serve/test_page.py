@@ -12,6 +12,7 @@ from watched_server import WatchedServer, experts, load, request, step, token
 from dsjax.engine.request import FinishReason
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
+from dsjax.serve.page.reference import reference
 from dsjax.serve.page.routes import PAGE_PATHS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -90,7 +91,7 @@ def test_every_file_comes_with_a_policy_that_forbids_what_is_not_its_own():
 
 
 def test_a_chat_is_streamed_with_its_reasoning_folded_and_its_history_sent_again(browser, server):
-    server.answers = [("let me ", ""), ("think", ""), ("", "hel"), ("", "lo")]
+    server.answers = [("let me ", ""), ("think", ""), ("", "hel"), ("", "lo `x`")]
     with opened(browser, server) as page:
         sync_api.expect(page.locator("#server")).to_have_text("tiny on dp=4: 4 × cpu")
         page.evaluate("document.querySelector('.knobs').open = true")
@@ -100,7 +101,7 @@ def test_a_chat_is_streamed_with_its_reasoning_folded_and_its_history_sent_again
         footer = page.locator(".turn.assistant footer")
         sync_api.expect(footer).to_contain_text("4 tokens · first after ")
         sync_api.expect(footer).to_contain_text("stop")
-        assert page.inner_text(".turn.assistant .text") == "hello"
+        assert page.inner_text(".turn.assistant .text") == "hello x"
         details = page.locator(".turn.assistant details")
         assert details.get_attribute("open") is None, "folded"
         assert page.text_content(".reasoning") == "let me think"
@@ -117,7 +118,7 @@ def test_a_chat_is_streamed_with_its_reasoning_folded_and_its_history_sent_again
         send(page, "and?")
         sync_api.expect(page.locator(".turn")).to_have_count(4)
         sync_api.expect(footer.nth(1)).to_contain_text("stop")
-        assert [m["content"] for m in server.asked[1]["messages"]] == ["who?", "hello", "and?"]
+        assert [m["content"] for m in server.asked[1]["messages"]] == ["who?", "hello `x`", "and?"], "as it was said"
         page.click("#clear")
         assert page.locator(".turn").count() == 0
 
@@ -172,7 +173,53 @@ def test_the_charts_show_what_the_registry_holds(browser, server):
         assert page.text_content("#balance") == "hottest 4.00 × mean, balancedness of ranks 0.50"
         assert not page.is_visible("#unrecorded")
         sync_api.expect(page.locator("#tokens svg")).to_have_attribute("aria-label", re.compile(r"highest [12]\d"))
+        assert page.locator("#tiles dt").count() % 4 == 0, "no tile stands alone, in four columns or in two"
+        assert page.locator("#requests .scale div").all_text_contents() == ["4", "2", "0"]
+        assert page.locator("#requests .axis div").all_text_contents() == ["rank 0", "1", "2", "3"]
+        assert page.locator("#requests .numbers div").all_text_contents() == ["4", "0", "0", "1"]
+        assert page.locator("#pages .scale div").all_text_contents() == ["100", "50", "0"]
+        assert page.text_content("#usable") == "of 100 on each"
         sync_api.expect(tile("between tokens, P50")).to_contain_text("ms")
+
+
+def test_a_page_that_is_opened_late_has_the_last_minutes(browser, server):
+    """40 tokens a second from 200 s ago to 100 s ago, on a clock of the test's, and then none; the page was not open."""
+    begun = time.monotonic()
+    now = [begun - 200.0]
+    server.metrics = Metrics("tiny", 4, 4096, clock=lambda: now[0])
+    made = request("before", arrival=now[0])
+    while now[0] < begun - 100:
+        server.metrics.on_step(step([load(0, running=7)]))
+        for _ in range(40):
+            server.metrics.on_updates([token(made)])
+        now[0] += 1.0
+    server.metrics.on_step(step([load(rank) for rank in range(4)]))
+    now[0] = begun
+    with opened(browser, server) as page:
+        sync_api.expect(page.locator("#tokens svg")).to_have_attribute("aria-label", re.compile("highest 40$"))
+        sync_api.expect(page.locator("#load svg")).to_have_attribute("aria-label", re.compile("highest 7$"))
+        assert page.locator("#tokens .axis div").all_text_contents() == ["−5 min", "−4", "−3", "−2", "−1", "now"]
+        drawn = page.get_attribute("#tokens polyline.one", "points")
+        points = [tuple(map(float, each.split(","))) for each in drawn.split()]
+        busy = [x for x, y in points if y == pytest.approx(0)]  # the top of a scale that goes to 40
+        # 600 across are 300 s. The first point has no rate yet.
+        assert min(busy) == pytest.approx(600 - 2 * 198, abs=3)
+        assert max(busy) == pytest.approx(600 - 2 * 100, abs=5)
+        assert points[-1][1] == 100, "nothing now"
+
+
+def test_reasoning_can_be_read_while_it_comes_and_code_is_code_before_its_fence_closes(browser, server):
+    server.answers = [("thinking aloud", "")] + [("", "so `f`:\n```python\ndef f():\n")] * 2 + [("", "    pass\n")] * 50
+    server.pause = 0.4
+    with opened(browser, server) as page:
+        send(page, "hi")
+        sync_api.expect(page.locator(".reasoning")).to_be_visible()
+        assert page.text_content(".reasoning") == "thinking aloud"
+        block = page.locator(".turn.assistant pre.code").first
+        sync_api.expect(block).to_contain_text("def f():")
+        assert page.text_content(".turn.assistant code") == "f"
+        assert page.is_enabled("#stop"), "it still comes"
+        page.click("#stop")
 
 
 def test_an_example_fills_the_prompt_and_code_is_set_in_a_fixed_width(browser, server):
@@ -223,6 +270,9 @@ def test_a_key_typed_into_the_page_opens_it_and_a_refusal_is_said(browser, serve
         sync_api.expect(notice).to_be_hidden()
         sync_api.expect(page.locator("#server")).to_contain_text("tiny on dp=4")
         sync_api.expect(page.locator("#tiles dd").first).to_be_visible()
+        assert not page.is_visible("#record"), "this key is not the admin's"
+        page.fill("#key", "admin")
+        page.press("#key", "Tab")
         page.click("#record")
         sync_api.expect(notice).to_contain_text("admin endpoints are closed")
 
@@ -253,9 +303,10 @@ def test_a_server_that_is_not_ready_is_said_and_then_forgotten(browser, server):
 
 def test_everything_can_be_reached_by_keyboard(browser, server):
     with opened(browser, server) as page:
-        assert not page.is_visible("#record"), "recording is offered once there is a key"
+        assert not page.is_visible("#record"), "recording is offered to the admin's key"
         page.fill("#key", "admin")
         page.press("#key", "Tab")
+        sync_api.expect(page.locator("#record")).to_be_visible()
         page.evaluate("document.activeElement.blur()")
         seen = []
         for _ in range(18):
@@ -279,6 +330,37 @@ def test_it_fits_narrow_screens_and_is_readable_in_light_and_dark(browser, serve
         contrasts = page.evaluate(CONTRASTS)
         assert len(contrasts) > 10
         assert min(ratio for _, ratio in contrasts) >= 4.5, contrasts
+
+
+def test_docs_name_every_endpoint_and_field_without_a_network(browser, start_server):
+    server = start_server(num_ranks=1)
+    schema = server.get("/openapi.json").json()
+    assert "HTTPValidationError" not in str(schema), "every error has OpenAI's shape"
+    with opened(browser, server, viewport={"width": 320, "height": 800}) as page:
+        page.goto(server.url + "/docs#ChatRequest")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+        shown = set(page.locator("h3 code").all_text_contents())
+        assert shown == {f"{method.upper()} {path}" for path, all_ in schema["paths"].items() for method in all_}
+        for name, shape in schema["components"]["schemas"].items():
+            rows = page.locator(f"[id='{name}'] th").all_text_contents()
+            assert rows == list(shape.get("properties", {})), name
+        (stop,) = page.locator("#CompletionRequest tr").filter(has=page.get_by_text("stop", exact=True)).all()
+        assert "string (at most 1024 characters) or list of string" in stop.text_content()
+        broken = page.evaluate("""[...document.querySelectorAll("a[href^='#']")].map((each) => each.hash.slice(1))
+            .filter((id) => !document.getElementById(id))""")
+        assert broken == []
+        assert min(ratio for _, ratio in page.evaluate(CONTRASTS)) >= 4.5
+
+
+def test_what_a_schema_says_is_text_in_docs_and_never_markup():
+    field = {"type": "string", "description": EVIL, "enum": [EVIL], "default": EVIL}
+    body = {"properties": {EVIL: field}, "required": [], "description": EVIL}
+    operation = {"summary": EVIL, "responses": {"200": {"description": EVIL}}}
+    schema = {"info": {"version": EVIL}, "paths": {EVIL: {"get": operation}}, "components": {"schemas": {EVIL: body}}}
+    text = reference(schema)
+    assert text.count("&lt;script&gt;") > 6
+    assert "<script" not in text
+    assert "<img" not in text
 
 
 CONTRASTS = """() => {

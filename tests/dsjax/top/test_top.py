@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax import cli
+from dsjax.engine.page_tiers import TierCounts
 from dsjax.engine.request import FinishReason
-from dsjax.engine.stats import DraftCounts
+from dsjax.engine.stats import BalanceStats, DraftCounts
 from dsjax.top.reading import Client, Exposition, NoAnswerError, Reading
 from dsjax.top.screen import Screen
 from dsjax.top.view import quantile, view
@@ -71,7 +72,7 @@ def test_a_view_is_what_happened_between_two_readings(server):
         "preempted": 0,
         "not_finite": 0,
     }
-    assert found["cache"] == {"usage": 0.1, "hit_share": 0.5}
+    assert found["cache"] == {"usage": 0.1, "hit_share": 0.5, "host": None}
     assert found["latency"]["inter_token"]["count"] == 2
     assert found["latency"]["step"]["mean"] == pytest.approx(0.01)
     assert found["steps"]["per_second"] == 0.75
@@ -91,6 +92,20 @@ def test_a_window_in_which_nothing_happened_has_rates_of_zero_and_no_quantiles(s
     assert found["latency"]["time_to_first_token"] == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None}
     assert found["cache"]["hit_share"] is None
     assert found["experts"] is None
+
+
+def test_pages_in_host_memory_are_shown_where_there_are_any(server):
+    below = [TierCounts(10, 40, 12, 4, 2), TierCounts(30, 40, 40, 8, 10)]
+    ranks = [load._replace(host=counts) for load, counts in zip(server.ranks, (*below, *below), strict=True)]
+    server.metrics.on_step(step(ranks))
+    before = reading(server, 0.0)
+    ranks[1] = ranks[1]._replace(host=TierCounts(35, 40, 50, 9, 15))
+    server.metrics.on_step(step(ranks))
+    found = view(before, reading(server, 2.0))
+    assert found["cache"]["host"] == {"usage": 85 / 160, "stored": 10.0, "fetched": 1.0}
+    console = Console(file=io.StringIO(), width=110, height=40)
+    console.print(Screen(server.url, found))
+    assert "host memory: pages 53% used, 10 stored, 1 fetched" in console.file.getvalue()
 
 
 def test_acceptance_is_shown_where_the_server_drafts(server):
@@ -119,6 +134,27 @@ def test_a_server_that_drafts_nothing_has_no_line_of_drafts(server):
     console = Console(file=io.StringIO(), width=110, height=40)
     console.print(Screen(server.url, found))
     assert "drafts" not in console.file.getvalue()
+
+
+def test_balancing_is_shown_where_experts_follow_the_load(server):
+    server.metrics.on_step(step(server.ranks, balance=BalanceStats(rebalances=1, exchange_seconds=1.0)))
+    before = reading(server, 0.0)
+    now = BalanceStats(3, 0.75, 0.5, (10, 20), 2, 0, 5, 40, 4_000_000, 9, 1.25, 1.5, 4)
+    server.metrics.on_step(step(server.ranks, balance=now))
+    found = view(before, reading(server, 2.0))
+    assert found["balancing"] == {
+        "balancedness": {"sums": 0.75, "layers": 0.5},
+        "layers_left": 4,
+        "rebalances": 1,
+        "experts_moved": 40,
+        "moved_bytes": 4_000_000,
+        "exchanges": 9,
+        "exchange_seconds": 0.25,
+    }
+    console = Console(file=io.StringIO(), width=130, height=40)
+    console.print(Screen(server.url, found))
+    line = "experts balanced 0.75 (sums), 0.50 (layers)   1 rebalances, 40 moved (4.0 MB) in 250 ms, 4 layers left"
+    assert line in console.file.getvalue()
 
 
 def test_a_server_that_was_restarted_is_counted_from_its_start(server):

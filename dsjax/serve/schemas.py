@@ -169,10 +169,49 @@ class State(TypedDict):
     status: str
 
 
+class HistoryPoint(TypedDict):
+    """Sums since the server's start, over all ranks, and the load, as they were `age` seconds ago."""
+
+    age: float
+    prompt_tokens: float
+    generation_tokens: float
+    running: int
+    waiting: int
+
+
+class HistoryBody(TypedDict):
+    """Answer of `/history`: points of the last `kept_seconds`, oldest first.
+
+    `buckets_a_minute_ago` has the cumulative counts of the histograms of latencies by upper bound, as they were a minute ago, or at
+    the oldest point where that is younger.
+    """
+
+    kept_seconds: float
+    points: list[HistoryPoint]
+    buckets_a_minute_ago: dict[str, dict[str, int]]
+
+
+class Profiled(TypedDict):
+    """Answer of `/stop_profile`. `exchange_share`: of the devices' time in operations, between 0 and 1; None where there was none."""
+
+    status: str
+    exchange_share: float | None
+
+
 class Version(TypedDict):
     """Answer of `/version`."""
 
     version: str
+
+
+class HostPages(TypedDict):
+    """What host memory has of a rank's pages: `TierCounts` of `dsjax/engine/page_tiers.py`."""
+
+    used_pages: int
+    usable_pages: int
+    stored: int
+    fetched: int
+    evicted: int
 
 
 class RankLoadBody(TypedDict):
@@ -186,6 +225,7 @@ class RankLoadBody(TypedDict):
     cached_pages: int
     usable_pages: int
     cost: float
+    host: HostPages | None
 
 
 class Load(TypedDict):
@@ -194,9 +234,36 @@ class Load(TypedDict):
     ranks: list[RankLoadBody]
 
 
-class ExpertLoad(TypedDict):
-    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/executor.py`."""
+class Balancedness(TypedDict):
+    """Mean ÷ max over ranks, as ratio of sums over layers."""
 
+    before: float
+    after: float
+
+
+class Rebalance(TypedDict):
+    """Answer of `/rebalance_experts`: what begins to move, and the balancedness that is predicted for the window.
+
+    `bytes` reach other slots, on all devices of an EP group; `exchanges`: commands between steps that send them.
+    """
+
+    layers: int
+    experts: int
+    bytes: int
+    exchanges: int
+    balancedness: Balancedness
+
+
+class ExpertLoad(TypedDict):
+    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/executor.py`.
+
+    With `version` and `model` it is a file for `--init-expert-location`, and for the planner's `--expert-skew`.
+    """
+
+    version: int
+    model: str
+    logical_load: list[list[int]]
+    physical_to_logical: list[list[int]]
     tokens_per_expert: list[list[int]]
     rows_sent: list[int]
     rounds: int
@@ -205,12 +272,16 @@ class ExpertLoad(TypedDict):
 
 
 class ServerInfo(TypedDict):
-    """Answer of `/server_info`, beside the fields of `EngineFacts`. `options` are the server's, without its keys."""
+    """Answer of `/server_info`, beside the fields of `EngineFacts`. `options` are the server's, without its keys.
+
+    `admin`: whether the key that came with the request opens the admin endpoints.
+    """
 
     version: str
     models: list[str]
     phase: str
     options: dict[str, Any]
+    admin: bool
     ranks: list[RankLoadBody]
     experts: ExpertLoad | None
 
@@ -253,6 +324,7 @@ _MEANINGS = {
     404: "no such model, or no such path",
     405: "not this method",
     408: "the request did not arrive in time",
+    409: "what is asked for is being done already",
     413: "the body is too large",
     422: "fields that are not those of the schema",
     429: "too much waits",

@@ -1,0 +1,181 @@
+"""`Rebalance`: what moving experts while serving needs and takes: bytes, exchanges, steps, predicted seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from dsjax.dryrun.compilation import CompiledStep
+from dsjax.dryrun.prices import Assumed, End, TargetPrices
+from dsjax.engine import expert_programs
+from dsjax.engine.eplb import EplbConfig
+from dsjax.plan.balancing import Slots, drawn
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.skew import DEFAULT_SKEW, DRIFT
+from sharding.balancing import by_host, experts_moved, keep_in_place, rebalance
+from sharding.layer_placement import exchange_rounds
+from sharding.placement import Placement
+from sharding.program import Program, program_collectives
+
+
+class Exchange(NamedTuple):
+    """One `StageExperts`: experts that the busiest rank gets or gives, from within its scale-up domain and from outside."""
+
+    inside: int
+    between: int
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a rebalance of all layers moves. Numbers are means over the layers that were drawn.
+
+    experts: slots of a layer, over all ranks, that get another expert. received: experts that the rank which gets most in a layer gets.
+    exchanges: commands in which a layer's experts are sent. seconds: of a layer, its exchanges and what writes the experts into their
+    slots; None without a target's figures.
+    """
+
+    experts: float
+    received: float
+    exchanges: float
+    seconds: Figure | None
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """Experts that move, with `--enable-eplb`. Bytes are one device's.
+
+    expert_bytes: one expert, or its part where its width is split. staging_bytes: the buffer, one layer's slots.
+    experts_per_exchange: that a rank gets between two steps, at most, under `max_bytes_per_step`. sent_bytes: what the compiled exchange
+    puts in on each rank. exchange_temporaries: of the larger of the two programs. layers: that have experts. first: from the
+    placement at the start, which knows no load. next: from one window to the next, whose load has drifted.
+    """
+
+    policy: str
+    max_bytes_per_step: int
+    expert_bytes: int
+    staging_bytes: int
+    experts_per_exchange: int
+    sent_bytes: int
+    exchange_temporaries: int
+    layers: int
+    first: Moves
+    next: Moves
+
+    def steps(self, moves: Moves) -> int:
+        """Steps that a rebalance of all layers takes: between two of them goes one exchange, or one layer's writing."""
+        return round(self.layers * (moves.exchanges + 1))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `docs/dryrun.md` documents the fields."""
+        found = {name: value for name, value in vars(self).items() if not isinstance(value, Moves)}
+        for name in ("first", "next"):
+            moves: Moves = getattr(self, name)
+            found[name] = {
+                "experts": moves.experts,
+                "received": moves.received,
+                "received_bytes": moves.received * self.expert_bytes,
+                "exchanges": moves.exchanges,
+                "layer_seconds": moves.seconds and moves.seconds.to_json(),
+                "steps": self.steps(moves),
+            }
+        return found
+
+
+def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster | None) -> Rebalance:
+    """Read the programs that move experts, and run the policy on the loads that the planner assumes. machines: None on the CPU target."""
+    step, exchange = compiled.step, compiled.exchange
+    ranks, physical = step.spec.ep_size, step.placement.n_physical
+    each = machines.devices_per_host if machines else ranks
+    hosts = max(ranks // each, 1) if ranks == step.spec.num_devices and ranks % each == 0 else 1
+    slots = Slots(ranks, physical, step.config.n_group, hosts)
+    domain = min(machines.domain, ranks) if machines else ranks
+    loads = drawn(DEFAULT_SKEW.variation, step.config.n_routed_experts, DRIFT[0])
+    seen, served = (_placed(load, slots, config.policy) for load in (loads.seen, loads.served))
+    start = np.tile(
+        Placement.with_redundancy(step.config.n_routed_experts, physical, ranks=ranks).physical_to_logical,
+        (len(seen), 1),
+    )
+    size = expert_programs.expert_bytes(step)
+    prices = Assumed.of(machines) if machines else None
+
+    def moves(old: np.ndarray, new: np.ndarray) -> Moves:
+        kept = keep_in_place(old, new, ranks, hosts if by_host(config.policy, slots.groups, hosts) else 1)
+        return _moves(old, kept, slots, exchange.experts, domain, size, prices)
+
+    program = Program.parse(exchange.stage.compiled.as_text())
+    sent = program_collectives(program, dict(step.mesh.shape), host_devices=domain, trip_count=lambda *_: 1)
+    return Rebalance(
+        policy=config.policy,
+        max_bytes_per_step=config.max_bytes_per_step,
+        expert_bytes=size,
+        staging_bytes=expert_programs.staging_bytes(step),
+        experts_per_exchange=exchange.experts,
+        sent_bytes=sum(one.operand_bytes for one in sent),
+        exchange_temporaries=exchange.temporaries,
+        layers=step.moe_layers_with_module,
+        first=moves(start, seen),
+        next=moves(seen, served),
+    )
+
+
+def _placed(load: np.ndarray, slots: Slots, policy: str) -> Int[np.ndarray, "L P"]:
+    return rebalance(
+        load, n_physical=slots.physical, ranks=slots.ranks, groups=slots.groups, hosts=slots.hosts, policy=policy
+    )
+
+
+def _moves(
+    old: np.ndarray, kept: np.ndarray, slots: Slots, per_exchange: int, domain: int, size: int, assumed: Assumed | None
+) -> Moves:
+    layers = [
+        list(exchange_rounds(*pair, ranks=slots.ranks, experts=per_exchange)) for pair in zip(old, kept, strict=True)
+    ]
+    each = slots.physical // slots.ranks
+    received = [
+        np.bincount([slot // each for moves in rounds for _, slot in moves], minlength=slots.ranks).max()
+        for rounds in layers
+    ]
+    seconds = None
+    if assumed:
+        busiest = [[_busiest(moves, each, slots.ranks, domain) for moves in rounds] for rounds in layers]
+
+        def mean(end: End) -> float:
+            prices = TargetPrices(assumed, end)
+            return float(
+                np.mean([_seconds(prices, one, int(most), size) for one, most in zip(busiest, received, strict=True)])
+            )
+
+        ends = (mean("value"), mean("low"), mean("high"))
+        seconds = Figure(*ends, Kind.ASSUMPTION, name="moving a layer's experts", unit="s")
+    return Moves(
+        float(experts_moved(old, kept).mean()),
+        float(np.mean(received)),
+        float(np.mean([len(rounds) for rounds in layers])),
+        seconds,
+    )
+
+
+def _busiest(moves: Iterable[tuple[int, int]], each: int, ranks: int, domain: int) -> Exchange:
+    """Experts of one exchange on the rank that has most to do, on each kind of link by itself."""
+    counts = np.zeros((2, 2, ranks), int)  # between domains or not; given or got
+    for source, slot in moves:
+        start, end = source // each, slot // each
+        if start != end:
+            away = int(start // domain != end // domain)
+            counts[away, 0, start] += 1
+            counts[away, 1, end] += 1
+    return Exchange(int(counts[0].max()), int(counts[1].max()))
+
+
+def _seconds(prices: TargetPrices, exchanges: Iterable[Exchange], received: int, size: int) -> float:
+    """Of a layer: rows are gathered, sent and written where they are staged; and staged rows are written into their slots."""
+    found = prices.copied(received * size)
+    for one in exchanges:
+        links = prices.links(one.inside * size, one.between * size, 1 if one.between else 0)
+        found += prices.copied(max(one) * size) + max((work.seconds for work in links.values()), default=0.0)
+    return found

@@ -1,0 +1,81 @@
+"""A file of experts' loads and places: written by a server that has balanced, read at start by the next one, and by the planner.
+
+JSON: ``{"version": 1, "model": …, "logical_load": [[tokens of each logical expert] of each MoE layer], "physical_to_logical": [[the
+logical expert in each physical slot] of each MoE layer]}``. The MTP module's layer is the last, where there is one. Either of the two
+may be missing: a placement is made for loads that come without one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from dsjax.errors import UserError
+
+VERSION = 1
+FLAG = "--init-expert-location"
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLocation:
+    """What a file says; at least one of the two is there.
+
+    logical_load: ``[layers, experts]``, tokens. physical_to_logical: ``[layers, slots]``.
+    """
+
+    model: str
+    logical_load: Float[np.ndarray, "L E"] | None
+    physical_to_logical: Int[np.ndarray, "L P"] | None
+
+    @classmethod
+    def read(cls, path: str | Path) -> ExpertLocation:
+        """Read a file.
+
+        Raises:
+            UserError: there is none, or it is not of this form; says what was found.
+        """
+        try:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{FLAG}: {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise UserError(f"{FLAG}: {path} is not JSON: {error}") from error
+        if not isinstance(given, dict) or given.get("version") != VERSION:
+            version = given.get("version") if isinstance(given, dict) else None
+            raise UserError(
+                f"{FLAG}: {path} has version {version!r}, expected {VERSION}: an object with logical_load, physical_to_logical or "
+                "both, as POST /dump_expert_distribution_record gives it"
+            )
+        load, places = (_table(path, given, name) for name in ("logical_load", "physical_to_logical"))
+        if load is None and places is None:
+            raise UserError(f"{FLAG}: {path} has neither logical_load nor physical_to_logical")
+        if places is not None and (places != np.round(places)).any():
+            raise UserError(f"{FLAG}: {path} has physical_to_logical with values that are no integers")
+        return cls(str(given.get("model", "")), load, None if places is None else places.astype(np.int32))
+
+    def to_json(self) -> dict[str, Any]:
+        """As the file has it."""
+        arrays = {"logical_load": self.logical_load, "physical_to_logical": self.physical_to_logical}
+        found = {name: array.tolist() for name, array in arrays.items() if array is not None}
+        return {"version": VERSION, "model": self.model, **found}
+
+
+def _table(path: str | Path, given: dict, name: str) -> np.ndarray | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    try:
+        table = np.array(value, float)
+    except (ValueError, TypeError):
+        table = np.zeros(0)
+    if table.ndim != 2 or not table.size or not np.isfinite(table).all() or (table < 0).any():
+        raise UserError(
+            f"{FLAG}: {path} has {name} that is no table of numbers: expected a list for each MoE layer, all of one length, "
+            "none negative"
+        )
+    return table

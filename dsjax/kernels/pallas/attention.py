@@ -1,0 +1,216 @@
+"""Absorbed MLA over the paged latent cache, for decodes, drafts being verified and chunks of prompts alike (Triton, by Pallas).
+
+A program takes a tile of up to 64 (token, head) pairs of one row, which all read the same latents: it goes once over its part of
+the row's context, a block of positions at a time, read from their pages where they lie. The 512 latent values and the 64 rotary ones
+of V3 are two loads, because Triton takes powers of two only. Where rows are few, their context is split over several programs, whose
+parts are put together afterwards (flash decoding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype
+
+NOTHING = -1e30
+"""The score of what is not seen: finite, so that the difference of two of them is a number."""
+CORES = 132
+"""Programs that run at once, one on each core of an H100 or H200: what the context is split for."""
+MOST_SPLITS = 16
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """Sizes that shape the kernel, not its results beyond rounding.
+
+    rows: (token, head) pairs of a program, a power of two of at least 16. positions: of the context read at once, likewise.
+    warps, stages: of a program; how many blocks are under way from memory.
+    """
+
+    rows: int = 64
+    positions: int = 64
+    warps: int = 8
+    stages: int = 2
+
+
+def latent_attention(
+    q_latent: Float[Array, "R C H M"],
+    q_rope: Float[Array, "R C H O"],
+    cache: Mapping[str, Array],
+    cache_dtype: np.dtype,
+    layer: Int[Array, ""],
+    start: Int[Array, "R"],
+    length: Int[Array, "R"],
+    tables: Int[Array, "R Pr"],
+    filled: Bool[Array, "P G"] | None = None,
+    *,
+    scale: float,
+    interpret: bool = False,
+    tiles: AttentionTiles | None = None,
+) -> Float[Array, "R C H M"]:
+    """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
+
+    cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``, whose bits mean ``cache_dtype``.
+    filled: which slots of the cache hold an entry; a token sees those and its own. None: all of them. scale: of the scores.
+    Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the latents, as in the plain form.
+    """
+    R, C, H, M = q_latent.shape
+    O = q_rope.shape[-1]
+    tiles = tiles or default_tiles(C * H)
+    pairs = -(-C * H // tiles.rows) * tiles.rows
+    wide, narrow = _power(M), _power(O)
+    joined = "joined" in cache
+    stored = (cache["joined"],) if joined else (cache["latent"], cache["rope"])
+    L, P, G = stored[0].shape[:3]
+    pages = tables.shape[1]
+    blocks = -(-pages * G // tiles.positions)
+    splits = split_context(R * (pairs // tiles.rows), blocks)
+
+    def by_pair(q, width):
+        q = q.reshape(R, C * H, q.shape[-1])
+        return jnp.pad(q, ((0, 0), (0, pairs - C * H), (0, width - q.shape[-1])))
+
+    flat = [array.reshape(L * P * G, array.shape[-1]) for array in stored]
+    holes = [] if filled is None else [filled.reshape(-1).astype(jnp.int8)]
+    kernel = partial(
+        _kernel,
+        heads=H,
+        widths=(M, O),
+        page_slots=G,
+        pages_of_layer=P,
+        pages=pages,
+        joined=joined,
+        cache_dtype=cache_dtype,
+        scale=scale * math.log2(math.e),
+        positions=tiles.positions,
+        splits=splits,
+    )
+    tile = lambda width: pl.BlockSpec((None, tiles.rows, width), lambda t, s, r: (r, t, 0))  # noqa: E731
+    whole = lambda array: pl.BlockSpec(array.shape, lambda t, s, r: (0,) * array.ndim)  # noqa: E731
+    scalars = [jnp.reshape(layer, 1), start, length, tables]
+    scalars = [array.astype(jnp.int32) for array in scalars]
+    part = lambda *width: pl.BlockSpec((None, None, tiles.rows, *width), lambda t, s, r: (s, r, t) + (0,) * len(width))  # noqa: E731
+    out_dtype = q_latent.dtype if splits == 1 else jnp.float32
+    cost = attention_cost(R, C, H, M, O, pages * G, q_latent.dtype, stored[0].dtype.itemsize, tiles, splits)
+    out, peak = pl.pallas_call(
+        kernel,
+        grid=(pairs // tiles.rows, splits, R),
+        in_specs=[*map(whole, scalars), tile(wide), tile(narrow), *map(whole, [*flat, *holes])],
+        out_specs=[part(wide), part()],
+        out_shape=[
+            jax.ShapeDtypeStruct((splits, R, pairs, wide), out_dtype),
+            jax.ShapeDtypeStruct((splits, R, pairs), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        cost_estimate=cost.estimate,
+        metadata=cost.metadata,
+        interpret=interpret,
+        name="latent_attention",
+    )(*scalars, by_pair(q_latent, wide), by_pair(q_rope, narrow), *flat, *holes)
+    if splits > 1:
+        weights = jnp.exp2(peak - jnp.max(peak, axis=0))
+        total = jnp.sum(weights, axis=0)
+        out = jnp.einsum("srpm,srp->rpm", out, weights / total)[None].astype(q_latent.dtype)
+    return out[0, :, : C * H, :M].reshape(R, C, H, M)
+
+
+def _kernel(
+    layer_ref, start_ref, length_ref, tables_ref, q_latent_ref, q_rope_ref, *refs,
+    heads, widths, page_slots, pages_of_layer, pages, joined, cache_dtype, scale, positions, splits,
+):  # fmt: skip
+    cached, (*holes, out_ref, peak_ref) = (refs[:1] * 2, refs[1:]) if joined else (refs[:2], refs[2:])
+    tile, split, row = (pl.program_id(axis) for axis in range(3))
+    q_latent, q_rope = q_latent_ref[...], q_rope_ref[...]
+    rows, (wide, narrow) = q_latent.shape[0], (q_latent.shape[1], q_rope.shape[1])
+    start, length, first_page = start_ref[row], length_ref[row], layer_ref[0] * pages_of_layer
+    token = (tile * rows + jnp.arange(rows)) // heads
+    own = jnp.where(token < length, start + token, -1)  # -1 sees nothing
+    last = jnp.minimum((tile * rows + rows - 1) // heads, length - 1)
+    seen = jnp.where(tile * rows // heads < length, start + last + 1, 0)  # positions that the tile's last token sees
+    blocks = (jnp.minimum(seen, pages * page_slots) + positions - 1) // positions
+    share = (blocks + splits - 1) // splits
+    precision = lax.Precision.HIGHEST if q_latent.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    def columns(ref, index, mask, width, padded, offset):
+        at = jnp.arange(padded)
+        if width < padded:
+            mask, at = mask[:, None] & (at < width), jnp.minimum(at, width - 1)
+        else:
+            mask = jnp.broadcast_to(mask[:, None], (positions, padded))
+        found = plgpu.load(ref.at[index[:, None], (offset + at)[None, :]], mask=mask, other=0)
+        if found.dtype != cache_dtype:
+            found = lax.bitcast_convert_type(found, cache_dtype)
+        return found.astype(q_latent.dtype)
+
+    def step(block, carry):
+        peak, total, sums = carry
+        at = block * positions + jnp.arange(positions)
+        inside = at < jnp.minimum(seen, pages * page_slots)
+        page = plgpu.load(tables_ref.at[row, jnp.minimum(at // page_slots, pages - 1)])
+        index = page * page_slots + at % page_slots
+        where = first_page * page_slots + index
+        latent = columns(cached[0], where, inside, widths[0], wide, 0)
+        rope = columns(cached[1], where, inside, widths[1], narrow, widths[0] if joined else 0)
+        scores = plgpu.dot(q_latent, latent, trans_b=True, precision=precision)
+        scores = (scores + plgpu.dot(q_rope, rope, trans_b=True, precision=precision)) * scale
+        visible = (own[:, None] >= at[None, :]) & inside[None, :]
+        if holes:
+            held = plgpu.load(holes[0].at[index], mask=inside, other=0) != 0
+            visible = visible & (held[None, :] | (own[:, None] == at[None, :]))
+        scores = jnp.where(visible, scores, NOTHING)
+        higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+        weights = jnp.where(visible, jnp.exp2(scores - higher[:, None]), 0.0)
+        shrink = jnp.exp2(peak - higher)
+        sums = sums * shrink[:, None] + plgpu.dot(weights.astype(latent.dtype), latent, precision=precision)
+        return higher, total * shrink + jnp.sum(weights, axis=1), sums
+
+    nothing = (
+        jnp.full((rows,), NOTHING, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, wide), jnp.float32),
+    )
+    first = split * share
+    peak, total, sums = lax.fori_loop(first, jnp.minimum(first + share, blocks), step, nothing)
+    held = total > 0
+    out_ref[...] = (sums / jnp.where(held, total, 1.0)[:, None]).astype(out_ref.dtype)
+    peak_ref[...] = jnp.where(held, peak + jnp.log2(jnp.where(held, total, 1.0)), NOTHING)
+
+
+def default_tiles(pairs: int) -> AttentionTiles:
+    """Tiles for rows of so many (token, head) pairs: no larger than a row needs."""
+    return AttentionTiles(rows=min(64, _power(pairs)), warps=8 if pairs > 32 else 4)
+
+
+def split_context(programs: int, blocks: int) -> int:
+    """Parts of each row's context, so that as many programs as a device has cores are busy."""
+    return max(1, min(CORES // programs, MOST_SPLITS, blocks))
+
+
+def attention_cost(
+    R: int, C: int, H: int, M: int, O: int, context: int, dtype, stored_bytes: int, tiles: AttentionTiles, splits: int
+) -> KernelCost:
+    """Of rows whose last token is the last of ``context`` positions: each tile goes over the blocks up to its own last token."""
+    programs = -(-C * H // tiles.rows)
+    last = np.minimum((np.arange(1, programs + 1) * tiles.rows - 1) // H, C - 1)
+    seen = -(-(context - C + last + 1) // tiles.positions) * tiles.positions
+    flops = 2.0 * R * tiles.rows * int(seen.sum()) * (2 * _power(M) + _power(O))
+    queries = R * C * H * np.dtype(dtype).itemsize
+    moved = R * context * (M + O) * stored_bytes + queries * (M + O)
+    moved += queries * M if splits == 1 else splits * R * C * H * (M + 1) * 4
+    return KernelCost(flops, moved, hlo_dtype(dtype), assumed=True)
+
+
+def _power(size: int) -> int:
+    """The power of two that holds ``size``, and at least what a tensor core takes."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -1,0 +1,113 @@
+"""What a placement of experts makes of their uneven use: the busiest rank, and how many experts move from window to window.
+
+Nothing here is fitted: the policies that the engine runs (`sharding/balancing.py`) are run on the loads that are planned for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
+
+STEP_INTERVAL = 3000
+"""Steps between two rebalances: vLLM's default, and the engine's."""
+
+_DRAWS = 24
+"""Layers that are drawn where no trace is given; the busiest rank's mean over them is then within about 3 %."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loads:
+    """Tokens of each expert `[layers, experts]`: seen by the balancer, and served with the placement that it makes of them."""
+
+    seen: Float[np.ndarray, "L E"]
+    served: Float[np.ndarray, "L E"]
+
+
+class Busiest(NamedTuple):
+    """Load of the busiest rank ÷ the mean rank's: mean over layers, and of the least and most uneven layer. Chance is not in it."""
+
+    mean: float
+    least: float
+    most: float
+
+
+class Slots(NamedTuple):
+    """Where experts may lie: ranks of the EP group, physical slots over all of them, groups of the router, hosts of the ranks."""
+
+    ranks: int
+    physical: int
+    groups: int
+    hosts: int
+
+
+@functools.cache
+def drawn(variation: float, experts: int, drift: float) -> Loads:
+    """Loads of `_DRAWS` layers, log-normal over experts with this coefficient of variation; always the same ones.
+
+    drift: the share of the spread that the balancer has not seen. Logarithms of what is served are √(1 - drift²) × what was seen
+    + drift × something new of the same spread, so that what is served is as uneven as what was seen.
+    """
+    rng = np.random.default_rng(0)
+    normal = statistics.NormalDist()
+    each = np.array([normal.inv_cdf((rank + 0.5) / experts) for rank in range(experts)])
+    each *= math.sqrt(math.log(1 + variation**2)) / each.std()
+    before, new = (np.stack([rng.permutation(each) for _ in range(_DRAWS)]) for _ in range(2))
+    return Loads(np.exp(before), np.exp(math.sqrt(1 - drift**2) * before + drift * new))
+
+
+@functools.cache
+def drifted(trace: Loads, drift: float) -> Loads:
+    """A recorded load as what was seen, and what is served after so much drift; the trace itself where it has both, or without drift."""
+    if drift == 0 or trace.served is not trace.seen:
+        return trace
+    rng = np.random.default_rng(0)
+    # An expert without a token is taken as half a token's worth, so that it has a logarithm.
+    before = np.log(np.maximum(trace.seen, 0.5))
+    middle = before.mean(axis=1, keepdims=True)
+    new = rng.permuted(before, axis=1)
+    served = np.exp(middle + math.sqrt(1 - drift**2) * (before - middle) + drift * (new - middle))
+    return Loads(trace.seen, served)
+
+
+@functools.lru_cache(maxsize=4096)
+def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> tuple[Busiest, ...]:
+    """The busiest rank of each of several loads, as they are served.
+
+    balanced: experts are placed by what was seen; else as the engine starts, by no load.
+    """
+    experts = every[0].seen.shape[1]
+    # Placed together: the policies take all layers at once.
+    placed_LP = _balanced(np.concatenate([one.seen for one in every]), slots) if balanced else _static(experts, slots)
+    loads_LR = rank_loads(np.concatenate([one.served for one in every]), placed_LP, slots.ranks)
+    ends = np.cumsum([len(one.served) for one in every])[:-1]
+    found = np.split(loads_LR.max(axis=1) / loads_LR.mean(axis=1), ends)
+    return tuple(Busiest(float(each.mean()), float(each.min()), float(each.max())) for each in found)
+
+
+@functools.lru_cache(maxsize=4096)
+def moved(loads: Loads, slots: Slots) -> float:
+    """Of all slots, the share that gets another expert when experts are placed anew by what was served."""
+    few = slice(_DRAWS // 6)  # some thousand slots are enough for a share
+    old_LP, new_LP = _balanced(loads.seen[few], slots), _balanced(loads.served[few], slots)
+    hosts = slots.hosts if by_host("auto", slots.groups, slots.hosts) else 1
+    kept_LP = keep_in_place(old_LP, new_LP, slots.ranks, hosts)
+    return float(experts_moved(old_LP, kept_LP).mean()) / slots.physical
+
+
+def _balanced(load_LE: np.ndarray, slots: Slots) -> Int[np.ndarray, "L P"]:
+    return rebalance(load_LE, n_physical=slots.physical, ranks=slots.ranks, groups=slots.groups, hosts=slots.hosts)
+
+
+def _static(experts: int, slots: Slots) -> Int[np.ndarray, "1 P"]:
+    """`Placement.with_redundancy` without a load; its file brings JAX in, which a plan with published kernels does without."""
+    if slots.physical == experts:
+        return np.arange(experts)[None]
+    return rebalance(np.ones((1, experts)), n_physical=slots.physical, ranks=slots.ranks)

@@ -1,0 +1,145 @@
+"""Metrics of experts: where tokens went while recording is on, and what came of balancing them."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from dsjax.engine.executor import ExpertCounts
+from dsjax.engine.stats import BalanceStats
+from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total
+
+_Samples = Iterable[tuple[Labels, float]]
+
+
+class ExpertMetrics:
+    """Which experts the tokens went to, and what sending them cost, while recording is on.
+
+    Shows the engine's own sums, read at the scrape; nothing before the first recorded step.
+
+    The sums begin anew when recording does, which Prometheus takes for a restart and counts right. A sample a layer and expert
+    would be 15,000 of V3's, so experts are summed over layers; `/dump_expert_distribution_record` has each layer.
+
+    Args:
+        experts_per_device: physical experts of one device. Expert `x` lives on place `x // experts_per_device` of each EP
+            group; the label `ep_rank` says which.
+    """
+
+    def __init__(self, registry: Registry, model_name: str, experts_per_device: int):
+        self._model, self._per_device = model_name, experts_per_device
+        self._counts: ExpertCounts | None = None
+
+        def total(name: str, documentation: str, read: Callable[[ExpertCounts], _Samples], *labels: str) -> None:
+            Total(registry, name, documentation, ("model_name", *labels), lambda: self._read(read))
+
+        def one(value: Callable[[ExpertCounts], float]) -> Callable[[ExpertCounts], _Samples]:
+            return lambda counts: [((model_name,), value(counts))]
+
+        total(
+            "dsjax_expert_tokens",
+            "Tokens that each physical expert computed, over all MoE layers.",
+            self._expert_tokens,
+            "expert",
+            "ep_rank",
+        )
+        total("dsjax_dispatch_rows", "Rows of tokens that each device sent to others.", self._rows, "device")
+        total("dsjax_dispatch_rounds", "Rounds of dispatch, of the layer with most.", one(lambda c: c.rounds))
+        total("dsjax_dispatch_bytes", "Bytes that all devices sent to dispatch.", one(lambda c: c.dispatch_bytes))
+        Gauge(
+            registry,
+            "dsjax_dispatch_padding_share",
+            "Share of the exchange's rows that held no token, since recording began.",
+            ("model_name",),
+            lambda: self._read(one(lambda c: c.padding_share)),
+        )
+        Gauge(
+            registry,
+            "dsjax_expert_balancedness",
+            "Mean over max of the EP ranks' tokens since recording began; of=sums: of the layers' sums, of=layers: mean of "
+            "the layers' ratios.",
+            ("model_name", "of"),
+            lambda: self._read(self._balancedness),
+        )
+
+    def enter(self, counts: ExpertCounts | None) -> None:
+        """Take the engine's sums; None while recording is off keeps the last."""
+        self._counts = counts or self._counts
+
+    def _read(self, read: Callable[[ExpertCounts], _Samples]) -> _Samples:
+        return read(self._counts) if self._counts is not None else ()
+
+    def _expert_tokens(self, counts: ExpertCounts) -> _Samples:
+        for expert, tokens in enumerate(counts.tokens_per_expert.sum(axis=0).tolist()):
+            yield (self._model, str(expert), str(expert // self._per_device)), tokens
+
+    def _rows(self, counts: ExpertCounts) -> _Samples:
+        for device, rows in enumerate(counts.rows_sent.tolist()):
+            yield (self._model, str(device)), rows
+
+    def _balancedness(self, counts: ExpertCounts) -> _Samples:
+        layers = counts.tokens_per_expert.shape[0]
+        load = counts.tokens_per_expert.reshape(layers, -1, self._per_device).sum(axis=2)
+        yield (self._model, "sums"), _mean_over_max(load.sum(axis=0))
+        yield (self._model, "layers"), float(np.mean([_mean_over_max(layer) for layer in load]))
+
+
+def _mean_over_max(load: np.ndarray) -> float:
+    return float(load.mean() / load.max()) if load.max() else 1.0
+
+
+class BalanceMetrics:
+    """Experts that follow the load. Shows the engine's own totals, read at the scrape; nothing where experts stay where they are."""
+
+    def __init__(self, registry: Registry, model_name: str):
+        self._labels: Labels = (model_name,)
+        self._stats: BalanceStats | None = None
+
+        def samples(value: Callable[[BalanceStats], float]) -> Callable[[], _Samples]:
+            return lambda: [(self._labels, value(self._stats))] if self._stats is not None else ()
+
+        for name, documentation, value in (
+            ("windows", "Windows of experts' loads that were read.", lambda stats: stats.windows),
+            ("rebalances", "Rebalances that were carried out to their end.", lambda stats: stats.rebalances),
+            ("failures", "Rebalances that were given up because an exchange failed.", lambda stats: stats.failures),
+            ("layers_changed", "Layers that were placed anew.", lambda stats: stats.layers_changed),
+            ("experts_moved", "Experts that were written to another slot.", lambda stats: stats.experts_moved),
+            ("moved_bytes", "Bytes of those, over the devices of an EP group.", lambda stats: stats.bytes_moved),
+            ("exchanges", "Commands between steps that moved experts.", lambda stats: stats.exchanges),
+            ("exchange_seconds", "Time in those, in which no step computed.", lambda stats: stats.exchange_seconds),
+            ("rebalance_seconds", "Time from decisions to the last layer.", lambda stats: stats.rebalance_seconds),
+        ):
+            Total(registry, f"dsjax_eplb_{name}", documentation, ("model_name",), samples(value))
+        Gauge(
+            registry,
+            "dsjax_eplb_layers_left",
+            "Layers that the rebalance under way has still to change.",
+            ("model_name",),
+            samples(lambda stats: stats.layers_left),
+        )
+        Gauge(
+            registry,
+            "dsjax_eplb_balancedness",
+            "Mean over max of the EP ranks' tokens in the last window; of=sums: the layers' means over their maxima, each summed; "
+            "of=layers: mean of the layers' ratios.",
+            ("model_name", "of"),
+            self._balancedness,
+        )
+        Gauge(
+            registry,
+            "dsjax_eplb_rank_tokens",
+            "Tokens that each EP rank computed in the last window, over all MoE layers.",
+            ("model_name", "ep_rank"),
+            self._rank_tokens,
+        )
+
+    def enter(self, stats: BalanceStats | None) -> None:
+        """Take the engine's totals."""
+        self._stats = stats or self._stats
+
+    def _balancedness(self) -> _Samples:
+        if self._stats is not None and self._stats.windows:
+            yield (*self._labels, "sums"), self._stats.balancedness
+            yield (*self._labels, "layers"), self._stats.layer_balancedness
+
+    def _rank_tokens(self) -> _Samples:
+        for rank, tokens in enumerate(self._stats.rank_tokens if self._stats else ()):
+            yield (*self._labels, str(rank)), tokens

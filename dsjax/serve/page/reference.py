@@ -1,0 +1,91 @@
+"""`GET /docs`: the OpenAPI schema as a page to read. It needs no network: FastAPI's own page loads its scripts from elsewhere."""
+
+import importlib.resources
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup, escape
+
+Schema = Mapping[str, Any]
+
+_BOUNDS = (
+    ("minimum", "at least {}"),
+    ("exclusiveMinimum", "above {}"),
+    ("maximum", "at most {}"),
+    ("minLength", "at least {} characters"),
+    ("maxLength", "at most {} characters"),
+    ("minItems", "at least {} of them"),
+    ("maxItems", "at most {} of them"),
+    ("maxProperties", "at most {} of them"),
+    ("pattern", "matches {}"),
+)
+_SAID_BY_TYPE = (-(2**31), 1 - 2**31, 2**31 - 1)
+"""Bounds that tell no more than that a number has 32 bits."""
+
+
+def reference(schema: Schema) -> str:
+    """The page, as HTML; everything that the schema says is escaped.
+
+    Args:
+        schema: of OpenAPI 3.1, as `FastAPI.openapi` gives it.
+    """
+    source = (importlib.resources.files(__package__) / "docs.html").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
+    operations = [
+        (method.upper(), path, operation, _body_of(operation))
+        for path, methods in schema["paths"].items()
+        for method, operation in methods.items()
+    ]
+    shapes = schema.get("components", {}).get("schemas", {})
+    return template.render(
+        version=schema["info"]["version"],
+        type_name=type_name,
+        operations=operations,
+        shapes={name: (_words(shape), list(_fields(shape))) for name, shape in sorted(shapes.items())},
+    )
+
+
+def _body_of(operation: Schema) -> Markup | None:
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    return None if content is None else type_name(content["schema"])
+
+
+def _fields(shape: Schema) -> Iterator[tuple[str, Markup, str, str]]:
+    """Name, type, whether and with what it may be left out, and what it means, of each field."""
+    required = shape.get("required", ())
+    for name, field in shape.get("properties", {}).items():
+        if name in required:
+            default = "required"
+        else:
+            default = "" if field.get("default") is None else f"default {json.dumps(field['default'])}"
+        yield name, type_name(field), default, _words(field)
+
+
+def _words(shape: Schema) -> str:
+    return shape.get("description", "").strip()
+
+
+def type_name(schema: Schema) -> Markup:
+    """A type in words, with its bounds, and with links to the shapes that it names. A value that may be null can be left out."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return Markup('<a href="#{0}">{1}</a>').format(name, name.rpartition("__")[2])
+    either = schema.get("anyOf") or schema.get("oneOf")
+    if either:
+        return Markup(" or ").join(type_name(each) for each in either if each.get("type") != "null")
+    if "const" in schema or "enum" in schema:
+        return escape(" or ".join(f'"{value}"' for value in schema.get("enum", [schema.get("const")])))
+    bounds = [words.format(schema[key]) for key, words in _BOUNDS if key in schema and schema[key] not in _SAID_BY_TYPE]
+    return _plain(schema) + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+def _plain(schema: Schema) -> Markup:
+    kind = schema.get("type", "any value")
+    if kind == "array":
+        return Markup("list of {}").format(type_name(schema.get("items", {})))
+    extra = schema.get("additionalProperties")
+    if kind == "object" and isinstance(extra, Mapping):
+        return Markup("object of {}").format(type_name(extra))
+    return escape(kind)

@@ -1,0 +1,299 @@
+"""Which experts get a copy, and on which rank each copy lies, from the load of every layer; all layers at once, in NumPy."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from sharding.errors import MeshError
+
+Policy = Literal["auto", "global", "hierarchical"]
+
+
+class Balancedness(NamedTuple):
+    """How evenly the ranks are loaded. The first two lie between 1 ÷ ranks and 1 (even), the third between 1 (even) and ranks.
+
+    of_sums: the sum over layers of the mean rank's load ÷ the sum over layers of the busiest rank's; what dsjax reports as
+        balancedness. A layer counts by its tokens.
+    of_layers: the mean over layers of (mean ÷ busiest), as SGLang logs it.
+    busiest: the mean over layers of (busiest ÷ mean): how many times longer than an even one the experts of a layer take.
+    """
+
+    of_sums: float
+    of_layers: float
+    busiest: float
+
+
+def rebalance(
+    load_LE: Float[np.ndarray, "L E"],
+    *,
+    n_physical: int,
+    ranks: int,
+    groups: int = 1,
+    hosts: int = 1,
+    policy: Policy = "auto",
+) -> Int[np.ndarray, "L P"]:
+    """The logical expert in each physical slot of each layer, ``[L, P]`` int32, by DeepSeek's published policies.
+
+    Slots lie rank by rank, the same number on each, and ranks host by host.
+
+    ``global``: each extra slot goes to the expert with the most load per copy; then the copies, heaviest first, each go to the
+    least loaded rank with a free slot. ``hierarchical``: whole groups of experts are packed onto hosts in that way first,
+    copies are made within a host, and packed onto its ranks; a token that is routed to few groups then crosses to few
+    hosts. ``auto``: hierarchical where the groups divide over the hosts, as published (github.com/deepseek-ai/EPLB).
+
+    The heaviest and the lightest rank of what is packed together (all ranks, or those of one host) differ by at most the load of
+    the heaviest copy. Three things are beyond what was published. A layer without load is taken as evenly loaded. An expert gets
+    no more copies than there are ranks to put them on. And where an expert has two copies on one rank, which relieve
+    nobody, one is exchanged for another rank's, if neither of the two then has more load than the heavier had. The
+    same arguments always give the same placement.
+
+    Args:
+        load_LE: tokens that each layer sent to each logical expert, or any other load.
+        n_physical: slots over all ranks, logical experts and extra copies together.
+        groups: groups of the router (``n_group``), each of consecutive experts.
+        hosts: hosts over which the ranks lie, the same number on each.
+
+    Raises:
+        MeshError: fewer slots than experts, numbers that do not divide, an unknown policy, or a load that is none.
+    """
+    load_LE = checked_load(load_LE)
+    checked_numbers(load_LE, n_physical=n_physical, ranks=ranks, groups=groups, hosts=hosts)
+    layers, experts = load_LE.shape
+    if policy not in ("auto", "global", "hierarchical"):
+        raise MeshError(f"balancing policy {policy!r}; expected auto, global or hierarchical")
+    if policy == "hierarchical" and groups % hosts:
+        raise MeshError(
+            f"balancing policy hierarchical with {groups} groups of experts on {hosts} hosts; expected the same number of "
+            "groups on each host; auto or global work with any"
+        )
+    if not by_host(policy, groups, hosts):
+        groups = hosts = 1
+
+    load_LE = _weights(load_LE)
+    size = experts // groups
+    host_LG, place_LG = pack(load_LE.reshape(layers, groups, size).sum(axis=2), np.arange(groups), hosts)
+    group_LG = np.argsort(host_LG * groups + place_LG, axis=1)
+    expert_LE = (group_LG[:, :, None] * size + np.arange(size)).reshape(layers, experts)
+    return within_hosts(load_LE, expert_LE, n_physical=n_physical, ranks=ranks, hosts=hosts)
+
+
+def by_host(policy: Policy, groups: int, hosts: int) -> bool:
+    """Whether ``rebalance`` then keeps groups of experts on hosts; else a rank may get any other rank's number (``keep_in_place``)."""
+    return policy != "global" and groups % hosts == 0
+
+
+def within_hosts(
+    load_LE: Float[np.ndarray, "L E"], expert_LE: Int[np.ndarray, "L E"], *, n_physical: int, ranks: int, hosts: int
+) -> Int[np.ndarray, "L P"]:
+    """Copies of each host's experts, packed onto its ranks by load. expert_LE: all experts, those of the first host first."""
+    layers, experts = expert_LE.shape
+    expert_XM = expert_LE.reshape(layers * hosts, experts // hosts)
+    load_XM = np.take_along_axis(_weights(load_LE), expert_LE, axis=1).reshape(expert_XM.shape)
+    item_XP, share_XP = _replicate(load_XM, n_physical // hosts, most=ranks // hosts)
+    rank_XP, place_XP = pack(share_XP, item_XP, ranks // hosts)
+    slot_XP = np.argsort(rank_XP * item_XP.shape[1] + place_XP, axis=1)
+    item_XP, share_XP = (np.take_along_axis(array, slot_XP, axis=1) for array in (item_XP, share_XP))
+    _part_copies(item_XP, share_XP, ranks // hosts)
+    return np.take_along_axis(expert_XM, item_XP, axis=1).reshape(layers, n_physical).astype(np.int32)
+
+
+def rank_loads(
+    load_LE: Float[np.ndarray, "L E"], physical_to_logical_LP: Int[np.ndarray, "L P"], ranks: int
+) -> Float[np.ndarray, "L R"]:
+    """Load of each rank in each layer, where the copies of an expert share its load evenly. One placement may serve all layers."""
+    load_LE = checked_load(load_LE)
+    placement_LP = np.broadcast_to(physical_to_logical_LP, (len(load_LE), np.shape(physical_to_logical_LP)[-1]))
+    if placement_LP.shape[1] % ranks:
+        raise MeshError(f"{placement_LP.shape[1]} physical experts on {ranks} ranks; expected as many on each")
+    copies_LE = _counts(placement_LP, load_LE.shape[1])
+    share_LE = load_LE / np.maximum(copies_LE, 1)
+    return np.take_along_axis(share_LE, placement_LP, axis=1).reshape(len(load_LE), ranks, -1).sum(axis=2)
+
+
+def balancedness(
+    load_LE: Float[np.ndarray, "L E"], physical_to_logical_LP: Int[np.ndarray, "L P"], ranks: int
+) -> Balancedness:
+    """How evenly a placement, of each layer or one for all, spreads a load over ranks. Layers without load are left out."""
+    loads_LR = rank_loads(load_LE, physical_to_logical_LP, ranks)
+    mean_L, most_L = loads_LR.mean(axis=1), loads_LR.max(axis=1)
+    mean_L, most_L = mean_L[most_L > 0], most_L[most_L > 0]
+    if not len(most_L):
+        return Balancedness(1.0, 1.0, 1.0)
+    return Balancedness(
+        float(mean_L.sum() / most_L.sum()), float((mean_L / most_L).mean()), float((most_L / mean_L).mean())
+    )
+
+
+def keep_in_place(
+    old_LP: Int[np.ndarray, "L P"], new_LP: Int[np.ndarray, "L P"], ranks: int, hosts: int = 1
+) -> Int[np.ndarray, "L P"]:
+    """``new_LP`` with its hosts, the ranks of each host and the slots of each rank renumbered so that the fewest experts move.
+
+    Which rank is called the first is without meaning to the load, and not to the bytes that must be sent. What each rank
+    holds and what lies together on a host stay as they were in ``new_LP``. ``experts_moved`` counts what is left to move.
+
+    hosts: 1 where the placement is not by host (``by_host``): ranks then take each other's numbers freely, and fewer experts move.
+    """
+    layers, slots = new_LP.shape
+    if old_LP.shape != new_LP.shape or slots % ranks or ranks % hosts:
+        raise MeshError(
+            f"placements of shapes {old_LP.shape} and {new_LP.shape} on {ranks} ranks of {hosts} hosts; expected the same "
+            "layers and slots, as many slots on each rank and as many ranks on each host"
+        )
+    old_LRS, new_LRS = (array.reshape(layers, ranks, -1) for array in (old_LP, new_LP))
+    experts = int(max(old_LP.max(), new_LP.max())) + 1
+    moved_LRS = np.empty_like(new_LRS)
+    for layer in range(layers):
+        stays_RR = _shared(_counts(new_LRS[layer], experts), _counts(old_LRS[layer], experts))
+        becomes_R = _renumbered(stays_RR, hosts)
+        moved_LRS[layer, becomes_R] = new_LRS[layer]
+    return _same_slots(old_LRS, moved_LRS).reshape(layers, slots)
+
+
+def experts_moved(old_LP: Int[np.ndarray, "L P"], new_LP: Int[np.ndarray, "L P"]) -> Int[np.ndarray, "L"]:
+    """How many slots of each layer get another expert's weights."""
+    return (np.asarray(old_LP) != np.asarray(new_LP)).sum(axis=1)
+
+
+def checked_load(load_LE: Float[np.ndarray, "L E"]) -> Float[np.ndarray, "L E"]:
+    """The load as float64.
+
+    Raises:
+        MeshError: not two dimensions, no expert, or a number that is negative or not finite.
+    """
+    load_LE = np.asarray(load_LE, np.float64)
+    if load_LE.ndim != 2 or not load_LE.shape[1] or not np.all(np.isfinite(load_LE)) or np.any(load_LE < 0):
+        raise MeshError(
+            f"load of shape {load_LE.shape}; expected finite counts of tokens [layers, logical experts], none negative"
+        )
+    return load_LE
+
+
+def checked_numbers(load_LE: np.ndarray, *, n_physical: int, ranks: int, groups: int, hosts: int) -> None:
+    """Raise ``MeshError`` where slots, ranks, hosts and groups do not go together, or are too few for the experts."""
+    experts = load_LE.shape[1]
+    if n_physical < experts or n_physical % ranks:
+        raise MeshError(
+            f"{n_physical} physical experts for {experts} logical ones on {ranks} ranks; expected at least "
+            f"{experts} and a multiple of {ranks}: {experts + -experts % ranks} is the least"
+        )
+    if hosts < 1 or ranks % hosts or groups < 1 or experts % groups:
+        raise MeshError(
+            f"{ranks} ranks on {hosts} hosts, {experts} experts in {groups} groups; expected as many ranks on each host and as "
+            "many experts in each group"
+        )
+
+
+def _replicate(load_XM: np.ndarray, slots: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Item and load of each copy ``[X, slots]``: one of each item, then one more of whichever has the most load per copy.
+
+    An item with ``most`` copies gets another only where all have as many.
+    """
+    count, items = load_XM.shape
+    rows, copies_XM = np.arange(count), np.ones(load_XM.shape)
+    item_XP = np.tile(np.arange(slots), (count, 1))
+    for slot in range(items, slots):
+        chosen_X = np.argmax(load_XM / copies_XM * np.where(copies_XM < most, 1.0, 1e-30), axis=1)
+        item_XP[:, slot] = chosen_X
+        copies_XM[rows, chosen_X] += 1
+    return item_XP, np.take_along_axis(load_XM / copies_XM, item_XP, axis=1)
+
+
+def pack(load_XN: np.ndarray, item_XN: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack of each thing and its place in the pack: heaviest first, each to the least loaded pack that has room.
+
+    item_XN: what each thing is a copy of. Of packs that are loaded alike, the first without a copy of the same item is taken.
+    """
+    count, things = load_XN.shape
+    item_XN = np.broadcast_to(item_XN, load_XN.shape)
+    rows = np.arange(count)
+    pack_XN, place_XN = np.zeros((2, count, things), np.int64)
+    if packs == things:  # as published: one in each, in order
+        pack_XN[:] = np.arange(things)
+        return pack_XN, place_XN
+    loads, held = np.zeros((count, packs)), np.zeros((count, packs), np.int64)
+    has = np.zeros((count, int(item_XN.max()) + 1, packs), bool)
+    for thing_X in np.argsort(-load_XN, axis=1, kind="stable").T:
+        item_X = item_XN[rows, thing_X]
+        room = np.where(held < things // packs, loads, np.inf)
+        least = room == room.min(axis=1, keepdims=True)
+        # The first of the greatest: the least loaded before all others, and of those one without a copy before one with.
+        pack_X = np.argmax(least * (2 - has[rows, item_X]), axis=1)
+        pack_XN[rows, thing_X], place_XN[rows, thing_X] = pack_X, held[rows, pack_X]
+        loads[rows, pack_X] += load_XN[rows, thing_X]
+        held[rows, pack_X] += 1
+        has[rows, item_X, pack_X] = True
+    return pack_XN, place_XN
+
+
+def _part_copies(item_XP: np.ndarray, share_XP: np.ndarray, ranks: int) -> None:
+    """Exchange second copies of an item on a rank for another rank's, in place, where neither is heavier than the heavier was."""
+    sorted_XRS = np.sort(item_XP.reshape(len(item_XP), ranks, -1), axis=-1)
+    for row, rank in np.argwhere((sorted_XRS[..., 1:] == sorted_XRS[..., :-1]).any(axis=-1)):
+        items_RS, shares_RS = (array[row].reshape(ranks, -1) for array in (item_XP, share_XP))
+        items = items_RS[rank].tolist()
+        for slot in [s for s, item in enumerate(items) if item in items[:s]]:
+            item, share = items_RS[rank, slot], shares_RS[rank, slot]
+            loads_R = shares_RS.sum(axis=1)
+            change_RS = shares_RS - share  # what this rank gains and the other one loses
+            heavier_RS = np.maximum(loads_R[rank] + change_RS, loads_R[:, None] - change_RS)
+            allowed_RS = heavier_RS <= np.maximum(loads_R[rank], loads_R)[:, None]
+            allowed_RS &= ~(items_RS == item).any(axis=1)[:, None] & ~np.isin(items_RS, items_RS[rank])
+            if allowed_RS.any():
+                other = np.unravel_index(np.argmin(np.where(allowed_RS, heavier_RS, np.inf)), items_RS.shape)
+                items_RS[rank, slot], items_RS[other] = items_RS[other], item
+                shares_RS[rank, slot], shares_RS[other] = shares_RS[other], share
+
+
+def _weights(load_LE: np.ndarray) -> np.ndarray:
+    """An expert that nobody asked for weighs next to nothing, so that such experts are dealt out too; without any load, all alike."""
+    total_L1 = load_LE.sum(axis=1, keepdims=True)
+    return np.where(total_L1 > 0, np.maximum(load_LE, total_L1 * 1e-12), 1.0)
+
+
+def _counts(held_RS: np.ndarray, experts: int) -> np.ndarray:
+    """How often each row holds each expert: ``[rows, experts]``."""
+    rows = np.arange(len(held_RS))[:, None]
+    return np.bincount((held_RS + rows * experts).ravel(), minlength=len(held_RS) * experts).reshape(-1, experts)
+
+
+def _shared(new_RE: np.ndarray, old_RE: np.ndarray) -> np.ndarray:
+    """How many experts each new rank has in common with each old one, copies counted: ``[new, old]``."""
+    most = int(min(new_RE.max(), old_RE.max()))
+    return sum((new_RE >= n).astype(np.float32) @ (old_RE >= n).astype(np.float32).T for n in range(1, most + 1))
+
+
+def _renumbered(stays_RR: np.ndarray, hosts: int) -> np.ndarray:
+    """The old rank whose number each new rank takes, so that the most stays; ranks of one host stay together."""
+    from scipy.optimize import linear_sum_assignment  # half a second of imports, which who only places does not need
+
+    each = len(stays_RR) // hosts
+    stays_HH, within = np.zeros((hosts, hosts)), {}
+    for new in range(hosts):
+        for old in range(hosts):
+            block = stays_RR[new * each : (new + 1) * each, old * each : (old + 1) * each]
+            rows, columns = linear_sum_assignment(block, maximize=True)
+            stays_HH[new, old], within[new, old] = block[rows, columns].sum(), columns
+    _, host_H = linear_sum_assignment(stays_HH, maximize=True)
+    return np.concatenate([old * each + within[new, old] for new, old in enumerate(host_H)])
+
+
+def _same_slots(old_LRS: np.ndarray, new_LRS: np.ndarray) -> np.ndarray:
+    """The experts of each new rank, those that the old one had in the slots where they were, the others in order."""
+    kept_LRS, used_LRS = np.full_like(new_LRS, -1), np.zeros(new_LRS.shape, bool)
+    for slot in range(new_LRS.shape[-1]):
+        expert_LR1 = old_LRS[..., slot, None]
+        found_LRS = (new_LRS == expert_LR1) & ~used_LRS
+        first_LR1 = found_LRS.argmax(axis=-1)[..., None]
+        hit_LR1 = np.take_along_axis(found_LRS, first_LR1, axis=-1)
+        np.put_along_axis(used_LRS, first_LR1, np.take_along_axis(used_LRS, first_LR1, axis=-1) | hit_LR1, axis=-1)
+        kept_LRS[..., slot] = np.where(hit_LR1, expert_LR1, -1)[..., 0]
+    # A stable sort brings the free slots, and the experts without one, to the front of each rank: as many of the one as of the other.
+    slots_LRS = np.argsort(kept_LRS >= 0, axis=-1, kind="stable")
+    experts_LRS = np.take_along_axis(new_LRS, np.argsort(used_LRS, axis=-1, kind="stable"), axis=-1)
+    ordered_LRS = np.take_along_axis(kept_LRS, slots_LRS, axis=-1)
+    np.put_along_axis(kept_LRS, slots_LRS, np.where(ordered_LRS < 0, experts_LRS, ordered_LRS), axis=-1)
+    return kept_LRS

@@ -1,0 +1,133 @@
+"""``LayerPlacements``: which logical expert each physical slot holds, layer by layer, and what it takes to get from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from sharding.errors import MeshError
+from sharding.placement import CopyTables, Placement
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlacements:
+    """Logical experts on physical slots, each layer by itself; slots lie rank by rank, the same number on each.
+
+    physical_to_logical: the logical expert in each physical slot of each layer. Every logical expert has at least one in every
+    layer, so none has more than ``width`` copies: the tables on the devices are that wide, whatever the placement is.
+    """
+
+    physical_to_logical: Int[np.ndarray, "L P"]
+    n_logical: int
+
+    def __post_init__(self):
+        rows = np.array(self.physical_to_logical, np.int32)
+        object.__setattr__(self, "physical_to_logical", rows)
+        rows.flags.writeable = False
+        if rows.ndim != 2:
+            raise MeshError(f"placements have the shape {rows.shape}, expected [layers, physical experts]")
+        for layer, row in enumerate(rows):
+            try:
+                Placement(tuple(row.tolist()), self.n_logical)
+            except MeshError as error:
+                raise MeshError(f"MoE layer {layer}: {error}") from None
+
+    @classmethod
+    def alike(cls, placement: Placement, layers: int) -> LayerPlacements:
+        """All ``layers`` placed like ``placement``."""
+        return cls(np.tile(np.array(placement.physical_to_logical, np.int32), (layers, 1)), placement.n_logical)
+
+    @property
+    def n_layers(self) -> int:
+        """Layers with experts."""
+        return self.physical_to_logical.shape[0]
+
+    @property
+    def n_physical(self) -> int:
+        """Physical slots of a layer, over all ranks."""
+        return self.physical_to_logical.shape[1]
+
+    @property
+    def width(self) -> int:
+        """The most copies that an expert can have: one, and every redundant slot."""
+        return self.n_physical - self.n_logical + 1
+
+    @property
+    def tables(self) -> CopyTables:
+        """``physical_EC`` and ``copies_E`` of all layers, with a leading axis of layers; ``width`` copies wide."""
+        rows = [copy_tables(row, self.n_logical) for row in self.physical_to_logical]
+        if not rows:
+            return CopyTables(
+                np.zeros((0, self.n_logical, self.width), np.int32), np.zeros((0, self.n_logical), np.int32)
+            )
+        return CopyTables(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
+
+    def with_layer(self, layer: int, row: Sequence[int]) -> LayerPlacements:
+        """These, but for one layer."""
+        rows = self.physical_to_logical.copy()
+        rows[layer] = row
+        return LayerPlacements(rows, self.n_logical)
+
+    def logical_load(self, physical_load: np.ndarray) -> np.ndarray:
+        """Sum counts over copies: ``[L, P]`` to ``[L, E]``; of the first layers, where ``physical_load`` has fewer."""
+        return np.stack(
+            [
+                np.bincount(row, weights, minlength=self.n_logical)
+                for row, weights in zip(self.physical_to_logical, physical_load, strict=False)
+            ]
+        ).astype(np.asarray(physical_load).dtype)
+
+
+def copy_tables(physical_to_logical: Sequence[int], n_logical: int) -> CopyTables:
+    """The tables of one layer, as wide as any placement on so many slots can need."""
+    row = np.asarray(physical_to_logical)
+    copies = np.bincount(row, minlength=n_logical).astype(np.int32)
+    order = np.argsort(row, kind="stable")
+    turn = np.arange(len(row)) - np.repeat(np.cumsum(copies) - copies, copies)
+    physical = np.full((n_logical, len(row) - n_logical + 1), -1, np.int32)
+    physical[row[order], turn] = order
+    return CopyTables(physical, copies)
+
+
+def exchange_rounds(
+    old: Sequence[int], new: Sequence[int], *, ranks: int, experts: int
+) -> Iterator[list[tuple[int, int]]]:
+    """What has to be sent to get from ``old`` to ``new``, in rounds of pairs (slot that has it, slot that gets it).
+
+    In one round a rank sends at most ``experts`` experts and receives at most as many, and no rank sends more than one to the same
+    rank. A slot reads from a copy on its own rank where there is one, else from the copy whose rank has the least to send.
+
+    old, new: ``[P]`` physical to logical of one layer.
+    """
+    old, new = np.asarray(old), np.asarray(new)
+    per_rank = len(old) // ranks
+    holders: dict[int, list[int]] = {}
+    for slot, expert in enumerate(old.tolist()):
+        holders.setdefault(expert, []).append(slot)
+    sending = np.zeros(ranks, int)
+    moves = []
+    for slot in np.flatnonzero(old != new).tolist():
+        here = slot // per_rank
+        source = min(
+            holders[int(new[slot])], key=lambda held: (held // per_rank != here, sending[held // per_rank], held)
+        )
+        sending[source // per_rank] += 1
+        moves.append((source, slot))
+    while moves:
+        sent, received, pairs = [set() for _ in range(ranks)], np.zeros(ranks, int), set()
+        chosen, left = [], []
+        for source, slot in moves:
+            start, end = source // per_rank, slot // per_rank
+            full = received[end] >= experts or len(sent[start] | {source}) > experts or (start, end) in pairs
+            if full:
+                left.append((source, slot))
+                continue
+            sent[start].add(source)
+            received[end] += 1
+            pairs.add((start, end))
+            chosen.append((source, slot))
+        yield chosen
+        moves = left

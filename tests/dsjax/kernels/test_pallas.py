@@ -1,0 +1,231 @@
+"""The Pallas kernels, run by their interpreter, give what the plain forms give, over shapes of all kinds.
+
+The interpreter takes a tenth of a second and more for a call, so that the cases are small and few.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import STORED, AttentionCase, ExpertsCase
+from layouts import answer, difference, write_checkpoint
+
+from dsjax.errors import UserError
+from dsjax.kernels.pallas import attention, cost, experts
+from dsjax.kernels.table import choose_kernels
+from dsjax.model.experts import ExpertProduct
+from sharding.dispatch.wire import WireFormat
+
+FEW = settings(max_examples=6, deadline=None, derandomize=True)
+PALLAS = choose_kernels("pallas", "cpu", np.dtype(np.float32), devices=1, cache=None)
+
+
+def attention_of(case, tiles=None, *, joined=False, filled=None, dtype=np.float32):
+    bits = lambda a: a.view(np.uint16) if a.itemsize == 2 else a  # noqa: E731
+    cache = {"latent": bits(case.latent), "rope": bits(case.rope)}
+    if joined:
+        cache = {"joined": np.concatenate(list(cache.values()), axis=-1)}
+    return np.asarray(
+        attention.latent_attention(
+            jnp.asarray(case.q_nope, dtype),
+            jnp.asarray(case.q_rope, dtype),
+            cache,
+            case.latent.dtype,
+            jnp.int32(len(case.latent) - 1),
+            *(jnp.asarray(a) for a in (case.start, case.length, case.tables)),
+            filled,
+            scale=case.scale,
+            interpret=True,
+            tiles=tiles or attention.AttentionTiles(rows=16, positions=16),
+        )
+    ).astype(np.float64)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    R=st.integers(1, 3),
+    C=st.sampled_from([1, 3, 20]),
+    H=st.integers(1, 5),
+    O=st.integers(1, 20),
+    M=st.integers(1, 40),
+    G=st.sampled_from([1, 4, 16]),
+    longest=st.sampled_from([1, 16, 17, 70]),
+    stored=st.sampled_from([4, 2]),
+    joined=st.booleans(),
+)
+def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longest, stored, joined):
+    case = AttentionCase.drawn(
+        seed, R=R, C=C, H=H, N=1, O=O, U=1, M=M, G=G, longest=longest, stored=stored, absorbs=False
+    )
+    found = attention_of(case, joined=joined)
+    # Scores of M + O products reach 15; e to an error of a few units in their last place.
+    np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
+
+
+def test_holes_are_not_seen_but_a_token_sees_itself():
+    case = AttentionCase.drawn(3, R=2, C=3, H=2, N=1, O=4, U=1, M=16, G=4, longest=40, absorbs=False)
+    case = dataclasses.replace(case, length=np.array([3, 2], np.int32))
+    filled = np.random.default_rng(0).random(case.latent.shape[1:3]) < 0.5
+    found = attention_of(case, filled=jnp.asarray(filled))
+    # The same with the holes far away: a latent that scores nothing and is nothing.
+    for r, c in [(0, 0), (0, 2), (1, 1)]:
+        at = case.start[r] + c
+        seen = filled[case.tables[r]].reshape(-1)[: at + 1]
+        seen[at] = True
+        latent, rope = (
+            a[-1][case.tables[r]].reshape(-1, a.shape[-1])[: at + 1][seen] for a in (case.latent, case.rope)
+        )
+        scores = (case.q_nope[r, c] @ latent.T + case.q_rope[r, c] @ rope.T) * case.scale
+        probs = np.exp(scores - scores.max(axis=1, keepdims=True))
+        expected = probs / probs.sum(axis=1, keepdims=True) @ latent
+        np.testing.assert_allclose(found[r, c], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_row_of_no_queries_reads_nothing_and_gives_zeros():
+    case = AttentionCase.drawn(2, R=2, C=1, H=2, N=1, O=4, U=1, M=16, G=4, longest=30, absorbs=False)
+    latent = case.latent.copy()
+    latent[:, case.tables[1]] = np.nan
+    case = dataclasses.replace(case, latent=latent, length=np.array([1, 0], np.int32))
+    found = attention_of(case)
+    assert np.all(np.isfinite(found[0]))
+    assert not found[1].any()
+
+
+def test_splitting_a_row_s_context_changes_a_result_by_rounding_alone(monkeypatch):
+    case = AttentionCase.drawn(5, R=2, C=2, H=2, N=1, O=4, U=1, M=16, G=4, longest=120, absorbs=False)
+    case = dataclasses.replace(case, start=np.array([118, 20], np.int32), length=np.array([2, 1], np.int32))
+    assert attention.split_context(2, 8) == 8  # more parts than the shorter row has blocks
+    split = attention_of(case)
+    monkeypatch.setattr(attention, "CORES", 2)
+    whole = attention_of(case)
+    np.testing.assert_allclose(split, whole, atol=2e-6)
+    np.testing.assert_allclose(whole, case.expected(), atol=2e-4)
+
+
+def test_a_tile_holds_tokens_of_several_positions_or_heads_of_one():
+    case = AttentionCase.drawn(6, R=1, C=9, H=5, N=1, O=4, U=1, M=16, G=4, longest=50, absorbs=False)
+    case = dataclasses.replace(case, length=np.array([7], np.int32))
+    for rows, positions in ((16, 32), (64, 16)):
+        found = attention_of(case, attention.AttentionTiles(rows=rows, positions=positions))
+        np.testing.assert_allclose(found, case.expected(), atol=2e-4)
+
+
+def test_bfloat16_queries_and_cache_give_bfloat16_of_nearly_the_same():
+    case = AttentionCase.drawn(7, R=2, C=1, H=4, N=1, O=8, U=1, M=32, G=4, longest=60, stored=2, absorbs=False)
+    rounded = {name: getattr(case, name).astype(ml_dtypes.bfloat16) for name in ("q_nope", "q_rope")}
+    case = dataclasses.replace(case, **{name: a.astype(np.float32) for name, a in rounded.items()})
+    # Weights and results are rounded to 8 bits.
+    np.testing.assert_allclose(attention_of(case, dtype=jnp.bfloat16), case.expected(), atol=0.02, rtol=0.02)
+
+
+def product_of(case, dtype=np.float32, **options):
+    product = ExpertProduct(weight_dtype=STORED[case.down.itemsize], kernels=PALLAS, **options)
+    return np.asarray(
+        jax.jit(product)(case.params(), jnp.asarray(case.rows, dtype), case.ids, case.weights), np.float64
+    )
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    X=st.integers(1, 4),
+    D=st.integers(1, 150),
+    F=st.integers(1, 140),
+    N=st.sampled_from([1, 7, 60]),
+    K=st.integers(1, 3),
+    stored=st.sampled_from([4, 2, 1]),
+    routing=st.sampled_from(["all", "some", "one expert", "none"]),
+)
+def test_experts_are_those_of_the_plain_form(seed, X, D, F, N, K, stored, routing):
+    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=stored, routing=routing)
+    plain = jax.jit(ExpertProduct(weight_dtype=STORED[stored]))(case.params(), case.rows, case.ids, case.weights)
+    expected, size = case.expected()
+    found = product_of(case, mean_load=4.0)
+    # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
+    bound = 1e-6 * (D + F) ** 0.5 * (size + 1)
+    assert np.all(np.abs(found - expected) <= bound)
+    assert np.all(np.abs(found - np.asarray(plain)) <= 2 * bound)
+
+
+def test_more_pairs_than_a_round_holds_take_further_rounds():
+    case = ExpertsCase.drawn(1, X=2, D=24, F=16, N=150, K=2, routing="all")
+    assert experts.round_pairs(1.0, 2, 300) == 128  # of 300 pairs: three rounds
+    expected, size = case.expected()
+    assert np.all(np.abs(product_of(case, mean_load=1.0) - expected) <= 1e-5 * (size + 1))
+
+
+def test_packed_rows_are_read_as_they_come():
+    case = ExpertsCase.drawn(5, X=4, D=24, F=8, N=11, K=2)
+    wire = WireFormat(24, 2, jnp.dtype(jnp.float32))
+
+    def run(params, rows, ids, weights):
+        packed, ids, weights, _ = wire.unpack(wire.pack(rows, ids, weights, jnp.int32(0)))
+        return ExpertProduct(kernels=PALLAS)(params, packed, ids, weights)
+
+    found = jax.jit(run)(case.params(), case.rows, case.ids, case.weights)
+    np.testing.assert_array_equal(found, product_of(case))
+
+
+def test_bfloat16_rows_stay_within_their_rounding():
+    case = ExpertsCase.drawn(8, X=3, D=64, F=32, N=20, K=2, stored=2, routing="all")
+    case = dataclasses.replace(case, rows=case.rows.astype(ml_dtypes.bfloat16).astype(np.float32))
+    expected, size = case.expected()
+    # The hidden values, each expert's result and the sum are rounded to 8 bits.
+    assert np.all(np.abs(product_of(case, jnp.bfloat16) - expected) <= 0.02 * (size + 0.1))
+
+
+def test_tiles_fit_the_load_and_all_of_an_expert_s_are_side_by_side():
+    assert experts.ProductTiles.for_load(0.1).rows == 16
+    assert experts.ProductTiles.for_load(4).rows == 16
+    assert experts.ProductTiles.for_load(32).rows == 64
+    many = experts.ProductTiles.for_load(2048)
+    assert many.rows == 128
+    assert many.spread * many.rows >= 2048
+
+
+def test_arrays_whose_offsets_would_turn_negative_are_left_to_the_plain_form():
+    sized = lambda size, dtype: jax.ShapeDtypeStruct((size,), dtype)  # noqa: E731
+    assert experts.addressable(sized(2**31 - 1, jnp.float8_e4m3fn))
+    assert not experts.addressable(sized(2**31, jnp.float8_e4m3fn))
+    assert experts.addressable(sized(2**32 + 1, jnp.float8_e4m3fn))  # counted in 64 bits
+    assert experts.addressable(sized(2**33, jnp.bfloat16))
+
+
+def test_what_a_call_costs_is_counted_from_its_tiles():
+    tiles = attention.AttentionTiles()
+    told = attention.attention_cost(32, 1, 128, 512, 64, 4096, np.dtype(ml_dtypes.bfloat16), 2, tiles, 2)
+    assert told.flops == 2 * 32 * 128 * 4096 * (512 + 512 + 64)
+    cache, queries, parts = 32 * 4096 * 576 * 2, 32 * 128 * 576 * 2, 2 * 32 * 128 * 513 * 4
+    assert told.bytes == cache + queries + parts
+    # Of a whole prompt each tile of queries reads the blocks up to its own last token: 16 tiles of one head's 64 tokens.
+    prompt = attention.attention_cost(1, 1024, 1, 512, 64, 1024, np.dtype(np.float32), 4, tiles, 1)
+    assert prompt.flops == 2 * 64 * sum(64 * tile for tile in range(1, 17)) * 1088
+    assert prompt.dtype == "f32"
+    assert cost.expected_tiles(1e-6, 4) == pytest.approx(1e-6, rel=1e-5)
+
+
+def test_pallas_is_for_gpus_and_says_so_elsewhere():
+    choose = lambda *args: choose_kernels(*args, devices=1, cache=None)  # noqa: E731
+    on_gpu = choose("auto", "gpu", np.dtype(ml_dtypes.bfloat16))
+    assert not on_gpu.pallas.interpret
+    assert on_gpu.names("CC", "A_CC_ME") == {
+        "decode attention": "pallas", "prefill attention": "pallas", "experts": "pallas", "other products": "plain"
+    }  # fmt: skip
+    assert on_gpu.name("decode attention", "CD") == "plain"
+    assert "interpreter" in PALLAS.note
+    with pytest.raises(
+        UserError, match="--kernels is pallas, but these kernels are for GPUs, and these devices are tpu"
+    ):
+        choose("pallas", "tpu", np.dtype(np.float32))
+
+
+def test_the_engine_on_two_devices_gives_the_answer_of_one_with_plain_kernels(tmp_path):
+    checkpoint = write_checkpoint(tmp_path)
+    expected = answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
+    assert difference(answer(checkpoint, "tp=2", "auto", "CC", "AM_CC_ME", kernels="pallas"), expected) is None

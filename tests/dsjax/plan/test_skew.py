@@ -1,0 +1,176 @@
+"""Uneven experts in the planner: static placements, the balancer's own policy, drift inside a window, recorded loads."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dsjax.errors import UserError
+from dsjax.plan.balancing import Slots, busiest, drawn
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.figure import Kind
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.memory import expert_bytes
+from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, UNIFORM, Skew, counts_variation, read_skew, zipf_variation
+from dsjax.plan.step import StepModel
+from sharding.balancing import balancedness, rebalance
+
+WIDE = Slots(ranks=32, physical=288, groups=8, hosts=1)
+MANY = 1e9  # rows, so many that chance is nothing
+
+
+def mean_busiest(loads, slots, balanced):
+    return busiest((loads,), slots, balanced)[0].mean
+
+
+@pytest.fixture
+def model(v3):
+    def make(mesh="dp=32", cluster="h100-32", redundant=32, **kwargs):
+        layout = parse_layout(mesh, redundant, v3)
+        return StepModel(v3, load_cluster(cluster), layout, PRECISIONS["fp8"], **kwargs)
+
+    return make
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    def write(name, load, **more):
+        path = tmp_path / name
+        path.write_text(json.dumps({"version": 1, "model": "demo", "logical_load": np.asarray(load).tolist(), **more}))
+        return str(path)
+
+    return write
+
+
+def test_without_a_balancer_redundant_experts_give_what_a_static_placement_gives(model):
+    skewed = Skew(0.5, 0.5, 0.5, "test")
+    even = model(skew=UNIFORM).decode(256, 2000).value
+    static = model(skew=skewed, balancing=False)
+    balanced = model(skew=skewed)
+    assert even < balanced.decode(256, 2000).value < static.decode(256, 2000).value
+    # As the engine starts: every expert taken as equally loaded.
+    loads = drawn(0.5, 256, 0.0)
+    placement = rebalance(np.ones((1, 256)), n_physical=288, ranks=32)
+    found = balancedness(loads.served, placement, 32).busiest
+    assert skewed.slowest(WIDE, 256, MANY, balanced=False).value == pytest.approx(found)
+    assert static.decode(256, 2000).part("busiest rank ÷ mean").value > found  # and chance
+
+
+def test_what_a_balancer_leaves_is_its_own_policys_on_a_load_that_drifts():
+    seen_it = mean_busiest(drawn(1.28, 256, 0.0), WIDE, True)
+    drifted = [mean_busiest(drawn(1.28, 256, d), WIDE, True) for d in DRIFT]
+    static = mean_busiest(drawn(1.28, 256, 0.0), WIDE, False)
+    assert 1 < seen_it < 1.02
+    assert seen_it < drifted[1] < drifted[0] < drifted[2] < static
+    figure = DEFAULT_SKEW.slowest(WIDE, 256, MANY, balanced=True)
+    assert figure.value == pytest.approx(drifted[0])
+    assert figure.low < figure.value < figure.high
+    assert figure.kinds == Kind.ASSUMPTION
+
+
+def test_the_assumed_drift_gives_what_is_published_of_systems_that_balance():
+    """0.109 above the mean where the balancer had seen the load, about half above it where aiconfigurator models SGLang's."""
+    _, low, high = (mean_busiest(drawn(1.28, 256, d), WIDE, True) for d in DRIFT)
+    assert low == pytest.approx(1.109, abs=0.01)
+    assert high == pytest.approx(1.5, abs=0.02)
+
+
+def test_an_expert_hotter_than_a_ranks_share_is_what_placing_without_copies_cannot_help():
+    hot = np.ones((1, 256))
+    hot[0, 7] = 64
+    slots = Slots(ranks=32, physical=256, groups=1, hosts=1)
+    skew = read_skew_of(hot)
+    mean = hot.sum() / 32
+    assert skew.slowest(slots, 256, MANY, balanced=False).value == pytest.approx((64 + 7) / mean)
+    # One window is all that is known: its drift is assumed, and without any the rank of the hot expert stays the busiest.
+    assert mean_busiest(skew.trace, slots, True) == pytest.approx((64 + 7) / mean)
+    assert mean_busiest(skew.trace, WIDE, True) < 1.2
+
+
+def read_skew_of(table):
+    from dsjax.plan.balancing import Loads
+
+    return Skew(*counts_variation(table), "test", measured=True, trace=Loads(table, table))
+
+
+def test_uniform_routing_still_varies_by_chance():
+    slow = UNIFORM.slowest(Slots(32, 256, 1, 1), 256, 100, balanced=False)
+    assert slow.value == pytest.approx(1 + (2 * 3.4657 / 100) ** 0.5, rel=1e-3)
+    assert slow.low == slow.high
+
+
+def test_moving_experts_costs_a_rebalance_divided_over_the_steps_between_two(v3, model):
+    step = model()
+    part = step.decode(64, 2000).part("moving experts")
+    share = step.skew.moved(step.expert_slots(), 256)
+    assert 0.2 < share < 0.95
+    received = 9 * share * expert_bytes(v3, 1, PRECISIONS["fp8"]) * 58
+    assert step.decode(64, 2000).part("bytes that a rank receives in a rebalance").value == pytest.approx(received)
+    # Three of four experts come from another host, over 400 Gb/s of which XLA is assumed to use 0.6.
+    assert part.value == pytest.approx(received * 0.75 / (0.6 * 50e9) / 3000)
+    with pytest.raises(KeyError):
+        model(balancing=False).decode(64, 2000).part("moving experts")
+    with pytest.raises(KeyError):
+        model(redundant=0).decode(64, 2000).part("moving experts")
+
+
+def test_hosts_count_where_the_experts_of_a_group_can_lie_on_one(model):
+    assert model().expert_slots() == Slots(32, 288, 8, 4)
+    assert model("dp=8").expert_slots() == Slots(8, 288, 8, 1)
+    assert model("dp=32,ep=8").expert_slots().hosts == 1
+
+
+def test_skew_is_read_from_a_trace(tmp_path, recorded):
+    path = tmp_path / "trace.json"
+    path.write_text('{"tokens_per_expert": [[1, 1, 1, 1], [0, 0, 0, 4]]}')
+    skew = read_skew(str(path))
+    assert (skew.variation, skew.low, skew.high) == counts_variation([[1, 1, 1, 1], [0, 0, 0, 4]])
+    assert skew.low == 0
+    assert skew.high == pytest.approx(3**0.5)
+    assert read_skew("zipf:0.5").variation == zipf_variation(0.5)
+    path.write_text("[1, 2, 3, 4]")
+    assert read_skew(str(path)).variation == counts_variation([[1, 2, 3, 4]])[0]
+
+
+def test_a_recorded_load_is_placed_layer_by_layer_and_layers_without_tokens_are_left_out(recorded):
+    rng = np.random.default_rng(0)
+    load = np.round(np.exp(rng.normal(5, 1, (4, 256))))
+    skew = read_skew(recorded("one.json", [*load, np.zeros(256)], physical_to_logical=[[0]]))
+    figure = skew.slowest(WIDE, 256, MANY, balanced=False)
+    found = balancedness(load, rebalance(np.ones((1, 256)), n_physical=288, ranks=32), 32).busiest
+    assert figure.value == pytest.approx(found)
+    assert figure.low < found < figure.high
+    assert figure.kinds == Kind.MEASURED
+    # Balanced, one recording does not tell how the load drifts; for a model with other experts, only how uneven it is.
+    assert skew.slowest(WIDE, 256, MANY, balanced=True).kinds == Kind.ASSUMPTION
+    other = skew.slowest(Slots(32, 128, 1, 1), 128, MANY, balanced=False)
+    assert other.value == pytest.approx(mean_busiest(drawn(skew.variation, 128, 0.0), Slots(32, 128, 1, 1), False))
+
+
+def test_two_recordings_tell_the_drift(recorded):
+    rng = np.random.default_rng(1)
+    earlier = np.round(np.exp(rng.normal(5, 1, (4, 256))))
+    later = np.round(earlier * np.exp(rng.normal(0, 0.3, (4, 256))))
+    files = recorded("earlier.json", earlier), recorded("later.json", later)
+    skew = read_skew(",".join(files))
+    figure = skew.slowest(WIDE, 256, MANY, balanced=True)
+    placed = rebalance(earlier, n_physical=288, ranks=32, groups=8)
+    assert figure.value == pytest.approx(balancedness(later, placed, 32).busiest)
+    assert figure.kinds == Kind.MEASURED
+    assert 1.05 < figure.value < skew.slowest(WIDE, 256, MANY, balanced=False).value
+
+
+def test_files_that_hold_no_loads_are_refused(tmp_path, recorded):
+    few = recorded("few.json", np.ones((2, 8)))
+    with pytest.raises(UserError, match=r"2 layers of 8 experts, .* has 3 of 8; expected two recordings of one model"):
+        read_skew(f"{few},{recorded('more.json', np.ones((3, 8)))}")
+    with pytest.raises(UserError, match="no layer has a token"):
+        read_skew(recorded("empty.json", np.zeros((2, 8))))
+    for text in ('{"other": 1}', "[[1, -1]]", "[[1, 2], [3]]", "nothing"):
+        path = tmp_path / "wrong.json"
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"wrong\.json.*expected default, uniform, zipf:S.*logical_load"):
+            read_skew(str(path))
+    with pytest.raises(UserError, match="No such file"):
+        read_skew(str(tmp_path / "missing.json"))
