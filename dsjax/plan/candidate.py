@@ -258,11 +258,12 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     output, work = instance.workload.output.mean, instance.workload
     decoding_at_once = _decoding(pool, prefill_count, instance, count, batch)
     tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
-    users = exact(decoding_at_once * instance.replicas * count, "requests that decode at once")
-    decoding = tpot * max(output - 1, 1.0)
     transfer = _transfer(instance).named("cache transfer", "s")
     first = transfer + (instance.decode_step(decoding_at_once) * 0.5).named("step in progress", "s")
-    can_decode = (users / decoding).named("requests a second, decode", "1/s")
+    # With room for more requests than prefill sends, decode could still do what it does with all of them.
+    room = batch if work.concurrency is None else decoding_at_once
+    users = exact(room * instance.replicas * count, "requests that decode at once")
+    can_decode = (users / (instance.tpot(room) * max(output - 1, 1.0))).named("requests a second, decode", "1/s")
     most = _BUSY if work.concurrency is None else 1.0
     can_prefill = (pool.rate * (prefill_count * most)).named("requests a second, prefill", "1/s")
     rate = smallest(can_decode, can_prefill)
@@ -288,7 +289,9 @@ def quick_separated(pool: PrefillPool, prefill_count: int, instance: Instance, c
     step = instance.decode_step(batch).value if exactly else instance.decode_curve(decoding_at_once)
     tpot = step / instance.options.tokens_a_step.value
     users = decoding_at_once * instance.replicas * count
-    can_decode = users / (tpot * max(output - 1, 1.0))
+    room, full = (decoding_at_once, step) if closed else (batch, instance.decode_step(batch).value)
+    outputs = max(output - 1, 1.0) / instance.options.tokens_a_step.value
+    can_decode = room * instance.replicas * count / (full * outputs)
     can_prefill = pool.rate.value * (prefill_count * (1.0 if closed else _BUSY))
     rate = min(can_decode, can_prefill)
     if closed:
