@@ -113,7 +113,15 @@ class InlinePool:
 
 
 def answer(
-    directory: Path, mesh: str, dispatch: str, prefill: str, decode: str, *, mixed: bool = False, **options
+    directory: Path,
+    mesh: str,
+    dispatch: str,
+    prefill: str,
+    decode: str,
+    *,
+    mixed: bool = False,
+    new_tokens: int = NEW_TOKENS,
+    **options,
 ) -> Answer:
     """Run the eight prompts together on a layout; ``mixed``: decodes and prompts share launches."""
     llm = LLM(
@@ -135,7 +143,7 @@ def answer(
     balancer = llm.engine.core._balancer
     if balancer is not None:
         balancer._pool = InlinePool()
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     try:
         outputs = llm.generate(prompts(), params)
         (logits,) = llm.logits([prompts()[-1]["prompt_token_ids"]])

@@ -41,7 +41,12 @@ class Instance:
         """Of one device."""
         bytes_of_device = self.cluster.hardware.memory_bytes
         precision, drafts = self.options.precision, self.options.drafts > 0
-        return memory(self.config, self.layout, precision, bytes_of_device, drafts, self.dry_runs)
+        return memory(self.config, self.layout, precision, bytes_of_device, drafts, self.dry_runs, self.places_by_load)
+
+    @property
+    def places_by_load(self) -> bool:
+        """Whether experts are moved after their load while serving: with redundant experts, wherever the engine can."""
+        return self.options.engine.balances and self.layout.redundant > 0 and self.layout.mesh.ep_size > 1
 
     @cached_property
     def dry_runs(self) -> tuple[DryRun, ...]:
@@ -88,7 +93,7 @@ class Instance:
                     shared=shared,
                     operators=options.operators,
                     host=HOST_TIMES[options.host],
-                    balancing=options.engine.balances,
+                    balancing=self.places_by_load,
                 )
                 for overlap in choices
             ]

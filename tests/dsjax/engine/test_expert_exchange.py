@@ -198,6 +198,7 @@ def stage_one(llm: LLM, row: np.ndarray) -> str | None:
     return llm.executor.collect(llm.executor.launch(command)).error
 
 
+@pytest.mark.slow
 def test_the_modules_experts_and_fp8_with_their_scales_move_alike(tmp_path):
     directory = write_drafting_checkpoint(tmp_path)
     speculation = {"method": "mtp", "num_speculative_tokens": 1}

@@ -116,6 +116,7 @@ def test_a_remedy_that_is_named_does_it(ask):
     assert any(on(candidate, cluster).tpot.value <= 0.0085 for candidate in plan.missed)
 
 
+@pytest.mark.slow
 def test_a_rate_that_cannot_be_kept_up_with_is_a_matter_of_throughput(ask):
     reasons = forbidden(search(ask(rate=100.0, options=FEW)))
     assert [reason.bound for reason in reasons] == ["throughput"]
@@ -130,6 +131,7 @@ def test_more_requests_than_caches_hold_is_a_matter_of_memory(ask):
     assert "requests at once wanted" in sentence(reason)
 
 
+@pytest.mark.slow
 def test_the_best_of_a_bound_is_the_best_of_all_candidates(ask):
     tight = Objective(tpot=0.001, throughput=1e6)
     reasons = {r.bound: r for r in forbidden(search(ask(objective=tight, options=FEW)))}
