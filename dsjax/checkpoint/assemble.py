@@ -47,7 +47,13 @@ class Assembler:
         self.tensors = tensors
         self._executor = executor
         self._found: dict[str, str] = {}
+        self._bytes_read = 0
         self._lock = threading.Lock()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far, those that were read twice counted twice."""
+        return self._bytes_read
 
     @property
     def problems(self) -> list[str]:
@@ -168,6 +174,9 @@ class Assembler:
         return scale
 
     def _check(self, name: str, values: np.ndarray) -> None:
+        """Look at values that were read: all are, once each."""
+        with self._lock:
+            self._bytes_read += values.nbytes
         if not all_finite(values):
             self._report(name, "has values that are not finite (NaN or infinity)")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +30,7 @@ from sharding.placement import Placement
 from sharding.rules import Rules
 
 _MAX_THREADS = 16
+_log = logging.getLogger(__name__)
 
 
 def load(
@@ -93,8 +97,17 @@ def load(
             assembler.fill(out, path, region)
             checkpoint.release()
 
+        started = time.monotonic()
         with progress_bar("Loading weights", total, progress) as advance:
             placed = place(wanted, mesh, rules, fill, advance)
+        _log.info(
+            "Read %s of the checkpoint's %s bytes in %.1f s, for %d devices; the process took %s bytes at most.",
+            f"{assembler.bytes_read:,}",
+            f"{sum(spec.nbytes for spec in checkpoint.specs.values()):,}",
+            time.monotonic() - started,
+            len(mesh.local_devices),
+            f"{_peak_bytes():,}",
+        )
         if assembler.problems:
             raise CheckpointError(
                 checkpoint.directory, assembler.problems, "The values are damaged; get the files again."
@@ -106,6 +119,16 @@ def load(
         # An interrupt must not wait for what is queued.
         executor.shutdown(wait=False, cancel_futures=True)
     return placed
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had resident; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # no POSIX system
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def from_hf_tensors(

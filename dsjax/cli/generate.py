@@ -7,7 +7,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from dsjax.cli.options import engine_options, prepare_devices
+from dsjax.cli.options import engine_options
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
@@ -37,7 +37,6 @@ def generate(
         output_kind=OutputKind.DELTA,
     )
     prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
-    prepare_devices(args.mesh)
     from dsjax.engine.llm import LLM
 
     engine = LLM(**dataclasses.asdict(args)).engine

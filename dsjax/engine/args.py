@@ -20,6 +20,12 @@ _OF_THE_HOST = (
     "seed",
     "record_steps",
     "record_steps_bytes",
+    "coordinator_address",
+    "num_processes",
+    "process_id",
+    "host_address",
+    "start_timeout",
+    "heartbeat_timeout",
 )
 """Options that change which commands an executor gets, and not what it makes of them."""
 
@@ -99,7 +105,7 @@ class EngineArgs:
     eplb_config: str | dict[str, Any] | None = option(
         None,
         'how, with vLLM\'s names: JSON such as \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
-        '"log_balancedness": true, "max_bytes_per_step": 134217728, "policy": "auto"}\'; with --enable-eplb',
+        '"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}\'; with --enable-eplb',
     )
     init_expert_location: str | None = option(
         None,
@@ -116,6 +122,21 @@ class EngineArgs:
         "new file to which every step's command and results are written, for tools/replay_steps.py; it holds token ids",
     )
     record_steps_bytes: int = option(256 * 2**20, "most bytes of that file; the recording ends there", least=1)
+    coordinator_address: str | None = option(
+        None,
+        "HOST:PORT of process 0, for a mesh of several processes; default: what Slurm, Open MPI, GKE or LeaderWorkerSet say",
+    )
+    num_processes: int | None = option(None, "processes that the mesh's devices belong to", least=1)
+    process_id: int | None = option(
+        None, "which of them this is, from 0; process 0 has HTTP and the scheduler", least=0
+    )
+    host_address: str | None = option(
+        None, "address that others reach this host at; default: that of the way to the coordinator"
+    )
+    start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
+    heartbeat_timeout: int = option(
+        10, "seconds after which a process that gives no sign of life is taken for dead", least=1
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

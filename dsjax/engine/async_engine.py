@@ -1,6 +1,7 @@
 """`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio."""
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -17,6 +18,7 @@ from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
+from dsjax.errors import UserError
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -179,6 +181,14 @@ class AsyncEngine:
             stream.put(EngineClosingError("the server is shutting down"))
         self.abort(list(self._streams))
 
+    def fail(self, error: Exception) -> None:
+        """End every request with an error, for one that the engine's thread need not see: a step may never return. From any thread."""
+        if self._loop is None:
+            return
+        logger.error("%s", error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._die, error)
+
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
         self._closing = True
@@ -208,9 +218,15 @@ class AsyncEngine:
                     self._step()
         except BaseException as error:
             self.step_started = None
-            logger.exception("the engine's thread has failed")
-            self._hand_over()
-            self._loop.call_soon_threadsafe(self._die, error)
+            if isinstance(error, UserError):
+                logger.error("the engine's thread has ended: %s", error)
+            else:
+                logger.exception("the engine's thread has failed")
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a process of the group was lost, and the loop has ended before this step did
+                self._hand_over()
+                self._loop.call_soon_threadsafe(self._die, error)
 
     def _step(self) -> None:
         self.step_started = time.monotonic()

@@ -19,6 +19,7 @@ from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts
 from dsjax.engine.executor import ExpertSlots, LoadWindow
 from dsjax.engine.expert_programs import ExpertLayers, expert_layers, pack_moves, pack_slots
 from dsjax.model.parameter_counts import parameter_counts
+from sharding.arrays import put
 from sharding.dispatch.statistics import tokens_per_physical_expert
 from sharding.layer_placement import LayerPlacements, copy_tables
 
@@ -84,6 +85,8 @@ class ExpertExchange:
                 self._staging, done = program(layers.of(self._executor.params), self._staging, *sent)
                 yield done
             except Exception as error:
+                if self._executor.programs.shared:
+                    raise  # the other processes know nothing of it
                 pending.error = _described(error)
                 _log.exception("Experts of MoE layer %d could not be sent; they stay where they are.", command.layer)
                 self._staging, self._staged = self._allocate(), (-1, frozenset())
@@ -114,14 +117,19 @@ class ExpertExchange:
                     layers.of(executor.params), self._staging, executor.state.copies, executor.state.loads, *sent
                 )
             except Exception as error:
+                if executor.programs.shared:
+                    raise  # the other processes know nothing of it
                 pending.error = _described(error)
                 self._recover(layers, command.layer)
                 return
             executor.params |= {path: stack[name] for name, path in layers.names.items()}
             executor.state = dataclasses.replace(executor.state, copies=copies, loads=loads)
-            self._retired.append((command.layer, self.placements.physical_to_logical[command.layer], retired))
+            before = self.placements.physical_to_logical[command.layer]
             self.placements = self.placements.with_layer(command.layer, placement)
             yield done
+            retired = executor.programs.gather(retired)
+            self._retired.append((command.layer, before, retired))
+            yield retired
 
         return run()
 
@@ -130,8 +138,10 @@ class ExpertExchange:
         state = self._executor.state
         counts, loads = self._executor.programs.read_loads()(state.loads)
         self._executor.state = dataclasses.replace(state, loads=loads)
-        pending.loads = (self.placements, counts, self._retired)
-        self._retired = []
+        placements, retired, self._retired = self.placements, self._retired, []
+        yield counts
+        counts = self._executor.programs.gather(counts)
+        pending.loads = (placements, counts, retired)
         yield counts
 
     def window(self, taken: tuple[LayerPlacements, Array, list]) -> LoadWindow:
@@ -160,6 +170,8 @@ class ExpertExchange:
                     executor.collect(executor.launch(command))
                     seconds.append(time.monotonic() - began)
                 self._seconds = seconds[0], seconds[1]
+        if executor.programs.shared:
+            executor.collect(executor.launch(ReadLoads()))  # compiles what gathers the loads
         self._retired = []
 
     def _recover(self, layers: ExpertLayers, layer: int) -> None:
@@ -197,7 +209,7 @@ class ExpertExchange:
         return jax.block_until_ready(make())
 
     def _send(self, arrays):
-        return jax.device_put(arrays, self._executor.programs.everywhere)
+        return jax.tree.map(lambda array: put(array, self._executor.programs.everywhere), arrays)
 
 
 def _expert_share(config: ModelConfig) -> float:

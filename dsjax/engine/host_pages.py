@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from dsjax.engine.commands import FetchPages, PlacePages, StorePages
 from dsjax.engine.device_state import MOVED_PAGES, PagesOnTheWay
+from sharding.arrays import put
 
 if TYPE_CHECKING:
     from dsjax.engine.mesh_executor import MeshExecutor, Running
@@ -116,7 +117,7 @@ class HostPages:
         packed = np.zeros((len(piece), MOVED_PAGES), np.int32)
         for rank, own in enumerate(piece):
             packed[rank, : len(own)] = own if own.ndim == 1 else own[:, 0]
-        return jax.device_put(packed, self._executor.programs.rows)
+        return put(packed, self._executor.programs.rows)
 
 
 def _pieces(ranks: list[np.ndarray]) -> Iterator[list[np.ndarray]]:

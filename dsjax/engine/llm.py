@@ -13,11 +13,11 @@ from dsjax.engine.args import EngineArgs
 from dsjax.engine.commands import Score, int32s
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import Prompt
+from dsjax.engine.joining import host_options, join_group
 from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.step_writer import clear_command
 from dsjax.errors import UserError
-from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
 
 
@@ -34,6 +34,10 @@ class LLM:
     Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
 
+    A mesh may belong to several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
+    ``process_id``, or under Slurm and the like without. In all but process 0 the constructor does not return: it follows process 0, and
+    ends the process (``SystemExit``) when that one is done.
+
     Raises:
         UserError, MeshError: an option, model or mesh that cannot be, before weights are read.
     """
@@ -42,13 +46,19 @@ class LLM:
         self, model: str = "demo", *, mesh: str | MeshSpec = "dp=1", show_progress: bool = False, **options: Any
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
-        emulate_devices(MeshSpec.parse(self.args.mesh).num_devices)
+        group = join_group(self.args, host_options(self.args))
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
         from dsjax.engine.process import size_memory_pool
 
         size_memory_pool(self.args.gpu_memory_utilization)
 
-        loaded = load_model(self.args, show_progress=show_progress)
+        loaded = load_model(self.args, group, show_progress=show_progress)
+        if group is not None and not group.is_leader:
+            from dsjax.engine.follower import Follower
+
+            Follower(group).follow(loaded.executor)
+            raise SystemExit(0)
+        self.group = group
         self.executor, self.tokenizer, self.config, self.facts = (
             loaded.executor,
             loaded.tokenizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,20 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
-from dsjax.engine import device_state
+from dsjax.engine import device_state, expert_programs
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.cache import Pool
 from dsjax.engine.executor import Executor, ExecutorLimits
+from dsjax.engine.leader import LeaderExecutor
 from dsjax.engine.mesh_executor import MeshExecutor
 from dsjax.engine.process import available_bytes, enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.programs import Programs
 from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
+from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import device_bytes
 from dsjax.model.step import Step
 from sharding import MeshSpec
@@ -104,10 +106,12 @@ class LoadedModel:
     facts: EngineFacts
 
 
-def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
+def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progress: bool = False) -> LoadedModel:
     """Check everything, then load the model that ``args`` names onto its mesh.
 
     Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
+
+    group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -120,6 +124,8 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     # Before the mesh is built, for that starts JAX and emulates its devices.
     check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
     mesh = spec.build()
+    if group is not None:
+        _check_shares(spec, mesh, group)
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
@@ -128,29 +134,41 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
     max_model_len = _max_model_len(args, config)
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu:
-        _check_host_memory(args, step)
-    else:
-        check_device_memory(args, step, Pool.of(step, 0))
     per_exchange = experts_per_exchange(args, step)
     smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
+
+    def read() -> dict[str, Array]:
+        if on_cpu:
+            _check_host_memory(args, step)
+        else:
+            check_device_memory(args, step, Pool.of(step, 0))
+        with explained_out_of_memory("its weights were loaded", smaller):
+            return load(
+                config,
+                checkpoint,
+                mesh,
+                step.rules,
+                weights=weights,
+                placement=step.placement if config.is_moe else None,
+                mtp=step.has_module,
+                progress=show_progress,
+            )
+
+    if group is not None:
+        group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
+    params = read() if group is None else group.run("loading", read)
     with explained_out_of_memory("its weights were loaded", smaller):
-        params = load(
-            config,
-            checkpoint,
-            mesh,
-            step.rules,
-            weights=weights,
-            placement=step.placement if config.is_moe else None,
-            mtp=step.has_module,
-            progress=show_progress,
-        )
         params = materialise(step, params)
     sizes = _sizes(args, step, max_model_len)
     buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=not on_cpu, speculation=speculation)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
-    pool = None if on_cpu else Pool.of(step, beside_the_cache(step, params, sizes, buckets, num_drafts))
-    limits = _limits(args, step, sizes, pool)
+    moving = expert_programs.exchange_bytes(step, per_exchange) if per_exchange else 0
+
+    def find_limits() -> ExecutorLimits:
+        beside = None if on_cpu else moving + beside_the_cache(step, params, sizes, buckets, num_drafts)
+        return _limits(args, step, sizes, None if beside is None else Pool.of(step, beside))
+
+    limits = find_limits() if group is None else _common_limits(group, find_limits)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
         executor: Executor = MeshExecutor(
             step,
@@ -170,7 +188,9 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
                 only=paths,
             ),
         )
-    if args.record_steps is not None:
+    if group is not None and group.is_leader:
+        executor = LeaderExecutor(executor, group)
+    if args.record_steps is not None and (group is None or group.is_leader):
         executor = _recording(args, executor, mesh, directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedModel(
@@ -180,6 +200,25 @@ def load_model(args: EngineArgs, *, show_progress: bool = False) -> LoadedModel:
         read_eos_token_ids(directory, tokenizer),
         _facts(args, step, limits, buckets, params, weights),
     )
+
+
+def _check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
+    """Refuse a mesh in which a process of the group has no device: it would have nothing to follow with."""
+    sharing = {device.process_index for device in mesh.devices.flat}
+    idle = [member for member in group.members if member.process_id not in sharing]
+    if idle:
+        raise UserError(
+            f"mesh {spec} takes {spec.num_devices} of the group's {jax.device_count()} devices, none of them of {idle[0].name}; "
+            f"start {len(sharing)} processes, or use a larger mesh"
+        )
+
+
+def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
+    """Limits with as many pages as fit the device, and the host, with the least room."""
+    own = group.run("memory", find)
+    found = group.ask("pages", [own.pages_per_rank, own.host_pages_per_rank])
+    pages, host_pages = (min(each) for each in zip(*found, strict=True))
+    return replace(own, pages_per_rank=pages, host_pages_per_rank=host_pages)
 
 
 def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:

@@ -35,9 +35,11 @@ from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_
 from dsjax.engine.launch_results import LaunchOutcome, read_step
 from dsjax.engine.process import explained_out_of_memory
 from dsjax.engine.programs import COPIES, Programs
+from dsjax.engine.sampler import Wanted
 from dsjax.engine.slot_rules import RowRules, SlotTable
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
+from sharding.arrays import put
 from sharding.layer_placement import LayerPlacements
 
 Running = Generator[Array, None, None]
@@ -152,9 +154,7 @@ class MeshExecutor:
         """Wait for a command, and give what came of it."""
         self.wait(pending)
         if isinstance(pending.command, Score):
-            return np.concatenate([np.asarray(array[0]) for array in pending.logits])[
-                : len(pending.command.tokens) // 4
-            ]
+            return np.concatenate([np.asarray(array) for array in pending.logits])[: len(pending.command.tokens) // 4]
         if isinstance(pending.command, ReadLoads):
             return self._exchange.window(pending.loads)
         if isinstance(pending.command, StageExperts | PlaceExperts):
@@ -259,15 +259,18 @@ class MeshExecutor:
         self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
             len(rank.decodes) // 8 + sum(row.length for row in rank.prefills) for rank in command.ranks
         )
-        return self._run_step(pending, command, admissions, list(zip(launches, shapes, inputs, rules, strict=True)))
+        laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
+        return self._run_step(pending, command, admissions, laid_out, self._recorder.on)
 
-    def _run_step(self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple]) -> Running:
+    def _run_step(
+        self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple], recording: bool
+    ) -> Running:
         pending.placements = self._exchange.placements if self._exchange else self.model.placement
         for packed in admissions:
             self.state = self.programs.admit()(self.state, packed)
             yield self.state.start
         for launch, shape, packed, rules in launches:
-            yield from self._run_launch(pending, launch, shape, packed, rules, command.proposes)
+            yield from self._run_launch(pending, launch, shape, packed, rules, command.proposes, recording)
 
     def _run_launch(
         self,
@@ -277,12 +280,14 @@ class MeshExecutor:
         packed: Array,
         rules: RowRules,
         proposes: int,
+        recording: bool,
     ) -> Running:
         if proposes and launch.prefill is None and rules.wanted is None:
             program = self.programs.drafting_step(shape, proposes)
             self.state, outcome, drafts, reports = program(self.params, self.state, packed)
             yield outcome
-            pending.outcomes.append(LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules))
+            found = LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules)
+            yield from self._keep(pending, found, recording)
             return
         program = self.programs.step(shape, launch.scored)
         self.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(self.params, self.state, packed)
@@ -304,6 +309,25 @@ class MeshExecutor:
         found = LaunchOutcome(
             launch, shape, outcome, scores, prompt_scores[0] if prompt_scores else None, drafts, reports, rules
         )
+        yield from self._keep(pending, found, recording)
+
+    def _keep(self, pending: Pending, found: LaunchOutcome, recording: bool) -> Running:
+        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
+        if self.programs.shared:
+            slots_read = found.rules.slots.values()
+            wanted = {
+                "scores": found.scores is not None and any(own.sampling.logprobs >= 0 for own in slots_read),
+                "prompt_scores": found.prompt_scores is not None,
+                "drafts": found.drafts is not None and any(own.guided for own in slots_read),
+                "reports": recording and bool(found.reports),
+            }
+            for name, is_wanted in wanted.items():
+                gathered = (
+                    self.programs.gather(getattr(found, name)) if is_wanted else {} if name == "reports" else None
+                )
+                found = found._replace(**{name: gathered})
+                if is_wanted:
+                    yield jax.tree.leaves(gathered)[0]
         pending.outcomes.append(found)
 
     def _score(self, pending: Pending, command: Score) -> Running:
@@ -361,8 +385,8 @@ class MeshExecutor:
         if rules.wanted is None:
             return rules
         masks = None if rules.masks is None else self._send(rules.masks)
-        wanted = jax.device_put(rules.wanted, self.programs.everywhere)
+        wanted = Wanted(*(put(flag, self.programs.everywhere) for flag in rules.wanted))
         return rules._replace(wanted=wanted, biases=[self._send(piece) for piece in rules.biases], masks=masks)
 
     def _send(self, array: np.ndarray) -> Array:
-        return jax.device_put(array, self.programs.rows)
+        return put(array, self.programs.rows)

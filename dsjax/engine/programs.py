@@ -10,6 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from dsjax.engine.sampler import Wanted, greedy
 from dsjax.engine.slots import ADMIT_WIDTH, LaunchShape, StepRows
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import Step
+from sharding.arrays import put
 
 COPIES = 32
 """Pairs of pages that one run of the copying program takes."""
@@ -39,6 +41,8 @@ class Programs:
 
     rows, everywhere: shardings of what the host sends: one entry for each DP rank; the same on all devices.
     experts_per_exchange: experts that a rank sends and receives in one run of ``stage_experts``; 0: experts stay where they are.
+    shared: whether other processes have a part of the mesh: then the outcome of a step is the same on all devices, and what else is
+    to be read must be gathered.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Programs:
         self._state = device_state.description(state)
         self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
         self.everywhere = NamedSharding(step.mesh, P())
+        self.shared = not self.rows.is_fully_addressable
         self._compiled: dict[Hashable, Compiled] = {}
         self._constants: dict[Hashable, Array] = {}
 
@@ -113,6 +118,7 @@ class Programs:
         def run(params, state, packed):
             state, rows, outcome, _, hidden, reports = self._compute(params, state, packed, shape)
             state, proposed = self._propose(params, state, packed, rows, outcome, hidden, shape, count)
+            outcome = self._pin(outcome, self._of_rows(shape.sampled)[1])
             return self._pin(state, self._state), outcome, proposed, reports
 
         packed = self._described((shape.packed_width,), np.int32)
@@ -146,7 +152,7 @@ class Programs:
         return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed, rows, outcome, hidden)
 
     def every_token(self) -> Compiled:
-        """``(params, state, packed) -> (state, logits of every token slot)`` of one row a rank of the widest chunk.
+        """``(params, state, packed) -> (state, logits [C, V])`` of the row of rank 0; all ranks compute one of the widest chunk.
 
         packed: the row as of ``RowGroup.pack``; it brings its own page table.
         """
@@ -161,6 +167,16 @@ class Programs:
         """``(state, marked pages) -> state`` with those pages zeroed."""
         marked = self._described((self._limits.pages_per_rank,), bool)
         return self._get(("clear",), lambda: self._lower_small(device_state.clear_pages, marked))
+
+    def gather(self, tree: Any) -> Any:
+        """What a program gave, where this process can read it.
+
+        On a mesh of one process that is the tree itself. Else a program brings it to all devices, which all processes must run.
+        """
+        if not self.shared:
+            return tree
+        key, described = _described_tree(tree)
+        return self._get(key, lambda: self._lower_gather(described))(tree)
 
     def take_pages(self) -> Compiled:
         """``(state, pages [B, MOVED_PAGES]) -> copies of them``, as of ``device_state.describe_moved``; reads the state alone."""
@@ -189,7 +205,7 @@ class Programs:
     def no_masks(self, sampled: tuple[int, int, int]) -> Array:
         """Masks that allow everything, on the devices."""
         shape = (self._limits.num_ranks, _positions(sampled), mask_words(self._limits.vocab_size))
-        return self._constant(("masks", sampled), lambda: jax.device_put(np.full(shape, -1, np.int32), self.rows))
+        return self._constant(("masks", sampled), lambda: put(np.full(shape, -1, np.int32), self.rows))
 
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
         """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
@@ -242,6 +258,8 @@ class Programs:
                 key, label = pending[future]
                 self._compiled[key] = future.result()
                 report(done, len(work), label)
+            if self.shared:
+                self._warm_up_gathers()
         finally:
             # An end before all is compiled must not wait for what is queued.
             pool.shutdown(cancel_futures=True)
@@ -383,7 +401,8 @@ class Programs:
         def run(state, rows, raw, biased, masks, wanted):
             rows = StepRows.unpack(rows, sampled)
             state, *found = sampling_programs.draw(self._step, state, rows, raw, biased, masks, wanted)
-            return self._pin(state, self._state), *found
+            outcome, scores = found
+            return self._pin(state, self._state), self._pin(outcome, self._of_rows(sampled)[1]), scores
 
         return jax.jit(run, donate_argnums=0).lower(self._state, rows, logits, logits, masks, wanted)
 
@@ -394,15 +413,38 @@ class Programs:
             groups = [RowGroup.unpack(packed, shape)]
             hidden, cache, _ = self._step.hidden(params, state.cache, groups, state.copies)
             state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
-            return self._pin(state, self._state), self._step.logits(params, hidden)
+            logits = self._step.logits(params, hidden)[0]  # of rank 0
+            if self.shared:
+                logits = jax.lax.with_sharding_constraint(logits, self.everywhere)
+            return self._pin(state, self._state), logits
 
         packed = self._described((shape.packed_width,), np.int32)
         return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
+
+    def _lower_gather(self, described: Any) -> Lowered:
+        return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)
+
+    def _warm_up_gathers(self) -> None:
+        """Compile what brings to all devices that which is wanted seldom: reports, scores, drafts."""
+        places = {"step": 5, "drafting step": 3, "draw": 2, "drafts": 1}
+        for producer in [key for key in self._compiled if key[0] in places]:
+            program = self._compiled[producer]
+            for place in range(places[producer[0]], len(program.out_info)):
+                tree = jax.tree.map(
+                    lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+                    program.out_info[place],
+                    program.output_shardings[place],
+                )
+                if jax.tree.leaves(tree):
+                    key, described = _described_tree(tree)
+                    self._get(key, lambda described=described: self._lower_gather(described))
 
     def _of_rows(self, sampled: tuple[int, int, int]):
         """Descriptions of what a step hands on to the sampling programs: packed rows, outcome, logits."""
         rows = self._described((StepRows.packed_width(sampled),), np.int32)
         outcome = self._described((_positions(sampled) + 2 * sampled[0],), np.int32)
+        if self.shared:
+            outcome = jax.ShapeDtypeStruct(outcome.shape, outcome.dtype, sharding=self.everywhere)
         return rows, outcome, self._logits(sampled)
 
     def _of_step(self, shape: LaunchShape):
@@ -431,6 +473,13 @@ class Programs:
         if key not in self._constants:
             self._constants[key] = make()
         return self._constants[key]
+
+
+def _described_tree(tree: Any) -> tuple[Hashable, Any]:
+    """Descriptions of a tree's arrays, and the key of the program that gathers such a tree."""
+    described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+    leaves, structure = jax.tree.flatten(described)
+    return ("gather", structure, *((leaf.shape, str(leaf.dtype), leaf.sharding) for leaf in leaves)), described
 
 
 def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:

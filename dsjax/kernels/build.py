@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +56,28 @@ def find_or_build(folder: Path | None) -> Found:
     try:
         if path.is_file():
             return Found(path) if _tried(path) else _try(path)
-        return build(path)
+        with _alone(
+            path
+        ):  # several processes of one host start together: one builds, and the others find what it built
+            if path.is_file():
+                return Found(path) if _tried(path) else _try(path)
+            return build(path)
     except OSError as error:
         return Found(None, f"native kernels cannot be kept in {folder} ({error.strerror or error})")
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock of a library that is to be built, as no other process of this host does; without effect where the system has none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as file:
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
+        yield
 
 
 def find_prebuilt(folder: Path) -> Found:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from rich.console import Console
 
-from dsjax.cli.options import engine_options, prepare_devices
+from dsjax.cli.options import engine_options
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
+from dsjax.engine.joining import host_options
 from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
 
 if TYPE_CHECKING:  # it brings JAX in, which `--help` does not need
@@ -23,6 +24,7 @@ class LoadedModel(Protocol):
 
     engine: LLMEngine
     facts: "EngineFacts"
+    # and `group`, a `HostGroup`, where other processes share the mesh
 
 
 @engine_options
@@ -100,11 +102,16 @@ def serve(
         profile_dir=profile_dir,
     )
     configure_logging(log_level, as_json=log_json)
+    group_options = host_options(args)
     listener = bind(host, port)
-    prepare_devices(args.mesh)
+    console = Console()
+    if group_options is not None and not group_options.is_leader:
+        from dsjax.serve.headless import Headless
+
+        Headless(group_options).serve(args, listener, console)
+        return
     from dsjax.engine.llm import LLM
 
-    console = Console()
     model = LLM(**dataclasses.asdict(args), show_progress=True)
     names = tuple(served_model_name or ()) or (args.model,)
     code = serve_model(
@@ -159,8 +166,11 @@ def serve_model(
         most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
         device_memory=device_memory,
     )
+    engine, group = AsyncEngine(model.engine), getattr(model, "group", None)
+    if group is not None:
+        group.on_lost = engine.fail
     serving = Serving(
-        AsyncEngine(model.engine),
+        engine,
         names,
         facts.model,
         facts.max_model_len,
@@ -176,5 +186,6 @@ def serve_model(
         log_level=log_level,
         warm_up=warm_up,
         on_ready=lambda: show_url(console, host, port, names),
+        before_exit=lambda code: group and group.leave("its engine has failed" if code else None),
     )
     return server.serve_on(listener)

@@ -44,6 +44,8 @@ class Server(uvicorn.Server):
         warm_up: compiles every shape, in a thread of its own. It is given a function to call between two shapes, which raises
             once the server is to end. What else it raises, `serve_on` raises.
         on_ready: called once requests are admitted.
+        before_exit: called with the exit code where the process ends without Python's own end, because a thread hangs in a step or a
+            compilation.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Server(uvicorn.Server):
         log_level: str = "info",
         warm_up: Callable[[Callable[[], None]], None] | None = None,
         on_ready: Callable[[], None] = lambda: None,
+        before_exit: Callable[[int], None] = lambda code: None,
     ):
         self._serving = serving
         self._engine = serving.engine
@@ -62,6 +65,7 @@ class Server(uvicorn.Server):
         self._warm_up_error: BaseException | None = None
         self._warming = False
         self._on_ready = on_ready
+        self._before_exit = before_exit
         self._watchdog: Watchdog | None = None
         serving.phase = Phase.WARMING_UP
         serving.engine.on_death = self._stop
@@ -167,6 +171,7 @@ class Server(uvicorn.Server):
             sys.stdout.write("\x1b[?25h")  # a progress bar has hidden the cursor, and will not show it again
         sys.stdout.flush()
         sys.stderr.flush()
+        self._before_exit(self.exit_code)
         os._exit(self.exit_code)
 
 

@@ -1,0 +1,71 @@
+"""From an engine's options to its group of processes: what must be alike in all of them, and how many devices each brings."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.commands import VERSION
+from dsjax.errors import UserError
+from dsjax.hosts import HostOptions
+from sharding.emulation import emulate_devices
+from sharding.mesh import MeshSpec
+
+_OWN = ("model", "revision", "kernel_cache")
+"""Options that may differ from host to host: where the model lies, for the fingerprint tells checkpoints apart."""
+
+
+def host_options(args: EngineArgs) -> HostOptions | None:
+    """Which process of which group this is; None: it is alone.
+
+    Raises:
+        UserError: options that do not go together, or an address that is none.
+    """
+    return HostOptions.find(
+        args.coordinator_address,
+        args.num_processes,
+        args.process_id,
+        args.host_address,
+        args.start_timeout,
+        args.heartbeat_timeout,
+    )
+
+
+def join_group(args: EngineArgs, options: HostOptions | None):
+    """Have the CPU's devices emulated, and join the group; None where this process is alone. JAX must not have started.
+
+    Raises:
+        UserError, GroupError: somebody is missing or was started otherwise, or the model cannot be found: in all processes.
+    """
+    devices = MeshSpec.parse(args.mesh).num_devices
+    if options is None:
+        emulate_devices(devices)
+        return None
+    emulate_devices(-(-devices // options.num_processes))
+    from dsjax.hosts.group import HostGroup
+
+    return HostGroup.start(options, lambda: _alike(args, devices, options))
+
+
+def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, Any]:
+    """What must be the same in all processes, by name as messages have it."""
+    from dsjax.checkpoint.fingerprint import fingerprint
+    from dsjax.checkpoint.hub import resolve
+
+    if devices < options.num_processes:
+        raise UserError(
+            f"--mesh {args.mesh} has {devices} devices, fewer than the {options.num_processes} processes; start {devices}"
+        )
+    versions = {f"the version of {name}": _version(name) for name in ("dsjax", "jax", "jaxlib")}
+    versions["the version of dsjax's commands"] = VERSION
+    own = {f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN}
+    own["--heartbeat-timeout"] = options.heartbeat_timeout
+    return versions | own | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

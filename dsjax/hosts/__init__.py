@@ -1,0 +1,5 @@
+"""Many processes as one group, over JAX's distributed runtime. Knows nothing of models, engines or HTTP; docs/many-hosts.md."""
+
+from dsjax.hosts.options import HostOptions
+
+__all__ = ["HostOptions"]

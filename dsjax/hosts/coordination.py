@@ -1,0 +1,125 @@
+"""JAX's coordination service, and all that is JAX's private API in it: tried with JAX 0.10.2 and 0.11.
+
+Nothing here may start a backend: `join` must come before JAX sees a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import jax
+from jax._src import clusters, distributed, xla_bridge
+from jax._src.lib import _jax
+
+from dsjax.hosts.options import HostOptions, joined
+
+_ABORT_SIGNAL = 6
+_kept: list[object] = []  # what C code calls must not be collected
+
+
+def detect(timeout: int) -> tuple[str | None, int | None, int | None]:
+    """Coordinator's address, number of processes and this one's id, where JAX knows who started it."""
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)
+    return found[:3]
+
+
+def join(options: HostOptions) -> None:
+    """Join this process to the others, which must all be joining now.
+
+    Another process's death does not end this one (`jax_enable_recoverability`): whoever asks `live` sees it. Process 0's death does,
+    as it has the service.
+    """
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which the server drains on
+    jax.config.update("jax_check_proxy_envs", False)
+    host, port = options.coordinator
+    jax.distributed.initialize(
+        joined(host, port),
+        options.num_processes,
+        options.process_id,
+        initialization_timeout=options.start_timeout,
+        heartbeat_timeout_seconds=options.heartbeat_timeout,
+        shutdown_timeout_seconds=options.heartbeat_timeout,
+        coordinator_bind_address=joined(options.address, port),
+    )
+    _bind_collectives(options.address)
+
+
+def _bind_collectives(address: str) -> None:
+    """Have gloo listen at this address; by itself it takes what the host's name resolves to, on many machines the loopback interface."""
+
+    def make_client():
+        collectives = _jax.make_gloo_tcp_collectives(
+            distributed_client=distributed.global_state.client, hostname=address or None
+        )
+        return xla_bridge.make_cpu_client(collectives=collectives)
+
+    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+class Store:
+    """The coordination service's key-value store."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Enter a value. Keys are entered once."""
+        _client().key_value_set_bytes(key, value)
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """Wait for a key; None where it does not come."""
+        try:
+            return _client().blocking_key_value_get_bytes(key, int(seconds * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise ConnectionError(str(error).splitlines()[0]) from error
+
+    def delete(self, folder: str) -> None:
+        """Delete a key, or with a final slash all that begin with it."""
+        _client().key_value_delete(folder)
+
+
+def live(process_ids: Sequence[int]) -> set[int]:
+    """Which of these processes live.
+
+    Every live one must be asking: the call returns when all have that have given a sign of life within the heartbeat's timeout.
+
+    Raises:
+        ConnectionError: there is no service any more.
+    """
+    try:
+        return set(_client().get_live_nodes(list(process_ids)))
+    except jax.errors.JaxRuntimeError as error:
+        raise ConnectionError(str(error).splitlines()[0]) from error
+
+
+def leave() -> None:
+    """Leave the group: process 0 when the others have, for the service ends with it."""
+    state = distributed.global_state
+    client, service = state.client, state.service
+    state.client = state.service = None
+    if client is not None:
+        client.shutdown()
+    if service is not None:
+        service.shutdown()
+
+
+def on_abort(call: Callable[[], None]) -> None:
+    """Have a function called when C++ code aborts the process, as JAX's client does when the coordination service is gone."""
+
+    def handle(_: int) -> None:
+        call()
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
+    _kept.append(handler)
+    signal = ctypes.CDLL(None).signal
+    signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    signal.restype = ctypes.c_void_p
+    signal(_ABORT_SIGNAL, ctypes.cast(handler, ctypes.c_void_p))
+
+
+def _client():
+    client = distributed.global_state.client
+    if client is None:
+        raise ConnectionError("this process has left its group")
+    return client

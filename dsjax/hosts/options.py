@@ -1,0 +1,165 @@
+"""`HostOptions`: which process of a group this is, and where the others are: from options, or from what started the processes."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dsjax.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+COORDINATOR_PORT = 8476
+"""Of the coordinator where only its host is known, as from LeaderWorkerSet."""
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """A process's place in its group.
+
+    Attributes:
+        coordinator: host name or address, and port, at which process 0 is reached.
+        address: of this host, as an IP address: what listens in this process listens there.
+        start_timeout: seconds in which all processes must have come.
+        heartbeat_timeout: seconds after which a process that gives no sign of life is taken for dead.
+    """
+
+    coordinator: tuple[str, int]
+    num_processes: int
+    process_id: int
+    address: str
+    start_timeout: int = 300
+    heartbeat_timeout: int = 10
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is process 0, which has the coordinator, the scheduler and HTTP."""
+        return self.process_id == 0
+
+    @property
+    def coordinator_text(self) -> str:
+        """`HOST:PORT`, as it was given."""
+        return joined(*self.coordinator)
+
+    @classmethod
+    def find(
+        cls,
+        coordinator_address: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
+        host_address: str | None = None,
+        start_timeout: int = 300,
+        heartbeat_timeout: int = 10,
+    ) -> HostOptions | None:
+        """What the options say; what they leave open, LeaderWorkerSet's variables say, or whatever JAX knows. None: one process.
+
+        Raises:
+            UserError: some of it is missing, contradictory, or no address.
+        """
+        given = (coordinator_address, num_processes, process_id)
+        if None in given:
+            found = _from_leader_worker_set(os.environ) or _from_jax(start_timeout)
+            given = tuple(own if own is not None else other for own, other in zip(given, found, strict=True))
+        coordinator_address, num_processes, process_id = given
+        if all(value is None for value in given) or (num_processes == 1 and not process_id):
+            if host_address is not None and num_processes is None:
+                raise UserError("--host-address is for a group of processes; give --coordinator-address too")
+            return None
+        names = ("--coordinator-address", "--num-processes", "--process-id")
+        missing = [name for name, value in zip(names, given, strict=True) if value is None]
+        if missing:
+            raise UserError(
+                f"{' and '.join(missing)} missing: a group of processes needs {', '.join(names[:2])} and {names[2]}, "
+                "unless Slurm, Open MPI, GKE or LeaderWorkerSet started them"
+            )
+        if num_processes < 1 or not 0 <= process_id < num_processes:
+            raise UserError(
+                f"--process-id is {process_id} and --num-processes {num_processes}; expected an id from 0 to "
+                f"{max(num_processes - 1, 0)}, another for each process"
+            )
+        coordinator = split(coordinator_address)
+        address = _own_address(coordinator, process_id, host_address)
+        return cls(coordinator, num_processes, process_id, address, start_timeout, heartbeat_timeout)
+
+
+def joined(host: str, port: int) -> str:
+    """`HOST:PORT`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`.
+
+    Raises:
+        UserError: it is something else.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise UserError(f"--coordinator-address is {text!r}, expected HOST:PORT, such as 10.0.0.1:8476")
+    return host, int(port)
+
+
+def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int] | None:
+    """Kubernetes' LeaderWorkerSet gives each pod its leader's address, the size of the group and its own index."""
+    names = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+    values = [variables.get(name) for name in names]
+    if any(value is None for value in values):
+        return None
+    leader, size, index = values
+    if not size.isdecimal() or not index.isdecimal():
+        raise UserError(f"LWS_GROUP_SIZE is {size!r} and LWS_WORKER_INDEX {index!r}; expected integers")
+    return joined(leader, COORDINATOR_PORT), int(size), int(index)
+
+
+def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
+    """What JAX knows of Slurm, Open MPI, GKE and TPU slices."""
+    from dsjax.hosts.coordination import detect
+
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # in Kubernetes without LeaderWorkerSet JAX tells of a package that it would want
+        try:
+            return detect(timeout)
+        except (
+            Exception
+        ) as error:  # of a cluster's interface, which a process that is alone in a container need not reach
+            _log.warning(
+                "JAX could not ask what started this process (%s); without --coordinator-address it is taken to be alone.",
+                error,
+            )
+            return None, None, None
+
+
+def _own_address(coordinator: tuple[str, int], process_id: int, given: str | None) -> str:
+    """The address that this process listens at: as given, or that of the interface which leads to the coordinator."""
+    host, port = coordinator
+    try:
+        wanted = given if given is not None else host
+        family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        if given is None and process_id > 0:
+            return ""  # the name may come to be known while the meeting waits
+        flag = "--coordinator-address" if given is None else "--host-address"
+        raise UserError(f"{flag}: {wanted!r} is no name or address that this host knows ({error})") from error
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            if given is None and process_id > 0:
+                probe.connect(resolved)  # sends nothing; it only chooses the way
+                return probe.getsockname()[0]
+            probe.bind((resolved[0], 0))
+        except OSError as error:
+            if given is None and process_id > 0:
+                return ""
+            flag = "--coordinator-address" if given is None else "--host-address"
+            advice = "process 0 must run there" if given is None else "give an address of this host"
+            raise UserError(f"{flag}: {wanted!r} is no address of this host ({error.strerror}); {advice}") from error
+    if ipaddress.ip_address(resolved[0].partition("%")[0]).is_unspecified:
+        raise UserError(f"--host-address is {wanted!r}, which others cannot reach; give one address of this host")
+    return resolved[0]

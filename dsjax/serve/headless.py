@@ -1,0 +1,123 @@
+"""A server without requests: what `dsjax serve` is in every process but the first of a group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from prometheus_client.exposition import choose_encoder
+from rich.console import Console
+
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.joining import join_group
+from dsjax.hosts import HostOptions
+from dsjax.serve.bodies import JsonResponse
+from dsjax.serve.device_memory import device_memory
+from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total, exposition
+
+_log = logging.getLogger(__name__)
+
+
+class Headless:
+    """One process of a group that follows process 0, with `/health`, `/ready` and `/metrics` of its own.
+
+    Attributes:
+        phase: what it is doing: meeting, loading, warming up, ready, shutting down.
+    """
+
+    def __init__(self, options: HostOptions):
+        self.options = options
+        self._follower = None
+        self._signals = 0
+        self.registry = Registry()
+        label = str(options.process_id)
+        for name, what, count in (
+            ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
+            ("dsjax_follower_steps", "Of those, steps and the like whose results have been read.", "steps"),
+        ):
+            read = lambda count=count: [((label,), float(getattr(self._follower, count, 0)))]  # noqa: E731
+            Total(self.registry, name, what, ("process",), read)
+        Gauge(
+            self.registry,
+            "dsjax_follower_ready",
+            "1 while this process follows.",
+            ("process",),
+            lambda: [((label,), float(self.phase == "ready"))],
+        )
+        for name, what, index in (
+            ("used", "Bytes of a device's memory in use.", 1),
+            ("limit", "Bytes that a device has.", 2),
+        ):
+            self._add_memory(f"dsjax_device_memory_{name}_bytes", what, label, index)
+
+    @property
+    def phase(self) -> str:
+        """What this process does."""
+        return "meeting" if self._follower is None else self._follower.phase
+
+    def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
+        """Join, load, and follow until process 0 ends.
+
+        Raises:
+            UserError, GroupError: there is no group, or it has broken.
+        """
+        config = uvicorn.Config(self.app(), log_config=None, access_log=False, ws="none")
+        server = uvicorn.Server(config)  # takes no signals in a thread that is not the main one
+        threading.Thread(target=server.run, args=([listener],), name="dsjax-headless", daemon=True).start()
+        host, port = listener.getsockname()[:2]
+        console.print(
+            f"process {self.options.process_id} of {self.options.num_processes}: follows process 0 at "
+            f"{self.options.coordinator_text}; /health, /ready and /metrics at http://{host}:{port}",
+            highlight=False,
+        )
+        group = join_group(args, self.options)
+        from dsjax.engine.follower import Follower
+        from dsjax.engine.loading import load_model
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._follower = Follower(group)
+        self._follower.follow(load_model(args, group).executor)
+        console.print("process 0 has ended; this process ends too", highlight=False)
+
+    def app(self) -> FastAPI:
+        """The three endpoints."""
+        app = FastAPI(title="dsjax follower", docs_url=None, redoc_url=None, openapi_url=None)
+
+        @app.get("/health")
+        async def health() -> Response:
+            return JsonResponse({"status": "ok"})
+
+        @app.get("/ready")
+        async def ready() -> Response:
+            return JsonResponse({"status": self.phase}, 200 if self.phase == "ready" else 503)
+
+        @app.get("/metrics")
+        def metrics(request: Request) -> Response:
+            _, content_type = choose_encoder(request.headers.get("accept", ""))
+            openmetrics = content_type.startswith("application/openmetrics-text")
+            return Response(exposition(self.registry.families, openmetrics=openmetrics), media_type=content_type)
+
+        return app
+
+    def _add_memory(self, name: str, what: str, label: str, index: int) -> None:
+        def read() -> Iterable[tuple[Labels, float]]:
+            # To ask for devices before the group is there would start JAX alone.
+            found = device_memory() if self.phase in ("warming up", "ready") else ()
+            return [((label, device[0]), float(device[index])) for device in found]
+
+        Gauge(self.registry, name, what, ("process", "device"), read)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Process 0 may still have requests to finish, which takes all processes: wait for its end. The second signal ends at once."""
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(1)
+        _log.info("This process ends when process 0 does; a second signal ends it now, and the group with it.")

@@ -1,0 +1,226 @@
+"""A leader and a follower over a store in memory: the same commands, the same results collected before each, and one end for both."""
+
+import threading
+import time
+
+import pytest
+
+from dsjax.engine.commands import Clear, Copy, Flush, RankStep, Step
+from dsjax.engine.follower import Follower
+from dsjax.engine.leader import LeaderExecutor
+from dsjax.hosts import HostOptions
+from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.meeting import Arrival
+
+
+class MemoryStore:
+    """The coordination service's store, for threads."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            assert key not in self.values, key
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self.values, min(seconds, 5))
+            return self.values.get(key)
+
+    def delete(self, folder: str) -> None:
+        with self._changed:
+            for key in [
+                key for key in self.values if key == folder or (folder.endswith("/") and key.startswith(folder))
+            ]:
+                del self.values[key]
+
+
+class Pending:
+    def __init__(self, number: int, command):
+        self.number, self.command = number, command
+
+
+class Told:
+    """An executor that remembers what it was told. wait: with emulated devices the next command starts then."""
+
+    def __init__(self, max_in_flight: int = 1, fails_at: int | None = None):
+        self.max_in_flight, self.events, self.fails_at = max_in_flight, [], fails_at
+        self.launched = 0
+
+    def launch(self, command):
+        self.events.append(("launch", command))
+        self.launched += 1
+        if self.launched == self.fails_at:
+            raise RuntimeError("the device is gone")
+        return Pending(self.launched, command)
+
+    def wait(self, pending):
+        self.events.append(("wait", pending.number))
+
+    def collect(self, pending):
+        self.events.append(("collect", pending.number))
+        return [pending.number]
+
+    def set_recording(self, on):
+        self.events.append(("record", on))
+
+    def warm_up(self, progress=None):
+        progress and progress(0, 1, "a shape")
+        self.events.append(("warm up",))
+
+    def shutdown(self):
+        self.events.append(("shutdown",))
+
+    def in_order(self):
+        """Without waiting, which each does in its own time."""
+        return [event for event in self.events if event[0] != "wait"]
+
+
+def step(slot: int) -> Step:
+    return Step([RankStep([], [], slot.to_bytes(4, "little") * 2, [], [])])
+
+
+class Pair:
+    """Process 0 and process 1, the latter's loop in a thread."""
+
+    def __init__(self, **options):
+        self.store = MemoryStore()
+        members = [Arrival(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
+        self.groups = [
+            HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
+            for index in (0, 1)
+        ]
+        self.groups[0]._alone.set()
+        self.inner, self.told = Told(), Told(**options)
+        self.leader, self.follower = LeaderExecutor(self.inner, self.groups[0]), Follower(self.groups[1])
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread.start()
+
+    def _follow(self):
+        try:
+            self.follower.follow(self.told)
+        except BaseException as error:
+            self.error = error
+
+    def join(self):
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+    def take_part(self, count: int):
+        """Wait until the follower has launched so many commands: on devices a step's result would not be there before."""
+        deadline = time.monotonic() + 10
+        while self.told.launched < count and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_follower_launches_and_collects_in_the_leaders_order(max_in_flight):
+    pair = Pair(max_in_flight=max_in_flight)
+    leader = pair.leader
+    leader.warm_up()
+    first = leader.launch(step(1))
+    second = leader.launch(step(2))  # laid out before the first one's results are known
+    leader.launch(Copy([b""]))
+    leader.wait(first)
+    assert leader.collect(first) == [1]
+    third = leader.launch(step(3))
+    leader.launch(Clear([b""]))
+    leader.set_recording(True)
+    leader.collect(second)
+    leader.collect(third)
+    flushed = leader.launch(Flush())
+    leader.collect(flushed)
+    leader.shutdown()
+    pair.join()
+    assert pair.error is None
+    own, followed = pair.inner.in_order(), pair.told.in_order()
+    assert [event for event in followed if event[0] != "collect"] == [event for event in own if event[0] != "collect"]
+    # What had been collected when a command was laid out is the same; what nothing came after is not collected at all.
+    assert followed.index(("collect", 1)) < followed.index(("launch", step(3)))
+    assert followed.index(("collect", 1)) > followed.index(("launch", step(2)))
+    assert followed.index(("collect", 4)) < followed.index(("launch", Flush()))
+
+
+def test_emulated_devices_are_waited_for_until_nothing_more_is_under_way():
+    pair = Pair(max_in_flight=1)
+    pair.leader.launch(step(1))
+    pair.leader.launch(step(2))
+    deadline = time.monotonic() + 10
+    while ("wait", 2) not in pair.told.events and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [event for event in pair.told.events if event[0] == "wait"] == [("wait", 1), ("wait", 2)]
+    pair.leader.shutdown()
+    pair.join()
+
+
+def test_the_leader_deletes_what_all_have_read_and_keeps_the_rest():
+    pair = Pair()
+    for number in range(150):
+        pending = pair.leader.launch(step(number))
+        pair.take_part(number + 1)
+        pair.leader.collect(pending)
+    # A step's result shows that all have read its message: whole blocks of 64 before it are gone.
+    left = sorted(int(key.rpartition("/")[2]) for key in pair.store.values if "/stream/" in key)
+    assert left == list(range(128, 150))
+    pair.leader.shutdown()
+    pair.join()
+
+
+def test_a_warm_up_that_fails_elsewhere_is_raised_by_the_leader():
+    pair = Pair()
+    pair.told.warm_up = lambda progress=None: (_ for _ in ()).throw(RuntimeError("no compiler"))
+    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\): RuntimeError: no compiler"):
+        pair.leader.warm_up()
+    pair.join()
+    assert isinstance(pair.error, RuntimeError)
+
+
+def test_a_command_that_the_leader_cannot_launch_ends_all():
+    pair = Pair()
+    pair.inner.fails_at = 2
+    pair.groups[0].lost_by = lambda error: None
+    pair.leader.launch(step(1))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        pair.leader.launch(step(2))
+    pair.join()
+    assert isinstance(pair.error, GroupError)
+    assert "process 0 has ended the group: a command could not be launched (RuntimeError)" in str(pair.error)
+
+
+def test_what_fails_because_a_member_is_gone_names_it():
+    pair = Pair()
+    pending = pair.leader.launch(step(1))
+
+    def fail(pending):
+        pair.groups[0].on_lost = lambda error: None
+        pair.groups[0]._lose(pair.groups[0].members[1])
+        raise RuntimeError("Gloo: connection closed by peer")
+
+    pair.inner.wait = fail
+    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\) has gone away"):
+        pair.leader.wait(pending)
+    with pytest.raises(GroupError, match="has gone away"):
+        pair.leader.launch(step(2))
+    pair.leader.group.leave("a test")
+    pair.join()
+
+
+def test_questions_are_answered_by_all_in_the_order_of_their_ids():
+    pair = Pair()
+    answers: list = []
+    other = threading.Thread(target=lambda: answers.append(pair.groups[1].ask("pages", 7)))
+    other.start()
+    assert pair.groups[0].ask("pages", 9) == [9, 7]
+    other.join(10)
+    assert answers == [[9, 7]]
+    with pytest.raises(ValueError, match="damaged"):
+        pair.groups[1].run("loading", lambda: (_ for _ in ()).throw(ValueError("damaged")))
+    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\): damaged"):
+        pair.groups[0].run("loading", lambda: 1)
+    pair.leader.shutdown()
+    pair.join()

@@ -1,0 +1,79 @@
+"""One process of a group that computes several layouts, one after the other: `test_two_processes.py` starts two of these.
+
+A layout is a generation: the processes stay, and the executors on top of them are new.
+"""
+
+import argparse
+import json
+import logging
+import sys
+
+from dsjax import SamplingParams
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.engine import LLMEngine
+from dsjax.engine.joining import host_options, join_group
+
+SIZES = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "prefill_chunk": 8,
+    "page_size": 4,
+    "max_model_len": 32,
+    "kernels": "plain",
+}
+PROMPTS = [[5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3], [90, 80, 70, 60, 50, 40]]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=1)
+
+
+def continuations(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"{params.temperature}-{index}", {"prompt_token_ids": prompt}, params)
+    found: dict[str, list[int]] = {}
+    while engine.has_unfinished():
+        found |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    if params.logprobs:
+        assert all(len(output.logprobs) == len(output.token_ids) for output in found.values())
+    return [found[f"{params.temperature}-{index}"].token_ids for index in range(len(prompts))]
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser()
+    for name in ("coordinator-address", "num-processes", "process-id", "start-timeout", "heartbeat-timeout"):
+        parser.add_argument(f"--{name}", type=str if name == "coordinator-address" else int)
+    parser.add_argument("--model")
+    parser.add_argument("--layouts", type=json.loads)
+    given = vars(parser.parse_args())
+    model, layouts = given.pop("model"), given.pop("layouts")
+    first = EngineArgs(model=model, mesh=layouts[0][0], **SIZES, **given)
+    group = join_group(first, host_options(first))
+    from dsjax.engine.follower import Follower
+    from dsjax.engine.leader import End
+    from dsjax.engine.loading import load_model
+
+    found = []
+    for generation, (mesh, dispatch, sampled) in enumerate(layouts):
+        group.generation = generation
+        args = EngineArgs(model=model, mesh=mesh, dispatch=dispatch, **SIZES, **given)
+        loaded = load_model(args, group)
+        if not group.is_leader:
+            Follower(group).follow(loaded.executor)
+            continue
+        engine = LLMEngine(loaded.executor, None, args.scheduler_config(loaded.executor.limits))
+        found.append(
+            {
+                "greedy": continuations(engine, PROMPTS, GREEDY),
+                "sampled": continuations(engine, PROMPTS[:2], SAMPLED) if sampled else None,
+                "compiled": len(loaded.executor.inner.programs.compiled),
+            }
+        )
+        loaded.executor._put(End())
+        loaded.executor.inner.shutdown()
+    if group.is_leader:
+        print("found", json.dumps(found), flush=True)
+    group.leave()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

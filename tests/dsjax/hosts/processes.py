@@ -1,0 +1,89 @@
+"""Processes of a group, each a real one with two emulated devices."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=40"
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Group:
+    """`command`, an argument list of Python's, started once for each process with the options of a group behind it.
+
+    options: more options of each process.
+    """
+
+    def __init__(
+        self, command: list[str], count: int, *, options: dict[int, list[str]] | None = None, timeout: int = 20
+    ):
+        port = free_port()
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": _FLAGS,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "300",
+            "JAX_PLATFORMS": "cpu",
+        }
+        environment.pop("PJRT_NPROC", None)
+        self.output = [""] * count
+        self.processes = []
+        for index in range(count):
+            own = ["--coordinator-address", f"127.0.0.1:{port}", "--num-processes", str(count)]
+            own += ["--process-id", str(index), "--start-timeout", str(timeout), "--heartbeat-timeout", "5"]
+            arguments = [sys.executable, *command, *own, *(options or {}).get(index, [])]
+            process = subprocess.Popen(
+                arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment
+            )
+            self.processes.append(process)
+        self._threads = [threading.Thread(target=self._read, args=(index,), daemon=True) for index in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, index: int) -> None:
+        for line in self.processes[index].stdout:
+            self.output[index] += line
+
+    def wait_for(self, index: int, text: str, seconds: float = 120) -> None:
+        """Wait until a process has printed something."""
+        deadline = time.monotonic() + seconds
+        while text not in self.output[index]:
+            assert self.processes[index].poll() is None, self.last_words()
+            assert time.monotonic() < deadline, self.last_words()
+            time.sleep(0.05)
+
+    def codes(self, seconds: float) -> list[int]:
+        """Exit codes, all within so many seconds."""
+        deadline = time.monotonic() + seconds
+        try:
+            found = [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"somebody is still there after {seconds} s: {self.last_words()}") from error
+        for thread in self._threads:
+            thread.join(5)
+        return found
+
+    def last_words(self) -> str:
+        """The end of what each printed, for a test that fails."""
+        return "\n".join(f"--- process {index}:\n{text[-3000:]}" for index, text in enumerate(self.output))
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()

@@ -1,0 +1,55 @@
+"""What an engine's options say must be alike in all processes of its group."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from layouts import write_checkpoint
+
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.joining import _alike, host_options
+from dsjax.errors import UserError
+from dsjax.hosts import HostOptions
+
+OPTIONS = HostOptions(("127.0.0.1", 1), 2, 1, "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def alike(checkpoint, mesh="dp=4", devices=4, **options):
+    return _alike(EngineArgs(model=str(checkpoint), mesh=mesh, **options), devices, OPTIONS)
+
+
+def test_a_copy_of_the_checkpoint_is_alike_and_other_weights_are_not(checkpoint, tmp_path):
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(checkpoint, copy)
+    other.mkdir()
+    write_checkpoint(other, seed=8)
+    assert alike(checkpoint) == alike(copy)
+    assert {name for name, value in alike(other).items() if value != alike(copy)[name]} == {
+        "the checkpoint fingerprint"
+    }
+
+
+@pytest.mark.parametrize("change", [{"page_size": 8}, {"kernels": "plain"}, {"dispatch": "gather"}, {"seed": 3}])
+def test_options_that_change_what_is_computed_must_be_alike_and_the_schedulers_need_not(checkpoint, change):
+    name = next(iter(change))
+    differ = {key for key, value in alike(checkpoint, **change).items() if value != alike(checkpoint)[key]}
+    assert differ == (set() if name == "seed" else {f"--{name.replace('_', '-')}"})
+
+
+def test_a_mesh_with_fewer_devices_than_processes_is_refused(checkpoint):
+    with pytest.raises(UserError, match=r"--mesh dp=1 has 1 devices, fewer than the 2 processes; start 1"):
+        alike(checkpoint, mesh="dp=1", devices=1)
+
+
+def test_the_engines_options_name_the_group(monkeypatch):
+    args = EngineArgs(coordinator_address="127.0.0.1:77", num_processes=3, process_id=2, heartbeat_timeout=4)
+    assert host_options(args) == HostOptions(("127.0.0.1", 77), 3, 2, "127.0.0.1", 300, 4)

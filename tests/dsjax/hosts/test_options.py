@@ -1,0 +1,77 @@
+"""Where a process finds its place: options, LeaderWorkerSet, what JAX knows; and what cannot be."""
+
+import pytest
+
+from dsjax.errors import UserError
+from dsjax.hosts.options import HostOptions, joined, split
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """Nothing in the environment says that this process has others."""
+    for name in ("LWS_LEADER_ADDRESS", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_process_without_options_is_alone():
+    assert HostOptions.find() is None
+    assert HostOptions.find(num_processes=1) is None
+
+
+def test_options_say_all():
+    found = HostOptions.find("127.0.0.1:1234", 4, 3, start_timeout=7, heartbeat_timeout=5)
+    assert found == HostOptions(("127.0.0.1", 1234), 4, 3, "127.0.0.1", 7, 5)
+    assert not found.is_leader
+
+
+def test_leader_worker_set_says_where_a_pod_is(monkeypatch):
+    for name, value in (("LWS_LEADER_ADDRESS", "127.0.0.1"), ("LWS_GROUP_SIZE", "4"), ("LWS_WORKER_INDEX", "2")):
+        monkeypatch.setenv(name, value)
+    found = HostOptions.find()
+    assert (found.coordinator, found.num_processes, found.process_id) == (("127.0.0.1", 8476), 4, 2)
+    assert HostOptions.find(process_id=1).process_id == 1
+    monkeypatch.setenv("LWS_GROUP_SIZE", "four")
+    with pytest.raises(UserError, match="LWS_GROUP_SIZE is 'four'"):
+        HostOptions.find()
+
+
+def test_slurm_is_found_as_jax_finds_it(monkeypatch):
+    variables = {"JOB_ID": "77", "STEP_NODELIST": "127.0.0.1", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    found = HostOptions.find()
+    assert (found.coordinator[0], found.num_processes, found.process_id) == ("127.0.0.1", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("127.0.0.1:1234", 4, None), "--process-id missing"),
+        ((None, 4, 1), "--coordinator-address missing"),
+        (("127.0.0.1:1234", None, None), "--num-processes and --process-id missing"),
+        (("127.0.0.1:1234", 4, 4), "--process-id is 4 and --num-processes 4; expected an id from 0 to 3"),
+        (("127.0.0.1", 4, 1), "--coordinator-address is '127.0.0.1', expected HOST:PORT"),
+        (("127.0.0.1:99999", 4, 1), "--coordinator-address is '127.0.0.1:99999', expected HOST:PORT"),
+        (("192.0.2.1:1234", 2, 0), "--coordinator-address: '192.0.2.1' is no address of this host"),
+        (("no.such.host.invalid:1", 2, 0), "--coordinator-address: 'no.such.host.invalid' is no name or address"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_would(given, message):
+    with pytest.raises(UserError) as error:
+        HostOptions.find(*given)
+    assert message in str(error.value)
+
+
+def test_a_host_address_must_be_this_hosts_own():
+    assert HostOptions.find("127.0.0.1:1234", 2, 1, host_address="127.0.0.1").address == "127.0.0.1"
+    with pytest.raises(UserError, match=r"--host-address: '192\.0\.2\.1' is no address of this host"):
+        HostOptions.find("127.0.0.1:1234", 2, 1, host_address="192.0.2.1")
+    with pytest.raises(UserError, match="others cannot reach"):
+        HostOptions.find("127.0.0.1:1234", 2, 1, host_address="0.0.0.0")
+    with pytest.raises(UserError, match="give --coordinator-address too"):
+        HostOptions.find(host_address="127.0.0.1")
+
+
+def test_addresses_of_both_families_are_read_and_written():
+    for text in ("10.0.0.1:8476", "[fd00::1]:8476", "leader.ns:80"):
+        assert joined(*split(text)) == text
