@@ -1,6 +1,7 @@
 """A tiny checkpoint, and the sweep over layouts, dispatches and MLA forms that tests and ``tools/check_layouts.py`` share."""
 
 import json
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,14 +93,35 @@ def prompts() -> list[dict]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a layout gives: logits at every position of the longest prompt, and greedy continuations of all."""
+    """What a layout gives: logits at every position of the longest prompt, and greedy continuations of all.
+
+    rebalances: of experts that moved meanwhile.
+    """
 
     logits: np.ndarray
     tokens: list[list[int]]
+    rebalances: int = 0
+
+
+class InlinePool:
+    """Lets an engine decide at once where experts should be, so that a rebalance begins at the same step each time."""
+
+    def submit(self, function) -> Future:
+        done = Future()
+        done.set_result(function())
+        return done
 
 
 def answer(
-    directory: Path, mesh: str, dispatch: str, prefill: str, decode: str, *, mixed: bool = False, **options
+    directory: Path,
+    mesh: str,
+    dispatch: str,
+    prefill: str,
+    decode: str,
+    *,
+    mixed: bool = False,
+    new_tokens: int = NEW_TOKENS,
+    **options,
 ) -> Answer:
     """Run the eight prompts together on a layout; ``mixed``: decodes and prompts share launches."""
     llm = LLM(
@@ -118,11 +140,15 @@ def answer(
     # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.
     speculation = llm.executor.buckets.speculation
     llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed, speculation=speculation)
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    balancer = llm.engine.core._balancer
+    if balancer is not None:
+        balancer._pool = InlinePool()
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     try:
         outputs = llm.generate(prompts(), params)
         (logits,) = llm.logits([prompts()[-1]["prompt_token_ids"]])
-        return Answer(logits, [output.outputs[0].token_ids for output in outputs])
+        rebalances = balancer.stats.rebalances if balancer is not None else 0
+        return Answer(logits, [output.outputs[0].token_ids for output in outputs], rebalances)
     finally:
         llm.shutdown()
 

@@ -3,11 +3,13 @@
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
+    python tools/check_layouts.py --eplb dp=8 dp=4,tp=2 dp=32 dp=32,ep=8    # each run twice, once with experts that move beneath it
     python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
 
-With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one
-before: neither may change a token. The tests run a covering part of this; the whole takes about a quarter of an hour on
-2 cores for each of the four. Exits 1 if any run differs.
+With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
+``--eplb`` experts are placed anew every four steps, at least three times, on as many redundant slots as the EP group has ranks (meshes
+whose devices hold all experts are left out): none of them may change a token. The tests run a covering part of this; the whole
+takes about a quarter of an hour on 2 cores for each of the four. Exits 1 if any run differs.
 """
 
 import argparse
@@ -25,9 +27,10 @@ programs = tempfile.TemporaryDirectory(prefix="check-layouts-")
 os.environ |= {"JAX_COMPILATION_CACHE_DIR": programs.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 from sharding.emulation import emulate_devices
+from sharding.mesh import MeshSpec
 
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 2}
-NAMES = {"speculative_config": "speculative", "async_scheduling": "synchronous"}
+NAMES = {"speculative_config": "speculative", "async_scheduling": "synchronous", "enable_eplb": "balanced"}
 
 
 def main() -> int:
@@ -36,31 +39,44 @@ def main() -> int:
     from layouts import DISPATCHES, FORMS, LAYOUTS, answer, difference, write_checkpoint
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {' '.join(LAYOUTS)}; default: all")
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
     parser.add_argument("--speculative", action="store_true", help="each run with speculative decoding too")
     parser.add_argument(
         "--no-async-scheduling", action="store_true", help="each run without asynchronous scheduling too"
     )
+    parser.add_argument("--eplb", action="store_true", help="each run with experts that follow the load too")
+    parser.add_argument("--weights", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device always has the plain forms")
     args = parser.parse_args()
     chosen = args.layouts or LAYOUTS
-    if unknown := sorted(set(chosen) - set(LAYOUTS)):
-        parser.error(f"no such layout: {' '.join(unknown)}; expected some of {' '.join(LAYOUTS)}")
+    specs = {layout: MeshSpec.parse(layout) for layout in chosen}
     with tempfile.TemporaryDirectory() as folder:
         directory = write_checkpoint(Path(folder), mtp=True)
-        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
+        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", weights=args.weights)
         variants = [
-            {**drafting, **scheduling}
+            {**drafting, **scheduling, **balancing}
             for drafting in ({}, *([{"speculative_config": SPECULATION}] if args.speculative else []))
             for scheduling in ({}, *([{"async_scheduling": False}] if args.no_async_scheduling else []))
+            for balancing in ({}, *([{"enable_eplb": True}] if args.eplb else []))
         ]
         layouts = [(layout, dispatch, *forms) for layout in chosen for dispatch in DISPATCHES for forms in FORMS]
-        runs = [(run, variant) for run in layouts for variant in variants]
+        runs = [
+            (run, variant)
+            for run in layouts
+            for variant in variants
+            if not (variant.get("enable_eplb") and specs[run[0]].ep_size == 1)
+        ]
         wrong = 0
         for number, (run, variant) in enumerate(runs, 1):
             start = time.monotonic()
-            found = difference(answer(directory, *run, kernels=args.kernels, **variant), reference)
             name = " ".join([*run, *(NAMES[option] for option in variant)])
+            if balanced := variant.get("enable_eplb"):
+                eplb = {"num_redundant_experts": specs[run[0]].ep_size, "window_size": 4, "step_interval": 4}
+                variant = variant | {"eplb_config": eplb | {"payback": 0}}
+            given = answer(directory, *run, kernels=args.kernels, weights=args.weights, **variant)
+            found = difference(given, reference)
+            if balanced and found is None and given.rebalances < 3:
+                found = f"only {given.rebalances} rebalances"
             wrong += found is not None
             print(
                 f"{number}/{len(runs)} {name}: {found or 'equal'} ({time.monotonic() - start:.1f} s)",

@@ -338,6 +338,10 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [
                 (f"60 * {rate('dsjax_eplb_rebalances_total')}", "rebalances a minute"),
                 (f"60 * {rate('dsjax_eplb_failures_total')}", "given up a minute"),
+                (f"60 * {rate('dsjax_eplb_windows_total')}", "windows a minute"),
+                (f"60 * {rate('dsjax_eplb_layers_changed_total')}", "layers changed a minute"),
+                (f"60 * {rate('dsjax_eplb_experts_moved_total')}", "experts moved a minute"),
+                (f"60 * {rate('dsjax_eplb_exchanges_total')}", "exchanges a minute"),
                 (f"dsjax_eplb_layers_left{{{OF_MODEL}}}", "layers left"),
             ],
         ),
@@ -351,7 +355,10 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             "Time in exchanges",
             "Share of the time in which experts were moved and no step computed.",
             "percentunit",
-            [(rate("dsjax_eplb_exchange_seconds_total"), "share")],
+            [
+                (rate("dsjax_eplb_exchange_seconds_total"), "in exchanges"),
+                (rate("dsjax_eplb_rebalance_seconds_total"), "from decisions to the last layer"),
+            ],
         ),
     ],
 }

@@ -1,4 +1,6 @@
-"""Random plans, each made easier in one way, which must never make the answer worse. Usage: python tools/plan_monotone.py [CASES [SEED]]
+"""Random plans, each made easier in one way, which must never make the answer worse.
+
+Usage: python tools/plan_monotone.py [CASES], or FIRST LAST: the cases of these numbers. Four cases are of one question.
 
 Exit status 1 if any answer got worse by more than rounding. Easier: more of a resource of the cluster, more memory, a faster network, a
 looser objective, a shorter prompt, an FP8 cache. The answer: most output tokens a second within the objectives.
@@ -15,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dsjax.config import load_config
+from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import RESOURCES, bundled_clusters, load_cluster
 from dsjax.plan.precision import precision
 from dsjax.plan.search import Question, search
@@ -22,6 +25,8 @@ from dsjax.plan.workload import Lengths, Objective, Options, Workload
 
 CONFIG = load_config("deepseek-v3")
 ROUNDING = 1e-6
+EACH = 4
+"""Cases of one question, which is answered once for them."""
 
 
 def question(source: random.Random) -> Question:
@@ -61,32 +66,45 @@ def easier(asked: Question, source: random.Random) -> tuple[str, Question] | Non
     return "an FP8 cache", dataclasses.replace(asked, options=eased)
 
 
-def main(cases: int, seed: int) -> int:
-    """Play so many cases; give how many got worse."""
-    source, worse, played, start = random.Random(seed), [], 0, time.time()
-    while played < cases:
+def worse(asked: Question, name: str, eased: Question, before: Candidate) -> float:
+    """Share of its tokens a second that the answer lost; 0 where it lost none. Prints what it lost."""
+    after = search(eased).winner
+    lost = 1 - (after.throughput.value if after else 0.0) / before.throughput.value
+    if lost <= ROUNDING:
+        return 0.0
+    work, objective = asked.workload, asked.objective
+    print(
+        f"worse by {lost:.2%}: {asked.cluster.name}, {asked.cluster.num_devices} devices, "
+        f"{work.input.mean:g} / {work.output.mean:g}, {objective.ttft} s, {objective.tpot} s: {name}; "
+        f"{before.name()} at {before.batch:g} -> {after.name() if after else None} at {after.batch if after else 0:g}",
+        flush=True,
+    )
+    return lost
+
+
+def main(first: int, last: int) -> int:
+    """Play the cases of these numbers, four of each question; give how many got worse."""
+    lost, start = [], time.time()
+    for number in range(first, last, EACH):
+        source = random.Random(number)
         asked = question(source)
-        made = easier(asked, source)
-        if made is None:
-            continue
-        played += 1
-        before, after = search(asked).winner, search(made[1]).winner
-        if before is None:
-            continue
-        now = after.throughput.value if after else 0.0
-        if now < before.throughput.value * (1 - ROUNDING):
-            worse.append(now / before.throughput.value - 1)
-            work, objective = asked.workload, asked.objective
-            print(
-                f"worse by {-worse[-1]:.2%}: {asked.cluster.name}, {asked.cluster.num_devices} devices, "
-                f"{work.input.mean:g} / {work.output.mean:g}, {objective.ttft} s, {objective.tpot} s: {made[0]}; "
-                f"{before.name()} at {before.batch:g} -> {after.name() if after else None} at {after.batch if after else 0:g}",
-                flush=True,
-            )
-    print(f"{played} cases, {len(worse)} worse, at most by {-min(worse, default=0.0):.2%}, {time.time() - start:.0f} s")
-    return len(worse)
+        before = search(asked).winner
+        made: dict[str, Question] = {}
+        while len(made) < min(EACH, last - number):
+            found = easier(asked, source)
+            if found:
+                made[found[0]] = found[1]
+        if before:
+            lost += [worse(asked, name, eased, before) for name, eased in made.items()]
+        done, bad = min(last, number + EACH) - first, sum(each > 0 for each in lost)
+        print(
+            f"\r{done} cases, {len(lost)} with an answer, {bad} worse, at most by {max(lost, default=0.0):.2%}, "
+            f"{time.time() - start:.0f} s", end="", flush=True,
+        )  # fmt: skip
+    print()
+    return sum(each > 0 for each in lost)
 
 
 if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:]]
-    sys.exit(bool(main(*(numbers + [1000, 0][len(numbers) :]))))
+    sys.exit(bool(main(*(numbers if len(numbers) == 2 else (0, numbers[0] if numbers else 1000)))))

@@ -105,7 +105,7 @@ class EngineArgs:
     eplb_config: str | dict[str, Any] | None = option(
         None,
         'how, with vLLM\'s names: JSON such as \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
-        '"log_balancedness": true, "max_bytes_per_step": 134217728, "policy": "auto"}\'; with --enable-eplb',
+        '"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}\'; with --enable-eplb',
     )
     init_expert_location: str | None = option(
         None,

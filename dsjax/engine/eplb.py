@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ class EplbConfig:
         num_redundant_experts: physical experts beside the logical ones; None: as `--redundant-experts` says.
         log_balancedness: whether each window's balancedness is logged.
         max_bytes_per_step: bytes that a device receives between two steps, at most; at least one expert is sent.
+        payback: a layer is changed where what it is predicted to gain in `step_interval` steps is at least this many times what it costs;
+            0: wherever it gains anything, as vLLM does.
         policy: how experts are placed (`sharding.placement.rebalance`): `auto` is `hierarchical` where the mesh has several hosts.
 
     Raises:
@@ -42,6 +45,7 @@ class EplbConfig:
     num_redundant_experts: int | None = None
     log_balancedness: bool = False
     max_bytes_per_step: int = 128 * 2**20
+    payback: float = 1.0
     policy: str = "auto"
 
     def __post_init__(self):
@@ -53,6 +57,12 @@ class EplbConfig:
             raise _wrong("num_redundant_experts", redundant, "an integer of at least 0")
         if not isinstance(self.log_balancedness, bool):
             raise _wrong("log_balancedness", self.log_balancedness, "true or false")
+        if (
+            isinstance(self.payback, bool)
+            or not isinstance(self.payback, int | float)
+            or not 0 <= self.payback < math.inf
+        ):
+            raise _wrong("payback", self.payback, "a number of at least 0")
         if self.policy not in POLICIES:
             raise _wrong("policy", self.policy, f"one of {', '.join(POLICIES)}")
 

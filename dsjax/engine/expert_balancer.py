@@ -74,11 +74,11 @@ class Decision:
 
 
 def decide(
-    load: np.ndarray, slots: ExpertSlots, policy: str, *, interval: int, step_seconds: float, force: bool = False
+    load: np.ndarray, slots: ExpertSlots, policy: str, *, interval: int, step_seconds: float, payback: float = 1.0
 ) -> Decision:
     """Which layers to place anew for `load`, `[layers, experts]` tokens; docs/balancing.md has the reasoning.
 
-    interval: steps in which a gain is made. step_seconds: of a step. force: change every layer that gains anything.
+    interval: steps in which a gain is made. step_seconds: of a step. payback: the least gain, as a multiple of the cost.
     """
     old, ranks = slots.physical_to_logical, slots.ranks
     new = rebalance(load, n_physical=old.shape[1], ranks=ranks, groups=slots.groups, hosts=slots.hosts, policy=policy)
@@ -94,7 +94,7 @@ def decide(
         gain = float((before[layer] - after[layer]) / before.sum() * of_experts)
         cost = len(rounds) * stage_seconds + place_seconds
         change = LayerChange(layer, new[layer], rounds, int(moved[layer]), gain, cost)
-        (chosen if force or gain > cost else left).append(change)
+        (chosen if gain >= payback * cost else left).append(change)
     chosen.sort(key=lambda change: change.cost - change.gain)
     changed = [change.layer for change in chosen]
     most = before.copy()
@@ -191,9 +191,14 @@ class ExpertBalancer:
             self._enter(self._launched.popleft(), decide=False)
         self._windows.append(self._executor.collect(self._executor.launch(ReadLoads())))
         self._read_at = self._steps
-        decision = self._decision(force=True)()
+        decision = self._decision(payback=0)()
         self._begin(decision)
         return decision.summary(self._executor.expert_slots.expert_bytes)
+
+    @property
+    def latest(self) -> LoadWindow | None:
+        """The last reading of loads; None before the first."""
+        return self._windows[-1] if self._windows else None
 
     def load(self) -> np.ndarray | None:
         """Tokens of each expert of each layer in the last window; None before the first."""
@@ -268,9 +273,9 @@ class ExpertBalancer:
         due = self._steps - self._decided_at >= self._config.step_interval
         if decide and due and self._deciding is None and not self.busy and used.any():
             self._decided_at = self._steps
-            self._deciding = self._pool.submit(self._decision())
+            self._deciding = self._pool.submit(self._decision(self._config.payback))
 
-    def _decision(self, force: bool = False) -> Callable[[], Decision]:
+    def _decision(self, payback: float) -> Callable[[], Decision]:
         """`decide` for the last window. What it reads is taken now: it may run in another thread."""
         return partial(
             decide,
@@ -279,7 +284,7 @@ class ExpertBalancer:
             self._config.policy,
             interval=self._config.step_interval,
             step_seconds=statistics.median(self._step_seconds) if self._step_seconds else 0.0,
-            force=force,
+            payback=payback,
         )
 
     def _begin(self, decision: Decision) -> None:

@@ -77,6 +77,11 @@ def expert_bytes(step: Step) -> int:
     return staging_bytes(step) * step.spec.ep_size // step.placement.n_physical
 
 
+def exchange_bytes(step: Step, experts: int) -> int:
+    """Bytes of one device that moving experts takes beside the weights: the buffer, and what a rank sends at once."""
+    return staging_bytes(step) + experts * expert_bytes(step)
+
+
 def received_bytes(step: Step, experts: int) -> int:
     """Bytes that a device receives in one run of ``stage``, at most: where the platform gathers, what all ranks send."""
     native = step.mesh.devices.flat[0].platform in NATIVE_PLATFORMS

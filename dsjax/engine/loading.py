@@ -21,7 +21,7 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
-from dsjax.engine import device_state
+from dsjax.engine import device_state, expert_programs
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
@@ -162,10 +162,11 @@ def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progres
     sizes = _sizes(args, step, max_model_len)
     buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=not on_cpu, speculation=speculation)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
+    moving = expert_programs.exchange_bytes(step, per_exchange) if per_exchange else 0
 
     def find_limits() -> ExecutorLimits:
-        pool = None if on_cpu else Pool.of(step, beside_the_cache(step, params, sizes, buckets, num_drafts))
-        return _limits(args, step, sizes, pool)
+        beside = None if on_cpu else moving + beside_the_cache(step, params, sizes, buckets, num_drafts)
+        return _limits(args, step, sizes, None if beside is None else Pool.of(step, beside))
 
     limits = find_limits() if group is None else _common_limits(group, find_limits)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):

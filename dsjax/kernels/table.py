@@ -49,6 +49,9 @@ TABLE = (
         "experts", "pallas", ("gpu",), "Triton, sorted pairs, weights read from the stack, FP8 widened in registers"
     ),
     Implementation("other products", "plain", None, "JAX; FP8 weights are dequantised before the product"),
+    Implementation(
+        "other products", "pallas", ("gpu",), "Triton, a layer's matrices read from the stack, FP8 widened in registers"
+    ),
 )
 
 

@@ -18,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.kernels.pallas.attention import latent_attention
+from dsjax.kernels.pallas.heads import absorb
+from dsjax.kernels.pallas.heads import expand as expand_values
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.forms import Form, Layout
@@ -96,9 +98,18 @@ class PagedAttention:
             )
 
     def attend(
-        self, mla: MLA, form: Form, cache: Cache, layer: Int[Array, ""], rows: Rows, p: Projections
+        self,
+        mla: MLA,
+        form: Form,
+        cache: Cache,
+        layer: Int[Array, ""],
+        rows: Rows,
+        p: Projections,
+        index: Int[Array, ""] | None = None,
     ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
         """Attention of a row group (``p`` with leading ``[B, R, C]``).
+
+        index: of the layer in its stack, where ``mla.kv_b`` is the whole stack's; None where it is the layer's own.
 
         Returns the heads' values, or for ``AM_CC_ME`` the layer's output itself (without bias).
         """
@@ -106,7 +117,7 @@ class PagedAttention:
             dtype = p.latent.dtype
             scale = self.config.softmax_scale
             if self.kernels.name("decode attention", form) == "pallas":
-                return self._pallas(mla, form, cache, layer, rows, p)
+                return self._pallas(mla, form, cache, layer, rows, p, index)
             native = self.kernels.name("decode attention", form) == "native"
             if native and dtype == jnp.float32:
                 return self._native(mla, form, cache, layer, rows, p)
@@ -161,30 +172,45 @@ class PagedAttention:
             return out
         return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(out.dtype))
 
-    def _pallas(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections):
-        """``attend`` by the Pallas kernel: in latent space, whatever the form, so that keys and values are never expanded."""
+    def _pallas(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, index):
+        """``attend`` by the Pallas kernels: in latent space, whatever the form, so that keys and values are never expanded."""
         config, batch, heads, dtype = self.config, self.spec.batch_axes, self.spec.head_axes, p.latent.dtype
+        interpret = self.kernels.pallas.interpret
+        q, weights, up_value = p.q_nope, {}, None
         if form == "AM_CC_ME":
             q = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(dtype))
-        else:
+        elif index is None:
             up_key, up_value = mla.key_value_weight(dtype)
-            q = jnp.einsum("brchn,mhn->brchm", p.q_nope, up_key)
+            q = jnp.einsum("brchn,mhn->brchm", q, up_key)
+        else:
+            weights = {"weight": mla.kv_b.weight[...]}
+            weights |= {"scale": mla.kv_b.scale[...]} if hasattr(mla.kv_b, "scale") else {}
 
-        def local(q, q_rope, cache, layer, positions, length, tables, filled):
-            return latent_attention(
-                q[0], q_rope[0], cache, np.dtype(self.cache_dtype), layer, positions[0, :, 0], length[0], tables[0], filled,
-                scale=config.softmax_scale, interpret=self.kernels.pallas.interpret,
-            )[None]  # fmt: skip
+        def by_head(product, weights, index, x):
+            found = product(
+                weights["weight"], weights.get("scale"), mla.kv_b.weight.info.dtype, index, x.reshape(-1, *x.shape[2:]),
+                config.v_head_dim, interpret=interpret,
+            )  # fmt: skip
+            return found.reshape(*x.shape[:2], *found.shape[1:])
+
+        def local(q, q_rope, weights, index, cache, layer, positions, length, tables, filled):
+            q = by_head(absorb, weights, index, q[0]) if weights else q[0]
+            out = latent_attention(
+                q, q_rope[0], cache, np.dtype(self.cache_dtype), layer, positions[0, :, 0], length[0], tables[0], filled,
+                scale=config.softmax_scale, interpret=interpret,
+            )  # fmt: skip
+            return (by_head(expand_values, weights, index, out) if weights else out)[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query, own = P(batch, None, None, heads), P(batch)
-        specs = (query, query, {name: P(None, batch) for name in cache}, P(), own, own, own, own)
+        by_columns = {name: P(None, None, heads) for name in weights}
+        specs = (query, query, by_columns, P(), {name: P(None, batch) for name in cache}, P(), own, own, own, own)
         out = self._shard_map(local, specs, query)(
-            q, p.q_rope, cache, layer, rows.positions, length, rows.tables, rows.filled
+            q, p.q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled
         )
         if form == "AM_CC_ME":
             return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(dtype))
-        return jnp.einsum("brchm,mhu->brchu", out, up_value)
+        return out if weights else jnp.einsum("brchm,mhu->brchu", out, up_value)
 
     def _cached_values(self, mla: MLA, p: Projections) -> Cache:
         if self.layout == "split":

@@ -23,7 +23,8 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dsjax.kernels.pallas.experts import SLACK, Groups, addressable, combine, down, gate_up, round_pairs
+from dsjax.kernels.pallas.experts import combine, round_pairs
+from dsjax.kernels.pallas.products import SLACK, Groups, addressable, down, gate_up
 from dsjax.kernels.table import Kernels
 from dsjax.model.parameters import dequantise, reinterpret
 from sharding.dispatch.wire import PackedRows

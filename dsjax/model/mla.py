@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from dsjax.config import ModelConfig
 from dsjax.model.norm import LATENT_EPS, RMSNorm
-from dsjax.model.parameters import Declaration, Matrix, value_of
+from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, value_of
 from dsjax.model.rope import Rotation
 
 
@@ -61,8 +61,10 @@ class MLA(nnx.Module):
             self.query_key = declare.parameter((Q or D, H, M), heads_over, init="derived")
             self.value_output = declare.parameter((H, M, D), ("heads", "latent", "embed"), init="derived")
 
-    def project(self, x: Float[Array, "*b D"], rotation: Rotation, *, query_heads: bool = True) -> Projections:
-        """Queries, latent and rotary key of tokens, whose positions are in ``rotation``.
+    def project(
+        self, x: Float[Array, "*b D"], rotation: Rotation, *, query_heads: bool = True, multiply: Multiply = multiply
+    ) -> Projections:
+        """Queries, latent and rotary key of tokens, whose positions are in ``rotation``. multiply: for its matrices.
 
         Without ``query_heads``, ``q_nope`` is left out (shape ``[..., H, 0]``): the form with materialised products never
         makes it.
@@ -70,15 +72,15 @@ class MLA(nnx.Module):
         config = self.config
         N, M = config.qk_nope_head_dim, config.kv_lora_rank
         with jax.named_scope("mla_project"):
-            q_latent = self.query_latent(x)
-            per_head = self.query_weight(x.dtype)
+            q_latent = self.query_latent(x, multiply)
             if query_heads:
-                q = jnp.einsum("...q,qhn->...hn", q_latent, per_head)
+                q = multiply(self.q if config.q_lora_rank is None else self.q_b, q_latent)
+                q = rearrange(q, "... (h n) -> ... h n", h=config.num_attention_heads)
                 q_nope, q_rope = q[..., :N], q[..., N:]
             else:
-                q_rope = jnp.einsum("...q,qho->...ho", q_latent, per_head[..., N:])
+                q_rope = jnp.einsum("...q,qho->...ho", q_latent, self.query_weight(x.dtype)[..., N:])
                 q_nope = q_rope[..., :0]
-            kv = x @ self.kv_a.value(x.dtype)
+            kv = multiply(self.kv_a, x)
             if config.attention_bias:
                 kv = kv + value_of(self.kv_a_bias).astype(x.dtype)
             latent = self.kv_a_norm(kv[..., :M])
@@ -90,11 +92,11 @@ class MLA(nnx.Module):
                 rotation(kv[..., M:]),
             )
 
-    def query_latent(self, x: Float[Array, "*b D"]) -> Float[Array, "*b Q"]:
+    def query_latent(self, x: Float[Array, "*b D"], multiply: Multiply = multiply) -> Float[Array, "*b Q"]:
         """``c^Q``, normalised; ``x`` itself where queries are not compressed."""
         if self.config.q_lora_rank is None:
             return x
-        latent = x @ self.q_a.value(x.dtype)
+        latent = multiply(self.q_a, x)
         if self.config.attention_bias:
             latent = latent + value_of(self.q_a_bias).astype(x.dtype)
         return self.q_a_norm(latent)
@@ -114,10 +116,10 @@ class MLA(nnx.Module):
         """``W^O`` by head."""
         return rearrange(self.o.value(dtype), "(h u) d -> h u d", h=self.config.num_attention_heads)
 
-    def output(self, heads: Float[Array, "*b H U"]) -> Float[Array, "*b D"]:
+    def output(self, heads: Float[Array, "*b H U"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
         """``W^O`` applied to the heads' values."""
         with jax.named_scope("mla_output"):
-            out = rearrange(heads, "... h u -> ... (h u)") @ self.o.value(heads.dtype)
+            out = multiply(self.o, rearrange(heads, "... h u -> ... (h u)"))
             return self.add_output_bias(out)
 
     def add_output_bias(self, out: Float[Array, "*b D"]) -> Float[Array, "*b D"]:

@@ -1,11 +1,10 @@
 """The SwiGLU MLP: that of the dense layers, and that of the shared experts, which every token passes through."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsjax.model.parameters import Declaration, Matrix
+from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply
 
 
 class MLP(nnx.Module):
@@ -15,9 +14,9 @@ class MLP(nnx.Module):
         self.gate_up = Matrix(declare, (width, 2, hidden), ("embed", "stack", width_axis))
         self.down = Matrix(declare, (hidden, width), (width_axis, "embed"))
 
-    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    def __call__(self, x: Float[Array, "*b D"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
         """Apply to each token."""
         with jax.named_scope("mlp"):
-            gate_up = jnp.einsum("...d,dgf->...gf", x, self.gate_up.value(x.dtype))
+            gate_up = multiply(self.gate_up, x)
             hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-            return hidden @ self.down.value(x.dtype)
+            return multiply(self.down, hidden)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from dsjax.config import ModelConfig
 from dsjax.model.mlp import MLP
-from dsjax.model.parameters import Declaration, Matrix
+from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply
 from dsjax.model.router import Router, Routing
 
 
@@ -51,16 +51,17 @@ class MoE(nnx.Module):
         x: Float[Array, "*b D"],
         apply: ApplyExperts,
         spread: Callable[[Callable], Callable] = lambda choose: choose,
+        multiply: Multiply = multiply,
     ) -> tuple[Float[Array, "*b D"], Routing, Any]:
         """Choose each token's experts, let ``apply`` compute them, and add the shared experts.
 
         Args:
             apply: sends tokens to their routed experts and gives their weighted sums.
-            spread: as in ``Router``.
+            spread: as in ``Router``. multiply: for the shared experts' matrices.
 
         Returns the sums in the shape of ``x``, the routing, and what ``apply`` reported.
         """
         routing = self.router(x, spread)
         with jax.named_scope("experts"):
             y, report = apply(self.experts, x, routing)
-        return (y + self.shared(x) if hasattr(self, "shared") else y), routing, report
+        return (y + self.shared(x, multiply) if hasattr(self, "shared") else y), routing, report

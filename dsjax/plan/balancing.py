@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from dsjax.engine.eplb import EplbConfig
 from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
 
-STEP_INTERVAL = 3000
-"""Steps between two rebalances: vLLM's default, and the engine's."""
+STEP_INTERVAL = EplbConfig().step_interval
+"""Steps between two rebalances, unless `--eplb-config` says otherwise."""
 
 _DRAWS = 24
 """Layers that are drawn where no trace is given; the busiest rank's mean over them is then within about 3 %."""

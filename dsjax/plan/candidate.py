@@ -6,14 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.plan.figure import Figure, exact, largest, smallest
+from dsjax.plan.figure import Figure, exact, smallest
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
-from dsjax.plan.prompts import prompts_beside_decodes, quick_prompts
+from dsjax.plan.prompts import own_step, prompts_beside_decodes, quick_prompts
 from dsjax.plan.workload import Objective
 
 _SETTLE = 30
 """Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
+_HALVINGS = 14
 _BUSY = 0.85
 """Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
 
@@ -117,7 +118,9 @@ def _queue(service: Figure, busy: Figure) -> Figure:
 def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
     """Every instance prefills and decodes: a step with prompts takes them beside its decodes.
 
-    That prompts and decodes in one step read the weights once is left out: the estimate is on the safe side by that.
+    With a rate, prompts arrive at any time: half a decode step passes, and the wait of an M/D/1 queue. With a given concurrency
+    the loop is closed: a prompt arrives when a step ends, while the next one, planned already, is under way, which lasts a mean
+    step (decodes, and prompts where it has any); then it is computed beside those that arrived with it.
     """
     output = instance.workload.output.mean
     own = instance.tpot(batch)
@@ -129,9 +132,14 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     busy.kinds = tpot.kinds
     chunks = max(1.0, instance.workload.computed / tokens)
     decode = instance.decode_step(batch)
-    first = (step * chunks).named("own prompt", "s") + _queue(step, busy)
-    first = first + (decode * chunks).named("decodes in the same steps", "s")
-    ttft = (first + (decode * 0.5).named("step in progress", "s")).named("TTFT", "s")
+    if instance.workload.concurrency is None:
+        first = ((step + decode) * chunks).named("own prompt, beside decodes", "s") + _queue(step, busy)
+        ttft = first + (decode * 0.5).named("step in progress", "s")
+    else:
+        own = (own_step(instance, batch, tokens) + decode) * chunks
+        ttft = own.named("own prompt and those that come with it, beside decodes", "s")
+        ttft = ttft + (tpot * instance.options.tokens_a_step).named("step under way while the one before ends", "s")
+    ttft = ttft.named("TTFT", "s")
     users = exact(batch * instance.replicas * count, "requests at once")
     throughput = (users * output / (ttft + tpot * max(output - 1, 0) if output > 1 else ttft)).named(
         "throughput", "tokens/s"
@@ -147,7 +155,11 @@ def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float
     tpot = decode / instance.options.tokens_a_step.value + others
     busy = min(others / tpot, 0.95)
     chunks = max(1.0, work.computed / tokens)
-    ttft = step * chunks + step * busy / (2 * (1 - busy)) + decode * (chunks + 0.5)
+    if work.concurrency is None:
+        ttft = step * chunks + step * busy / (2 * (1 - busy)) + decode * (chunks + 0.5)
+    else:
+        under_way = tpot * instance.options.tokens_a_step.value
+        ttft = own_step(instance, batch, tokens).value * chunks + decode * chunks + under_way
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
     ends = (Figure(ttft), Figure(tpot), Figure(throughput))
@@ -230,27 +242,26 @@ def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
 def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
     """Prefill and decode on instances of their own; the latent cache travels between them.
 
-    The rate is the smaller of what the two sides sustain, prefill at 85 % at most. With a given concurrency, requests that
-    do not decode wait for prefill: by Little's law the TTFT is concurrency ÷ rate less the time in decode, if that is more.
+    The rate is the smaller of what the two sides sustain, prefill at 85 % at most. With a given concurrency the loop is closed:
+    of `batch` requests a rank some decode and the others are at their prompts, and by Little's law all of them are the rate × their stay.
     """
     output, work = instance.workload.output.mean, instance.workload
-    tpot = instance.tpot(batch).named("TPOT", "s")
-    users = exact(batch * instance.replicas * count, "requests at once")
+    decoding_at_once = batch if work.concurrency is None else _decoding(pool, prefill_count, instance, count, batch)
+    tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
+    users = exact(decoding_at_once * instance.replicas * count, "requests that decode at once")
     decoding = tpot * max(output - 1, 1.0)
     transfer = _transfer(instance).named("cache transfer", "s")
-    first = transfer + (instance.decode_step(batch) * 0.5).named("step in progress", "s")
-    closed = work.concurrency is not None
-    can_decode = (users / (decoding + first + pool.seconds if closed else decoding)).named(
-        "requests a second, decode", "1/s"
-    )
-    can_prefill = (pool.rate * (prefill_count * _BUSY)).named("requests a second, prefill", "1/s")
+    first = transfer + (instance.decode_step(decoding_at_once) * 0.5).named("step in progress", "s")
+    can_decode = (users / decoding).named("requests a second, decode", "1/s")
+    most = _BUSY if work.concurrency is None else 1.0
+    can_prefill = (pool.rate * (prefill_count * most)).named("requests a second, prefill", "1/s")
     rate = smallest(can_decode, can_prefill)
-    ends = [min(_BUSY, r / c) for r, c in zip(_ends(rate * _BUSY), _ends(can_prefill), strict=True)]
+    ends = [min(most, r / c) for r, c in zip(_ends(rate * most), _ends(can_prefill), strict=True)]
     prompt = pool.seconds_at(rate.value / prefill_count).named("own prompt", "s")
     ttft = prompt + first + _queue(prompt, Figure(ends[0], min(ends), max(ends), rate.kinds))
-    if closed and can_prefill.value < can_decode.value:
-        waiting = (users / can_prefill - decoding).named("waiting for prefill, by Little's law", "s")
-        ttft = largest(ttft, waiting)
+    if work.concurrency is not None:
+        waiting = batch * instance.replicas * count - users.value
+        ttft = (ttft * (waiting / rate.value / ttft.value)).named("the rest of the stay, by Little's law", "s")
     ttft = ttft.named("TTFT", "s")
     throughput = (rate * output).named("throughput", "tokens/s")
     return Candidate(
@@ -261,22 +272,51 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
 def quick_separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
     """`separated` with middle values only, for the search."""
     output, work = instance.workload.output.mean, instance.workload
-    step = instance.decode_step(batch).value
-    tpot = step / instance.options.tokens_a_step.value
-    users = batch * instance.replicas * count
-    decoding = tpot * max(output - 1, 1.0)
-    first = _transfer(instance).value + step * 0.5
     closed = work.concurrency is not None
-    can_decode = users / (decoding + first + pool.seconds.value if closed else decoding)
-    can_prefill = pool.rate.value * (prefill_count * _BUSY)
+    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch) if closed else batch
+    step = instance.decode_step(decoding_at_once).value
+    tpot = step / instance.options.tokens_a_step.value
+    users = decoding_at_once * instance.replicas * count
+    can_decode = users / (tpot * max(output - 1, 1.0))
+    can_prefill = pool.rate.value * (prefill_count * (1.0 if closed else _BUSY))
     rate = min(can_decode, can_prefill)
-    prompt = pool.quick_seconds_at(rate / prefill_count)
-    busy = min(_BUSY, rate * _BUSY / can_prefill)
-    ttft = prompt + first + prompt * busy / (2 * (1 - busy))
-    if closed and can_prefill < can_decode:
-        ttft = max(ttft, users / can_prefill - decoding)
+    if closed:
+        ttft = (batch * instance.replicas * count - users) / rate
+    else:
+        ttft = _quick_first(pool, prefill_count, instance, step, rate)
     ends = (Figure(ttft), Figure(tpot), Figure(rate * output))
     return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
+
+
+def _quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
+    """Seconds to the first token at so many requests a second, beside decode steps of so many seconds."""
+    prompt = pool.quick_seconds_at(rate / prefill_count)
+    most = _BUSY if instance.workload.concurrency is None else 0.95
+    busy = min(most, rate / (pool.rate.value * prefill_count))
+    return _transfer(instance).value + step * 0.5 + prompt + prompt * busy / (2 * (1 - busy))
+
+
+def _decoding(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> float:
+    """Requests of a rank that decode, where `batch` of each are in the loop: by bisection of Little's law.
+
+    So many that decode leave at a rate, at which prompts take so long that the rest of the loop is full.
+    """
+    slots, seconds = instance.replicas * count, instance.decode_curve
+    outputs = max(instance.workload.output.mean - 1, 1.0) / instance.options.tokens_a_step.value
+    most = pool.rate.value * prefill_count
+    low, high = 0.0, batch
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        step = seconds(middle)
+        rate = middle * slots / (outputs * step)
+        if (
+            rate >= most
+            or middle * slots + rate * _quick_first(pool, prefill_count, instance, step, rate) > batch * slots
+        ):
+            high = middle
+        else:
+            low = middle
+    return low
 
 
 def _transfer(instance: Instance) -> Figure:

@@ -300,7 +300,15 @@ class Chip:
         return self._figure([grid(rows, context)], spread, "attention", source)
 
     def _decode_grid(self, heads: float, latent: int, rank: int) -> tuple[Grid, float, str]:
-        fp8 = self.precision.cache < BF16
+        ways = [self._decode_times(False, heads, latent, rank)]
+        if self.precision.cache < BF16:
+            ways.append(self._decode_times(True, heads, latent, rank))
+        # A kernel that converts what it reads can do at least what the one for bf16 does, with half the bytes.
+        rows, contexts, _, spread, source = ways[-1]
+        return Grid(rows, contexts, lambda *at: min(time(*at) for _, _, time, _, _ in ways)), spread, source
+
+    def _decode_times(self, fp8: bool, heads: float, latent: int, rank: int):
+        """(rows and contexts that were timed, seconds at two of them, relative spread, source) with a cache in FP8 or in bf16."""
         unit = "fp8" if fp8 and self.hardware.is_blackwell else "bf16"
         found = self._table(
             lambda key: self.operators.decode_attention(key, "fp8" if fp8 else "bfloat16", math.ceil(heads))
@@ -310,18 +318,19 @@ class Chip:
 
         def work(rows: float, context: float, values: int, out: int) -> Work:
             flops = 2.0 * heads * (values + out) * rows * context
-            return Work(flops, unit, rows * context * values * self.precision.cache)
+            return Work(flops, unit, rows * context * values * (self.precision.cache if fp8 else BF16))
 
         def time(rows: float, context: float) -> float:
             own = work(rows, context, latent, rank)
             if not curves:
                 return carried(decode_attention_seconds(own.flops, own.moved), own, there, self.hardware)
-            seconds = curves[rows](context) * own.best(there) / work(rows, context, 576, 512).best(there)
+            near = curves.get(rows) or curves[min(curves, key=lambda known: abs(known - rows))]
+            seconds = near(context) * own.best(there) / work(rows, context, 576, 512).best(there)
             return carried(seconds, own, there, self.hardware, least)
 
         rows = sorted(curves) or doublings(1.0, 4096)
         contexts = sorted({size for curve in curves.values() for size in curve.sizes}) or doublings(32.0, 131_072)
-        return Grid(rows, contexts, time), max(0.05, spread), AICONFIGURATOR if curves else FLASH_MLA
+        return rows, contexts, time, max(0.05, spread), AICONFIGURATOR if curves else FLASH_MLA
 
     def prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> Figure:
         """Seconds of naive causal attention in one layer of `tokens` from `prompts` prompts, each attending to `context` on average.

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
+from dsjax.plan.curves import Curve
 from dsjax.plan.dry_runs import runs_of, wire_refusal
 from dsjax.plan.figure import Figure
 from dsjax.plan.host_time import HOST_TIMES
@@ -40,7 +41,12 @@ class Instance:
         """Of one device."""
         bytes_of_device = self.cluster.hardware.memory_bytes
         precision, drafts = self.options.precision, self.options.drafts > 0
-        return memory(self.config, self.layout, precision, bytes_of_device, drafts, self.dry_runs)
+        return memory(self.config, self.layout, precision, bytes_of_device, drafts, self.dry_runs, self.places_by_load)
+
+    @property
+    def places_by_load(self) -> bool:
+        """Whether experts are moved after their load while serving: with redundant experts, wherever the engine can."""
+        return self.options.engine.balances and self.layout.redundant > 0 and self.layout.mesh.ep_size > 1
 
     @cached_property
     def dry_runs(self) -> tuple[DryRun, ...]:
@@ -87,7 +93,7 @@ class Instance:
                     shared=shared,
                     operators=options.operators,
                     host=HOST_TIMES[options.host],
-                    balancing=options.engine.balances,
+                    balancing=self.places_by_load,
                 )
                 for overlap in choices
             ]
@@ -101,6 +107,14 @@ class Instance:
             times = [m.decode(batch, context, drafts=self.options.drafts, uneven=uneven) for m in self.step_models()]
             self.steps[key] = self._paced(min(times, key=lambda time: time.value), True)
         return self.steps[key]
+
+    @property
+    def decode_curve(self) -> Curve:
+        """Seconds of a decode step over the batch, straight between those that are tried."""
+        if "decode curve" not in self.steps:
+            tried = [float(batch) for batch in _LADDER if batch <= max(self.max_batch, 1)]
+            self.steps["decode curve"] = Curve((batch, self.decode_step(batch).value) for batch in tried)
+        return self.steps["decode curve"]
 
     def _paced(self, step: Figure, decode: bool) -> Figure:
         """With dsjax's own engine and a dry run of such a step: as much longer as the program's timeline is than the estimate."""
@@ -137,6 +151,15 @@ class Instance:
             prompt = computed * (1 + work.input.variation**2)
             times = [m.prefill(tokens, prompt=prompt, cached=work.cached, busy=busy) for m in self.step_models()]
             self.steps[key] = self._paced(min(times, key=lambda time: time.value), False)
+        return self.steps[key]
+
+    def decode_attention(self, batch: float) -> Figure:
+        """Seconds of the attention of a decode step's layers."""
+        key = ("attention", batch)
+        if key not in self.steps:
+            context, verified = self.workload.context, 1 + self.options.drafts
+            layer = self.step_models()[0].attention(batch * verified, batch * context, context, True)
+            self.steps[key] = layer * self.config.num_hidden_layers
         return self.steps[key]
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:

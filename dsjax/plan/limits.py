@@ -17,18 +17,23 @@ _MORE_HOSTS = (2, 4, 8)
 _NEAREST = 12
 
 
-def on(candidate: Candidate, cluster: Cluster, batch: float | None = None) -> Candidate:
-    """The same deployment on another cluster; optionally with another batch."""
+def on(
+    candidate: Candidate, cluster: Cluster, batch: float | None = None, concurrency: float | None = None
+) -> Candidate:
+    """The same deployment on another cluster; optionally with another batch, or with so many requests in flight."""
     batch = candidate.batch if batch is None else batch
-    decode = _moved(candidate.decode, cluster)
+    decode = _moved(candidate.decode, cluster, concurrency)
     if candidate.mode == "aggregated":
         return aggregated(decode, candidate.count, batch, candidate.prefill_tokens)
-    pool = prefill_pool(_moved(candidate.prefill, cluster), candidate.prefill_tokens)
+    pool = prefill_pool(_moved(candidate.prefill, cluster, concurrency), candidate.prefill_tokens)
     return separated(pool, candidate.prefill_count, decode, candidate.count, batch)
 
 
-def _moved(instance: Instance, cluster: Cluster) -> Instance:
-    return Instance(instance.config, cluster, instance.layout, instance.options, instance.workload)
+def _moved(instance: Instance, cluster: Cluster, concurrency: float | None = None) -> Instance:
+    work = instance.workload
+    if concurrency is not None:
+        work = dataclasses.replace(work, concurrency=concurrency, rate=None)
+    return Instance(instance.config, cluster, instance.layout, instance.options, work)
 
 
 @dataclass(frozen=True)

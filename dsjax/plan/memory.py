@@ -104,10 +104,18 @@ def memory(
     device_bytes: int,
     mtp: bool = False,
     dry_runs: tuple[DryRun, ...] = (),
+    balanced: bool = False,
 ) -> Memory:
-    """Memory of one device of a layout. Set aside: runtime, communication buffers, graphs and a step's temporaries."""
+    """Memory of one device of a layout. Set aside: runtime, communication buffers, graphs and a step's temporaries.
+
+    balanced: experts move while serving, so that the staging buffer of one layer's slots is set aside too.
+    """
     weights = weight_bytes(config, layout, precision, mtp)
     reserve = set_aside(device_bytes, dry_runs)
+    if balanced:
+        slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
+        staging = slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
+        reserve = reserve + exact(staging, "staging of experts that move", "B")
     return Memory(weights, reserve, device_bytes, cache_bytes_per_token(config, precision, mtp))
 
 

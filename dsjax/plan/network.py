@@ -13,6 +13,10 @@ from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, 
 
 _REFERENCE_LATENCY = 2e-6
 """Of the network on which the fixed part was measured: InfiniBand, one way."""
+NCCL_TESTS = (
+    "all_reduce_perf of nccl-tests, up to 16 KB between two hosts: 31 µs over ConnectX-7 (NVIDIA/dgx-spark-playbooks pull request 103), "
+    "19 µs of one A100 a host over HDR (NVIDIA/nccl-tests issue 150), 75 µs of H100 hosts (NVIDIA/nccl issue 1453)"
+)
 
 
 def network_latency(cluster: Cluster) -> Figure:
@@ -198,11 +202,13 @@ def all_reduce(cluster: Cluster, ranks: int, size: Figure | float) -> Figure:
     size = size if isinstance(size, Figure) else exact(size)
     summed = (size * (2 * (near - 1) / near)).named("summed bytes", "B")
     time = summed / (share * cluster.hardware.scale_up_bandwidth)
-    time = time + assumed(8e-6, 4e-6, 15e-6, "all-reduce, fixed part", "small all-reduces within a host", "s")
     domains = cluster.domains_of(ranks)
-    if domains > 1:
-        away = size * (2 / near * (domains - 1) / domains) / (normal_shares()[0] * cluster.network_bandwidth)
-        time = time + away + network_latency(cluster) * (2 * math.ceil(math.log2(domains)))
+    if domains == 1:
+        return time + assumed(8e-6, 4e-6, 15e-6, "all-reduce, fixed part", "small all-reduces within a host", "s")
+    away = size * (2 / near * (domains - 1) / domains) / (normal_shares()[0] * cluster.network_bandwidth)
+    time = time + away + measured(31e-6, 19e-6, 75e-6, "all-reduce between hosts, fixed part", NCCL_TESTS, "s")
+    hops = 2 * math.ceil(math.log2(domains))
+    time = time + network_latency(cluster) * hops - 2 * _REFERENCE_LATENCY
     return time
 
 

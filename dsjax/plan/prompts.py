@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.instance import Instance
 
 ADP_BALANCE = "TensorRT-LLM tech blog 10, ADP Balance Strategy: an iteration takes as long as its slowest rank"
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
-"""Shares of replicas that are priced; the next larger one stands for those between."""
+"""Shares of replicas with prompts that are priced; between them seconds are straight."""
 
 
 def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> tuple[Figure, Figure]:
-    """(seconds that prompts add to each token of a running request, seconds of a step's prompts where it has any).
+    """(seconds that prompts add to each token of a running request, seconds that they add to a step that has any).
 
     In a step each request gets a token, so `batch × replicas ÷ output` requests end and as many prompts take their places:
     a Poisson number, spread evenly by the router. A step that has any lasts as long as its fullest replica
     computes, `⌈prompts ÷ replicas⌉` of them; the other replicas wait, idle but for their experts. The low end is an engine that
     holds prompts back until every replica has a whole step of them.
 
-    tokens: most prompt tokens of a replica in a step; longer prompts come as chunks.
+    tokens: most prompt tokens of a replica in a step; longer prompts come as chunks. The second figure is what they add to a step of
+    decodes.
     """
     work, made = instance.workload, instance.options.tokens_a_step.value
     ranks = instance.layout.unit.mesh.dp_size
@@ -33,12 +35,11 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     most = max(1, int(tokens / size + 1e-9))
     depth = max(1.0, min(deepest, most))
     filled = arriving / share / (ranks * deepest)
-    busy = next(s for s in _SHARES if s >= min(filled, 1.0) - 1e-9)
-    whole = int(depth)
-    step = instance.prefill_step(whole * size, busy)
-    if depth > whole:
-        step = step * (whole + 1 - depth) + instance.prefill_step((whole + 1) * size, busy) * (depth - whole)
-    each = step * (share * deepest / depth / made)
+    busy = _between_shares(filled)
+    step = _between_whole(depth, lambda count: _prefill(instance, count * size, busy))
+    added = _between_whole(depth, lambda count: _added(instance, batch, count * size, busy))
+    steps = share * deepest / depth
+    each = (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / made
     together = instance.prompt_seconds(tokens) * (batch / work.output.mean)
     low = min(each.low, together.low)
     source = f"replicas wait for the one with most prompts ({ADP_BALANCE}); low end: prompts of all replicas at once"
@@ -46,7 +47,7 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     found = Figure(
         each.value, low, each.high, kinds, name="prompts, mean of all steps", source=source, parts=each.parts
     )
-    return found.named("prompts of other requests, for each token", "s"), step
+    return found.named("prompts of other requests, for each token", "s"), added
 
 
 def quick_prompts(instance: Instance, batch: float, tokens: float) -> tuple[float, float]:
@@ -59,12 +60,89 @@ def quick_prompts(instance: Instance, batch: float, tokens: float) -> tuple[floa
     share, deepest = _steps_with_prompts(arriving, ranks)
     depth = max(1.0, min(deepest, max(1, int(tokens / size + 1e-9))))
     filled = arriving / share / (ranks * deepest)
-    busy = next(s for s in _SHARES if s >= min(filled, 1.0) - 1e-9)
+    busy = _between_shares(filled)
     whole = int(depth)
-    step = instance.prefill_step(whole * size, busy).value
+    step = _quick_prefill(instance, whole * size, busy)
+    added = _quick_added(instance, batch, whole * size, busy)
     if depth > whole:
-        step = step * (whole + 1 - depth) + instance.prefill_step((whole + 1) * size, busy).value * (depth - whole)
-    return step * share * deepest / depth / made, step
+        more = depth - whole
+        step = step * (1 - more) + _quick_prefill(instance, (whole + 1) * size, busy) * more
+        added = added * (1 - more) + _quick_added(instance, batch, (whole + 1) * size, busy) * more
+    steps = share * deepest / depth
+    return (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / made, added
+
+
+def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> Figure:
+    """Seconds that a step of decodes takes longer with so many prompt tokens beside them on a replica, on `busy` of the replicas.
+
+    One program computes both: its decodes read no weights of their own, take what prompt tokens take, and attend to their contexts.
+    It is never longer than both alone.
+    """
+    alone = _prefill(instance, tokens, busy)
+    every = instance.prefill_step(tokens)
+    beside = every * (batch / tokens) + instance.decode_attention(batch)
+    decode = instance.decode_step(batch)
+    if beside.value >= decode.value:
+        return alone
+    found = alone.value - (decode.value - beside.value)
+    return alone * (found / alone.value)
+
+
+def _quick_added(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
+    """The middle value of `_added`."""
+    beside = instance.prefill_step(tokens).value * batch / tokens + instance.decode_attention(batch).value
+    return _quick_prefill(instance, tokens, busy) - max(0.0, instance.decode_step(batch).value - beside)
+
+
+_Between = tuple[float, float, float]
+"""Two of `_SHARES`, and how far from the first to the second."""
+
+
+def _between_shares(share: float) -> _Between:
+    if share <= _SHARES[0]:
+        return _SHARES[0], _SHARES[0], 0.0
+    if share >= _SHARES[-1]:
+        return _SHARES[-1], _SHARES[-1], 0.0
+    at = bisect.bisect_left(_SHARES, share)
+    low, high = _SHARES[at - 1], _SHARES[at]
+    return low, high, (share - low) / (high - low)
+
+
+def _prefill(instance: Instance, tokens: float, busy: _Between) -> Figure:
+    """Seconds of a step of so many prompt tokens on a share of the replicas."""
+    low, high, way = busy
+    found = instance.prefill_step(tokens, high)
+    return found if low == high else instance.prefill_step(tokens, low) * (1 - way) + found * way
+
+
+def _quick_prefill(instance: Instance, tokens: float, busy: _Between) -> float:
+    low, high, way = busy
+    found = instance.prefill_step(tokens, high).value
+    return found if low == high else instance.prefill_step(tokens, low).value * (1 - way) + found * way
+
+
+def _between_whole(depth: float, seconds: Callable[[int], Figure]) -> Figure:
+    """Seconds at a number of prompts that is a mean of whole ones."""
+    whole = int(depth)
+    found = seconds(whole)
+    return found if depth == whole else found * (whole + 1 - depth) + seconds(whole + 1) * (depth - whole)
+
+
+def own_step(instance: Instance, batch: float, tokens: float) -> Figure:
+    """Seconds of the prompts in the step that takes a request's own, where each finished request is replaced by the next one.
+
+    Its prompt arrives at the end of a step, with those of all other requests that ended in it. Seen from one of them they are one
+    and a Poisson number, so that the fullest replica has `⌈(1 + n) ÷ replicas⌉`.
+    """
+    work, made = instance.workload, instance.options.tokens_a_step.value
+    ranks = instance.layout.unit.mesh.dp_size
+    chunks = math.ceil(work.computed / tokens)
+    size = work.computed / chunks
+    arriving = batch * ranks * made / work.output.mean * chunks
+    deepest = _depth_of_one(arriving, ranks)
+    busy = _between_shares((1 + arriving) / (ranks * deepest))
+    depth = max(1.0, min(deepest, max(1, int(tokens / size + 1e-9))))
+    return _between_whole(depth, lambda count: _added(instance, batch, count * size, busy))
 
 
 def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float:
@@ -90,3 +168,19 @@ def _steps_with_prompts(mean: float, ranks: int) -> tuple[float, float]:
             edge += ranks
         chance *= mean / (count + 1)
     return some, total / some
+
+
+@functools.cache
+def _depth_of_one(mean: float, ranks: int) -> float:
+    """Expected `⌈(1 + n) ÷ ranks⌉` of a Poisson number n."""
+    if mean > 30:
+        return (1 + mean) / ranks + (ranks - 1) / (2 * ranks)
+    # The sum over j of P(1 + n > j · ranks), of which the first is 1.
+    chance, below, total, edge = math.exp(-mean), 0.0, 1.0, ranks
+    for count in range(int(mean + 12 * math.sqrt(mean) + 20) + 1):
+        if count == edge:
+            total += max(0.0, 1 - below)
+            edge += ranks
+        below += chance
+        chance *= mean / (count + 1)
+    return total

@@ -46,14 +46,17 @@ def serve_options(
         found["--dispatch-wire"] = "fp8"
     if options.dispatch != "deepep":
         found["--dispatch"] = options.dispatch
-    if instance.layout.redundant:
+    if instance.layout.redundant and instance.places_by_load and dsjax_engine().balances:
+        found["--enable-eplb"] = ""
+        found["--eplb-config"] = json.dumps({"num_redundant_experts": instance.layout.redundant})
+    elif instance.layout.redundant:
         found["--redundant-experts"] = str(instance.layout.redundant)
     return found
 
 
 def command(options: dict[str, str]) -> str:
-    """One line for a shell."""
-    return shlex.join(["dsjax", "serve", *(word for pair in options.items() for word in pair)])
+    """One line for a shell; an option without a value is a flag."""
+    return shlex.join(["dsjax", "serve", *(word for pair in options.items() for word in pair if word)])
 
 
 def notes(candidate: Candidate) -> list[str]:

@@ -255,18 +255,19 @@ def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], C
     for tried in groups.values():
         tried.sort(key=lambda one: one[0])
         for (low, below, make), (high, above, _) in itertools.pairwise(tried):
-            if below.meets(objective) != above.meets(objective) and high - low > 1:
+            if below.meets(objective) != above.meets(objective):
                 pairs.append((above if below.meets(objective) else below, low, high, below.meets(objective), make))
-        if tried[0][0] > 1 and not tried[0][1].meets(objective):
+        if not tried[0][1].meets(objective):
             pairs.append((tried[0][1], 0.0, tried[0][0], True, tried[0][2]))
     found = []
     for bound, low, high, rising, make in sorted(pairs, key=lambda pair: order(pair[0])):
         if best is not None and order(bound) >= order(best):
             continue
-        good = None
+        good, users = None, _users(bound.decode, bound.count)
+        low, high = math.floor(low * users), math.ceil(high * users)
         while high - low > 1:
-            middle = float((low + high) // 2)
-            here = make(middle)
+            middle = (low + high) // 2
+            here = make(middle / users)
             if here.meets(objective):
                 good = here
             if here.meets(objective) == rising:
@@ -363,15 +364,21 @@ def _relieved(
     """Where prefill is too busy for the TTFT: the same with the most requests that leave it time enough, if any do."""
     if pool.alone.value > ttft:
         return []
-    low, high, good = 0, math.ceil(batch), None
+    users = _users(instance, right)
+    low, high, good = 0, math.ceil(batch * users), None
     while high - low > 1:
         middle = (low + high) // 2
-        found = quick_separated(pool, left, instance, right, float(middle))
+        found = quick_separated(pool, left, instance, right, middle / users)
         if found.ttft.value <= ttft:
             low, good = middle, found
         else:
             high = middle
     return [good] if good else []
+
+
+def _users(instance: Instance, count: int) -> int:
+    """Parts of a batch that are told apart where one is bisected: single users of the whole service, at most 64."""
+    return min(64, instance.replicas * count)
 
 
 def _rung(batch: float) -> int:
@@ -406,13 +413,15 @@ def _largest_batch(question: Question, instance: Instance) -> float:
     bound, tried = question.objective.tpot, _rungs(question, instance)
     low = max((b for b in tried if instance.tpot(float(b)).value <= bound), default=0)
     high = next((b for b in tried if b > low), low + 1)
+    ranks = _users(instance, 1)
+    low, high = low * ranks, high * ranks
     while low and high - low > 1:
         middle = (low + high) // 2
-        if instance.tpot(float(middle)).value <= bound:
+        if instance.tpot(middle / ranks).value <= bound:
             low = middle
         else:
             high = middle
-    return float(max(low, 1))
+    return max(low / ranks, 1.0)
 
 
 def _best(items: list, rate, group, most: int) -> list:

@@ -49,10 +49,15 @@ class History:
                 self._points.popleft()
 
     def to_json(self) -> HistoryBody:
-        """All points, oldest first, the last of them as it is now."""
+        """All points, oldest first, the last of them as it is now.
+
+        That one stands in for a point that was noted just before: between two so near there is no rate worth drawing.
+        """
         self.note()
         now = self._clock()
         points = [*self._points]
+        if len(points) > 1 and now - points[-1].time < INTERVAL_SECONDS / 2:
+            points.pop()
         if now > points[-1].time:
             points.append(self._read(now))
         points = [point for point in points if now - point.time <= KEPT_SECONDS]

@@ -36,6 +36,7 @@ def test_there_is_a_small_size_for_each_notebook():
     assert list(SMALL) == NOTEBOOKS
 
 
+@pytest.mark.slow
 @needs_jupyter
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs_in_a_fresh_kernel(name):

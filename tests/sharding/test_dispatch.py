@@ -176,6 +176,7 @@ def test_the_native_ragged_all_to_all_lowers_for_cuda():
     assert 'all_to_all"(' not in text
 
 
+@pytest.mark.slow
 def test_seventy_two_ranks_with_redundant_experts():
     """DEP72: 256 experts and 32 redundant ones, 4 on a rank; more devices than the test process emulates."""
     program = Path(__file__).parent / "dispatch_on_72_ranks.py"

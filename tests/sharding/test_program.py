@@ -184,3 +184,25 @@ def test_a_ragged_exchange_sends_no_more_than_its_smaller_buffer_holds():
     (one,) = program_collectives(Program.parse(RAGGED), {"dp": 1, "ep": 4, "tp": 1}, host_devices=2)
     assert (one.kind, one.axes, one.operand_bytes) == ("ragged-all-to-all", ("ep",), 64 * 8 * 2)
     assert (one.bytes_inside, one.bytes_between) == (16 * 8 * 2 // 4, 2 * 16 * 8 * 2 // 4)
+
+
+def test_a_custom_call_that_tells_its_cost_is_counted_by_that_and_another_is_named():
+    told = r'serialized_metadata = "{\22cost_flops\22: \224096\22, \22cost_bytes\22: \22640\22, \22cost_dtype\22: \22bf16\22, '
+    told += r'\22cost_assumed\22: \221\22}"'
+    program = Program.parse(
+        "\n".join(
+            (
+                "HloModule m, is_scheduled=true",
+                "",
+                "ENTRY %main.1 (p0: f32[100]) -> f32[100] {",
+                "  %p0 = f32[100]{0} parameter(0)",
+                f'  %k = f32[100]{{0}} custom-call(%p0), custom_call_target="__gpu$xla.gpu.triton", backend_config={{{told}}}',
+                '  ROOT %u = f32[100]{0} custom-call(%k), custom_call_target="somebody"',
+                "}",
+            )
+        )
+    )
+    costs = program_costs(program)
+    assert (costs.flops, costs.flops_by_dtype, costs.flops_assumed) == (4096, {"bf16": 4096}, 4096)
+    assert (costs.bytes, costs.bytes_assumed) == (640 + 800, 640)  # the other one's operand and result
+    assert costs.uncounted == {"somebody": 1}

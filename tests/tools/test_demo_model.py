@@ -47,6 +47,7 @@ def figures(sample) -> dict:
     return tally.figures()
 
 
+@pytest.mark.slow
 def test_it_compresses_held_out_text_better_than_xz(sample, figures):
     xz = xz_bits_per_byte(sample)
     assert figures["bits_per_byte"] < xz["xz_together_bits_per_byte"] < xz["xz_each_bits_per_byte"]

@@ -146,6 +146,7 @@ def one_step(tiny):
     return run
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one_and_learns(tiny, one_step, tmp_path):
     def fresh():
         params = initial_parameters(tiny[1], seed=0)

@@ -33,7 +33,7 @@ class ModelOptions(Checked):
         "auto", "how matrices are kept; auto: as dsjax serve", choices=("auto", "f32", "bf16", "mixed", "fp8")
     )
     kv_dtype: str = option("auto", "of the latent cache; auto: as dtype", choices=("auto", "float32", "bfloat16"))
-    kernels: str = option("auto", "as of dsjax serve", choices=("auto", "plain", "native"))
+    kernels: str = option("auto", "as of dsjax serve", choices=("auto", "plain", "native", "pallas"))
     page_size: int = option(16, "token slots of a page of the cache", least=1)
     max_model_len: int | None = option(None, "positions of a page table; default: the model's, at most 4096", least=16)
     seed: int = option(0, "of weights, tokens and routing", least=0)

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype
+from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 
 NOTHING = -1e30
 """The score of what is not seen: finite, so that the difference of two of them is a number."""
@@ -69,7 +69,7 @@ def latent_attention(
     O = q_rope.shape[-1]
     tiles = tiles or default_tiles(C * H)
     pairs = -(-C * H // tiles.rows) * tiles.rows
-    wide, narrow = _power(M), _power(O)
+    wide, narrow = power(M), power(O)
     joined = "joined" in cache
     stored = (cache["joined"],) if joined else (cache["latent"], cache["rope"])
     L, P, G = stored[0].shape[:3]
@@ -189,7 +189,7 @@ def _kernel(
 
 def default_tiles(pairs: int) -> AttentionTiles:
     """Tiles for rows of so many (token, head) pairs: no larger than a row needs."""
-    return AttentionTiles(rows=min(64, _power(pairs)), warps=8 if pairs > 32 else 4)
+    return AttentionTiles(rows=min(64, power(pairs)), warps=8 if pairs > 32 else 4)
 
 
 def split_context(programs: int, blocks: int) -> int:
@@ -204,13 +204,8 @@ def attention_cost(
     programs = -(-C * H // tiles.rows)
     last = np.minimum((np.arange(1, programs + 1) * tiles.rows - 1) // H, C - 1)
     seen = -(-(context - C + last + 1) // tiles.positions) * tiles.positions
-    flops = 2.0 * R * tiles.rows * int(seen.sum()) * (2 * _power(M) + _power(O))
+    flops = 2.0 * R * tiles.rows * int(seen.sum()) * (2 * power(M) + power(O))
     queries = R * C * H * np.dtype(dtype).itemsize
     moved = R * context * (M + O) * stored_bytes + queries * (M + O)
     moved += queries * M if splits == 1 else splits * R * C * H * (M + 1) * 4
     return KernelCost(flops, moved, hlo_dtype(dtype), assumed=True)
-
-
-def _power(size: int) -> int:
-    """The power of two that holds ``size``, and at least what a tensor core takes."""
-    return max(16, 1 << (size - 1).bit_length())

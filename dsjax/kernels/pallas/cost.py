@@ -51,3 +51,8 @@ def expected_tiles(mean_load: float, tile: int) -> float:
         math.ceil(n / tile) * math.exp(n * math.log(mean_load) - mean_load - math.lgamma(n + 1))
         for n in range(1, most + 1)
     )
+
+
+def power(size: float) -> int:
+    """The least power of two that holds ``size``, and at least the 16 that a tensor core takes."""
+    return max(16, 1 << math.ceil(math.log2(max(size, 1))))

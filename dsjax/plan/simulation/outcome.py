@@ -143,7 +143,7 @@ def mean_value(candidate: Candidate, load: Load) -> Candidate:
     cluster, output = candidate.decode.cluster, candidate.decode.workload.output.mean
     if load.rate is None:
         batch = load.concurrency / (candidate.decode.replicas * candidate.count)
-        return on(candidate, cluster, min(batch, candidate.batch))
+        return on(candidate, cluster, min(batch, candidate.batch), concurrency=float(load.concurrency))
     low, high = 0.0, candidate.batch
     for _ in range(12):
         middle = (low + high) / 2

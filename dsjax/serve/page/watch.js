@@ -86,6 +86,8 @@ export class Watch {
       time: now, prompts: total(samples, NAMES[0]), made: total(samples, NAMES[1]),
       running: sum(ranks.map((rank) => rank.running)), waiting: sum(ranks.map((rank) => rank.waiting)),
     };
+    // A point so near to the last one makes no rate worth drawing: it takes its place.
+    if (this.points.length > 1 && now - this.points.at(-1).time < 500 * SECONDS) this.points.pop();
     this.points = [...this.points, point].filter(({ time }) => now - time <= 60000 * MINUTES);
     const rates = Object.fromEntries(["made", "prompts"].map((name) => [name, this.rates(name, now)]));
     this.showTiles(ranks, samples, minute.samples, rates);

@@ -40,6 +40,7 @@ def v3():
     return make_setting(ModelOptions(weights="bf16"))
 
 
+@pytest.mark.slow
 def test_every_module_can_be_timed(setting):
     grid = GridOptions(tokens="16", contexts="16", mesh="dp=2", forms="CC")
     found = run_cases(setting, cases(setting, grid), FAST, NO_TIME, 60.0)
@@ -165,6 +166,7 @@ def test_an_interrupt_keeps_what_was_done(setting):
     assert [row.case for row in found.rows] == [first]
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_json(tmp_path):
     path = tmp_path / "m.json"
     options = [

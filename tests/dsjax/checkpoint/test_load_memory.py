@@ -75,6 +75,7 @@ def large(tmp_path_factory, make_tensors, make_checkpoint):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads resident memory from /proc")
 @pytest.mark.parametrize(
     ("stored", "mesh", "weights"), [("bf16", "dp=8", "bf16"), ("bf16", "dp=2,tp=4", "f32"), ("fp8", "dp=8", "bf16")]

@@ -135,6 +135,7 @@ def test_drafting_is_one_pass_over_all_tokens_and_one_more_over_the_last(draftin
     assert drafting.to_json()["drafts"]["costs"]["flops"] == drafting.drafts.costs.flops
 
 
+@pytest.mark.slow
 def test_prompts_are_followed_by_drafts_too():
     engine = dataclasses.replace(DRAFTING, model="demo", mesh="dp=2", dispatch="gather")
     report = dry_run(DryRunArgs(engine=engine, step="prefill", batch=2, context=512))
@@ -143,6 +144,7 @@ def test_prompts_are_followed_by_drafts_too():
     assert rows == {"mtp_512": 512, "mtp_2": 2}
 
 
+@pytest.mark.slow
 def test_by_so_many_rows_nothing_is_drafted_but_the_module_stays_on_the_device():
     by_load = {**DRAFTING.speculative_config, "num_speculative_tokens_per_batch_size": [[1, 3, 2], [4, 64, 0]]}
     engine = dataclasses.replace(V3, model="demo", mesh="dp=2", cache_tokens=1024, speculative_config=by_load)
@@ -172,6 +174,7 @@ def test_impossible_requests_say_what_to_do():
         dry_run(DryRunArgs(engine=V3, target="h300"))
 
 
+@pytest.mark.slow
 def test_the_command_answers_in_json_for_72_ranks_and_allocates_nothing():
     """In a process of its own, which emulates 72 devices: the JSON's fields, and the peak of its memory."""
     command = (

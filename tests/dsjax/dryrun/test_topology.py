@@ -58,6 +58,7 @@ def test_without_the_compiler_the_message_says_what_to_install():
         target_devices(load_hardware("h200"), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
 @pytest.mark.parametrize("step", ["decode", "prefill"])
 def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, tmp_path):
@@ -87,6 +88,7 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, tmp_path):
     assert (tmp_path / "t.png").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu], without a TPU")
 @pytest.mark.parametrize("step", ["decode", "prefill"])
 def test_a_step_for_tpus_counts_its_layers_and_its_products(step, tmp_path):

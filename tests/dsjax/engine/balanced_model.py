@@ -1,21 +1,11 @@
 """A tiny model whose experts follow the load, for tests of the exchange and of the engine around it."""
 
-from concurrent.futures import Future
 from pathlib import Path
 
-from layouts import prompts
+from layouts import InlinePool, prompts
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.buckets import Buckets, Rectangle
-
-
-class InlinePool:
-    """Decides at once, so that a rebalance begins at the same step each time."""
-
-    def submit(self, function) -> Future:
-        done = Future()
-        done.set_result(function())
-        return done
 
 
 def load(directory: Path, mesh: str, *, eplb: dict | None = None, **options) -> LLM:

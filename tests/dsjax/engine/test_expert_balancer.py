@@ -221,7 +221,7 @@ def test_a_layer_is_changed_only_where_that_gains_more_than_it_costs():
     assert 0 in [change.layer for change in many.changes]
     for change in many.changes:
         assert change.gain > change.cost == pytest.approx(0.01 * len(change.rounds) + 0.02)
-    forced = decide(load, slots_of(), "global", interval=1, step_seconds=0.01, force=True)
+    forced = decide(load, slots_of(), "global", interval=1, step_seconds=0.01, payback=0)
     assert {change.layer for change in forced.changes} == {change.layer for change in (*few.changes, *few.left)}
 
 
@@ -243,6 +243,7 @@ def test_the_gain_is_the_busiest_ranks_share_of_the_time_in_experts():
         ('{"num_redundant_experts": -1}', "num_redundant_experts -1"),
         ('{"log_balancedness": 1}', "log_balancedness 1; expected true or false"),
         ('{"policy": "best"}', 'policy "best"; expected one of auto, global, hierarchical'),
+        ('{"payback": -1}', "payback -1; expected a number of at least 0"),
         ('{"max_bytes_per_step": 0}', "max_bytes_per_step 0"),
         ('{"use": 1}', "unknown field use"),
         ("[]", r"is \[\]"),

@@ -12,6 +12,7 @@ from layouts import TINY, prompts, write_checkpoint
 
 from dsjax import LLM
 from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, int32s
+from dsjax.engine.expert_programs import pack_moves
 from sharding.layer_placement import exchange_rounds
 
 EXPERTS = TINY["n_routed_experts"]
@@ -65,6 +66,24 @@ def experts(llm: LLM, path: str) -> np.ndarray:
 
 def expert_paths(llm: LLM) -> list[str]:
     return [path for path in llm.executor.params if ".experts." in path]
+
+
+def test_a_ragged_exchange_of_the_plan_brings_each_expert_to_its_slot():
+    """What a GPU does with it, by the documentation of `jax.lax.ragged_all_to_all`; the CPU gathers instead."""
+    rng, ranks, per_rank, most = np.random.default_rng(3), 4, 6, 2
+    old, new = (rng.permutation(np.concatenate([np.arange(16), rng.integers(0, 16, 8)])) for _ in range(2))
+    staging = np.full((ranks, per_rank), -1)
+    for moves in exchange_rounds(old, new, ranks=ranks, experts=most):
+        plan = pack_moves(moves, ranks=ranks, per_rank=per_rank, experts=most)
+        sends, (which, sent, lands) = plan[:, :most], np.split(plan[:, most:], 3, axis=1)
+        operand = np.take_along_axis(old.reshape(ranks, per_rank), sends, axis=1)
+        for source in range(ranks):
+            for target in range(ranks):
+                size, start, at = sent[source, target], which[source, target], lands[source, target]
+                staging[target, at : at + size] = operand[source, start : start + size]
+    changed = old != new
+    np.testing.assert_array_equal(np.where(changed, staging.reshape(-1), old), new)
+    assert (staging.reshape(-1)[~changed] == -1).all()
 
 
 def test_every_slot_holds_the_expert_that_its_table_names(llm):
@@ -179,6 +198,7 @@ def stage_one(llm: LLM, row: np.ndarray) -> str | None:
     return llm.executor.collect(llm.executor.launch(command)).error
 
 
+@pytest.mark.slow
 def test_the_modules_experts_and_fp8_with_their_scales_move_alike(tmp_path):
     directory = write_drafting_checkpoint(tmp_path)
     speculation = {"method": "mtp", "num_speculative_tokens": 1}

@@ -1,12 +1,20 @@
 """Every layout, dispatch and MLA form gives the logits and the greedy tokens of one device."""
 
+import functools
+
 import numpy as np
 import pytest
 from goldens.our_model import bound, hf_tensors, logits_of
 from goldens.random_weights import RandomWeights
-from layouts import DISPATCHES, LAYOUTS, TINY, answer, difference, prompts, write_checkpoint
+from layouts import DISPATCHES, LAYOUTS, TINY, difference, prompts, write_checkpoint
+from layouts import answer as answer_of
 
 from dsjax.config import ModelConfig
+
+pytestmark = pytest.mark.slow  # all together
+
+# Half of what tools/check_layouts.py makes: eight pages of each prompt's, and steps on 32 emulated devices take their time.
+answer = functools.partial(answer_of, new_tokens=32)
 
 # Between them these pairs prefill or decode with each of the five forms. Each layout meets all of them and all three
 # dispatches; which goes with which turns from layout to layout. All combinations: tools/check_layouts.py.

@@ -243,6 +243,7 @@ def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, where,
     assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_alone_and_in_company_and_on_another_mesh(llm, on_four):
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=12, ignore_eos=True)
     company = [greedy(9), SamplingParams(temperature=2.0, max_tokens=5), SamplingParams(top_k=2, logprobs=3)]
@@ -384,6 +385,7 @@ def test_priorities_order_what_waits(checkpoint):
         one.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decode", "mixed"), [((1, 2), False), ((2,), True)])
 def test_after_warming_up_nothing_more_is_compiled(checkpoint, decode, mixed):
     warm = load(checkpoint, max_num_seqs=2)

@@ -76,6 +76,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return exact - np.log(np.exp(exact).sum(axis=-1, keepdims=True))
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_those_of_the_logits_at_every_position(llm):
     lengths = (1, 2, 16, 17, 40)
     prompts = [prompt(length) for length in lengths]

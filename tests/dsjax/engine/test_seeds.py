@@ -118,6 +118,7 @@ def test_preempted_and_computed_again(one_device, alone):
     assert tokens(outputs) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "count"), [("dp=8", 64), ("dp=2,tp=2", 16)])
 def test_in_a_crowd_on_another_mesh(mesh, count, alone):
     llm = load(mesh, (8,))

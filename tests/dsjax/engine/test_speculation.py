@@ -424,6 +424,7 @@ def test_a_row_at_its_last_tokens_asks_for_no_page_that_it_cannot_fill(llm, watc
     watch.assert_both()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["auto", "fp8"])
 def test_in_bf16_tokens_are_the_same_wherever_the_two_largest_logits_are_apart(checkpoint, monkeypatch, weights):
     """Each token is held to what an engine without drafts makes behind the very same text.

@@ -16,7 +16,7 @@ from kernel_cases import STORED, AttentionCase, ExpertsCase
 from layouts import answer, difference, write_checkpoint
 
 from dsjax.errors import UserError
-from dsjax.kernels.pallas import attention, cost, experts
+from dsjax.kernels.pallas import attention, cost, experts, heads, products
 from dsjax.kernels.table import choose_kernels
 from dsjax.model.experts import ExpertProduct
 from sharding.dispatch.wire import WireFormat
@@ -160,6 +160,58 @@ def test_more_pairs_than_a_round_holds_take_further_rounds():
     assert np.all(np.abs(product_of(case, mean_load=1.0) - expected) <= 1e-5 * (size + 1))
 
 
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    T=st.sampled_from([1, 5, 40]),
+    K=st.integers(1, 300),
+    N=st.integers(1, 150),
+    stored=st.sampled_from([4, 2, 1]),
+    splits=st.sampled_from([1, 3]),
+)
+def test_a_dense_product_reads_its_layer_of_the_stack(seed, T, K, N, stored, splits):
+    rng = np.random.default_rng(seed)
+    weight, x = rng.normal(size=(3, K, N)).astype(STORED[stored]), rng.normal(size=(T, K)).astype(np.float32)
+    scale = rng.uniform(0.5, 2, size=(3, -(-K // 128), -(-N // 128))).astype(np.float32) if stored == 1 else None
+    tiles = dataclasses.replace(products.ProductTiles.dense(T, K, N), splits=splits)
+    found = products.dense(
+        jnp.asarray(weight), scale, weight.dtype, jnp.int32(1), jnp.asarray(x), interpret=True, tiles=tiles
+    )
+    value = weight[1].astype(np.float64)
+    if scale is not None:
+        value = value * np.repeat(np.repeat(scale[1], 128, axis=0)[:K], 128, axis=1)[:, :N]
+    assert np.all(np.abs(found - x @ value) <= 1e-6 * K**0.5 * (np.abs(x) @ np.abs(value) + 1))
+
+
+@pytest.mark.parametrize(("T", "H", "N", "U", "M", "stored"), [(5, 3, 12, 7, 40, 4), (20, 2, 128, 256, 130, 1)])
+def test_keys_go_into_queries_and_values_onto_results_by_head(T, H, N, U, M, stored):
+    rng = np.random.default_rng(T)
+    weight = rng.normal(size=(2, M, H * (N + U))).astype(STORED[stored])
+    scale, value = None, weight[1].astype(np.float64)
+    if stored == 1:
+        scale = rng.uniform(0.5, 2, size=(2, -(-M // 128), H * (N + U) // 128)).astype(np.float32)
+        value = value * np.repeat(np.repeat(scale[1], 128, axis=0)[:M], 128, axis=1)
+    keys, values = np.split(value.reshape(M, H, N + U), [N], axis=2)
+    q, out = (rng.normal(size=(T, H, width)).astype(np.float32) for width in (N, M))
+    arguments = (jnp.asarray(weight), scale, weight.dtype, jnp.int32(1))
+    absorbed = heads.absorb(*arguments, jnp.asarray(q), U, interpret=True)
+    expanded = heads.expand(*arguments, jnp.asarray(out), U, interpret=True)
+    for found, x, by in ((absorbed, q, "thn,mhn->thm"), (expanded, out, "thm,mhu->thu")):
+        matrix = keys if found is absorbed else values
+        size = np.einsum(by, np.abs(x), np.abs(matrix))
+        assert np.all(np.abs(found - np.einsum(by, x, matrix)) <= 1e-5 * (size + 1))
+    assert heads.takes(weight, None, N, U)
+    assert heads.takes(weight, weight, N, U) == (stored == 1)  # blocks of 128 that cross no head
+
+
+def test_a_fused_matrix_gives_gate_and_up_apart():
+    rng = np.random.default_rng(0)
+    weight, x = rng.normal(size=(2, 20, 2, 12)).astype(np.float32), rng.normal(size=(3, 20)).astype(np.float32)
+    found = products.dense(jnp.asarray(weight), None, weight.dtype, jnp.int32(1), jnp.asarray(x), interpret=True)
+    np.testing.assert_allclose(found, np.einsum("td,dgf->tgf", x, weight[1]), atol=1e-4)
+    assert not products.takes(jnp.zeros((2, 200, 2, 140), jnp.float8_e4m3fn), jnp.zeros((2, 2, 2, 2)))
+
+
 def test_packed_rows_are_read_as_they_come():
     case = ExpertsCase.drawn(5, X=4, D=24, F=8, N=11, K=2)
     wire = WireFormat(24, 2, jnp.dtype(jnp.float32))
@@ -181,20 +233,20 @@ def test_bfloat16_rows_stay_within_their_rounding():
 
 
 def test_tiles_fit_the_load_and_all_of_an_expert_s_are_side_by_side():
-    assert experts.ProductTiles.for_load(0.1).rows == 16
-    assert experts.ProductTiles.for_load(4).rows == 16
-    assert experts.ProductTiles.for_load(32).rows == 64
-    many = experts.ProductTiles.for_load(2048)
+    assert products.ProductTiles.for_load(0.1).rows == 16
+    assert products.ProductTiles.for_load(4).rows == 16
+    assert products.ProductTiles.for_load(32).rows == 64
+    many = products.ProductTiles.for_load(2048)
     assert many.rows == 128
     assert many.spread * many.rows >= 2048
 
 
 def test_arrays_whose_offsets_would_turn_negative_are_left_to_the_plain_form():
     sized = lambda size, dtype: jax.ShapeDtypeStruct((size,), dtype)  # noqa: E731
-    assert experts.addressable(sized(2**31 - 1, jnp.float8_e4m3fn))
-    assert not experts.addressable(sized(2**31, jnp.float8_e4m3fn))
-    assert experts.addressable(sized(2**32 + 1, jnp.float8_e4m3fn))  # counted in 64 bits
-    assert experts.addressable(sized(2**33, jnp.bfloat16))
+    assert products.addressable(sized(2**31 - 1, jnp.float8_e4m3fn))
+    assert not products.addressable(sized(2**31, jnp.float8_e4m3fn))
+    assert products.addressable(sized(2**32 + 1, jnp.float8_e4m3fn))  # counted in 64 bits
+    assert products.addressable(sized(2**33, jnp.bfloat16))
 
 
 def test_what_a_call_costs_is_counted_from_its_tiles():
@@ -215,7 +267,7 @@ def test_pallas_is_for_gpus_and_says_so_elsewhere():
     on_gpu = choose("auto", "gpu", np.dtype(ml_dtypes.bfloat16))
     assert not on_gpu.pallas.interpret
     assert on_gpu.names("CC", "A_CC_ME") == {
-        "decode attention": "pallas", "prefill attention": "pallas", "experts": "pallas", "other products": "plain"
+        "decode attention": "pallas", "prefill attention": "pallas", "experts": "pallas", "other products": "pallas"
     }  # fmt: skip
     assert on_gpu.name("decode attention", "CD") == "plain"
     assert "interpreter" in PALLAS.note

@@ -54,6 +54,7 @@ def run(harness, kernel, threads, sizes, scale, *arrays):
     return np.frombuffer(done.stdout, np.float32)
 
 
+@pytest.mark.slow
 @FEW
 @given(
     seed=st.integers(0, 2**31),

@@ -1,6 +1,7 @@
 """`dsjax plan` on the command line, its recipe and its pages."""
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -87,11 +88,13 @@ def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
         words = shlex.split(service["command"])
         assert words[:2] == ["dsjax", "serve"]
         given = {}
-        for flag, value in zip(words[2::2], words[3::2], strict=True):
-            name = flag.removeprefix("--").replace("-", "_")
-            numeric = fields[name].metadata["least"] is not None
-            given[name] = int(value) if numeric else value
-        EngineArgs(**given)
+        for flag, value in itertools.pairwise([*words[2:], "--end"]):
+            if flag.startswith("--"):
+                name = flag.removeprefix("--").replace("-", "_")
+                numeric = fields[name].metadata["least"] is not None
+                given[name] = True if value.startswith("--") else int(value) if numeric else value
+        args = EngineArgs(**given)
+        assert (args.num_redundant > 0) == args.enable_eplb, "what was priced as balanced is balanced"
     assert [s["role"] for s in made["services"]][-1] in ("decode", "prefill and decode")
 
 

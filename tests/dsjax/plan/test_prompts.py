@@ -9,7 +9,7 @@ import pytest
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.prompts import _steps_with_prompts, prompts_beside_decodes
+from dsjax.plan.prompts import _depth_of_one, _steps_with_prompts, prompts_beside_decodes
 from dsjax.plan.workload import Lengths, Options, Workload
 
 
@@ -40,8 +40,33 @@ def test_one_replica_pays_for_each_prompt_as_it_comes(instance):
     alone = instance("tp=8,ep=1")
     added, step = prompts_beside_decodes(alone, 64, 1024)
     # 64 requests of 2,048 tokens: one prompt in 32 steps.
-    assert added.value == pytest.approx(alone.prefill_step(1024.0).value / 32, rel=0.02)
-    assert step.value == pytest.approx(alone.prefill_step(1024.0).value, rel=0.02)
+    assert added.value == pytest.approx(step.value / 32, rel=0.02)
+    # The step reads the weights once for both: longer than the prompt alone, shorter than one after the other.
+    both = step.value + alone.decode_step(64).value
+    assert alone.prefill_step(1024.0).value < both < alone.prefill_step(1024.0).value + alone.decode_step(64).value
+
+
+def test_a_long_prompt_hides_what_few_decodes_would_read_and_a_short_one_hides_little(instance):
+    alone = instance("tp=8,ep=1")
+
+    def hidden(prompt, batch):
+        one = instance("tp=8,ep=1", prompt)
+        return 1 - prompts_beside_decodes(one, batch, prompt)[1].value / one.prefill_step(float(prompt)).value
+
+    assert 0 <= hidden(256, 256) < hidden(256, 8)
+    # All that the decodes of a step do but attending is then done by the prompt's products.
+    saved = alone.decode_step(8).value - alone.decode_attention(8).value
+    marginal = instance("tp=8,ep=1", 8192).prefill_step(8192.0).value * 8 / 8192
+    assert hidden(8192, 8) * instance("tp=8,ep=1", 8192).prefill_step(8192.0).value < saved + marginal
+
+
+def test_a_prompt_of_a_closed_loop_comes_with_those_of_the_same_step():
+    drawn = np.random.default_rng(0).poisson(3.0, 400_000)
+    assert _depth_of_one(3.0, 8) == pytest.approx(np.ceil((1 + drawn) / 8).mean(), rel=0.01)
+    assert _depth_of_one(0.0, 8) == 1
+    assert _depth_of_one(60.0, 8) == pytest.approx(
+        np.ceil((61 + np.random.default_rng(0).normal(0, 8, 10_000)) / 8).mean(), rel=0.02
+    )
 
 
 def test_eight_replicas_wait_for_a_prompt_of_one(instance):
@@ -56,11 +81,14 @@ def test_eight_replicas_wait_for_a_prompt_of_one(instance):
     assert wide.prefill_step(1024.0, 1 / 8).value < wide.prefill_step(1024.0).value
 
 
-def test_more_requests_or_longer_prompts_never_add_less(instance):
+def test_more_requests_or_longer_prompts_never_make_a_token_wait_less(instance):
     wide = instance("dp=8")
     for tokens in (1024, 8192):
-        added = [prompts_beside_decodes(wide, batch, tokens)[0].value for batch in (1, 8, 64, 256, 1024)]
-        assert all(a <= b * 1.01 for a, b in pairwise(added))
+        times = [
+            wide.decode_step(batch).value + prompts_beside_decodes(wide, batch, tokens)[0].value
+            for batch in (1, 8, 64, 256, 1024)
+        ]
+        assert all(a <= b for a, b in pairwise(times))
     longer = [
         prompts_beside_decodes(instance("dp=8", prompt), 64, 4096)[0].value for prompt in (256, 1024, 4096, 16384)
     ]

@@ -69,8 +69,7 @@ def test_a_first_token_waits_for_its_own_prompt_and_for_others(ask):
         own = candidate.ttft.part("own prompt").value
         # Other replicas are idle, or have prompts too.
         assert candidate.decode.prefill_step(1000.0, 1 / 32).value <= own <= candidate.decode.prefill_step(2000.0).value
-        same = candidate.ttft.part("decodes in the same steps").value
-        assert candidate.ttft.value > own + same + candidate.ttft.part("step in progress").value
+        assert candidate.ttft.value > own + candidate.ttft.part("step in progress").value
 
 
 def test_a_rate_is_kept_up_with_by_as_few_devices_as_do(ask):
@@ -116,6 +115,7 @@ def test_a_remedy_that_is_named_does_it(ask):
     assert any(on(candidate, cluster).tpot.value <= 0.0085 for candidate in plan.missed)
 
 
+@pytest.mark.slow
 def test_a_rate_that_cannot_be_kept_up_with_is_a_matter_of_throughput(ask):
     reasons = forbidden(search(ask(rate=100.0, options=FEW)))
     assert [reason.bound for reason in reasons] == ["throughput"]
@@ -130,6 +130,7 @@ def test_more_requests_than_caches_hold_is_a_matter_of_memory(ask):
     assert "requests at once wanted" in sentence(reason)
 
 
+@pytest.mark.slow
 def test_the_best_of_a_bound_is_the_best_of_all_candidates(ask):
     tight = Objective(tpot=0.001, throughput=1e6)
     reasons = {r.bound: r for r in forbidden(search(ask(objective=tight, options=FEW)))}

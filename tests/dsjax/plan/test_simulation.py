@@ -95,6 +95,48 @@ def test_one_replica_agrees_with_the_mean_value_answer(candidate):
     assert one.ttft.mean == pytest.approx(one.mean_ttft.value, rel=0.3)
 
 
+@pytest.mark.parametrize("busy", [0.5, 0.8])
+def test_prompts_that_fill_a_step_each_wait_as_the_queue_of_one_server_says(candidate, busy):
+    found = candidate(batch=1, prompt=8192, output=1)
+    service = StepPrices(found.decode.step_models()[0], 8192).seconds([RankWork(prompts=8192, pairs=8192 * 4096.5)])
+    one = simulate(found, Load(busy / service, None), Objective(), num_requests=8000)
+    # M/D/1. Waits of neighbours go together: at 0.8 the mean of 8,000 has a standard error of about 4 %.
+    assert one.ttft.mean == pytest.approx(service * (1 + busy / (2 * (1 - busy))), rel=0.1)
+
+
+CLOSED = {
+    "one replica": {"batch": 16},
+    "eight replicas": {"mesh": "dp=8", "batch": 32, "output": 500, "variation": 0.2},
+    "long prompts": {"mesh": "dp=8", "batch": 16, "prompt": 8000, "output": 500, "variation": 0.2},
+    "separated": {"mesh": "dp=8", "batch": 32, "output": 500, "variation": 0.2, "prefill": "dp=8"},
+    "separated, few": {"mesh": "dp=8", "batch": 8, "output": 200, "variation": 0.2, "prefill": "dp=8"},
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_closed_loop_agrees_with_its_mean_value_answer(candidate, name):
+    users = CLOSED[name]["batch"] * (8 if "mesh" in CLOSED[name] else 1)
+    found = candidate(**CLOSED[name], concurrency=float(users))
+    one = simulate(found, Load(None, users), Objective(), num_requests=300)
+    assert one.tpot.mean == pytest.approx(found.tpot.value, rel=0.05)
+    # A step of prompts is priced at its mean size, the simulation plays each.
+    assert one.ttft.mean == pytest.approx(found.ttft.value, rel=0.2)
+    assert one.tokens_per_s == pytest.approx(found.throughput.value, rel=0.05)
+    # Little's law, of the answer itself.
+    output = found.decode.workload.output.mean
+    stay = found.ttft.value + found.tpot.value * (output - 1)
+    assert found.throughput.value / output * stay == pytest.approx(users, rel=1e-3)
+
+
+def test_prefill_that_cannot_keep_up_lets_the_rest_of_a_closed_loop_wait(candidate):
+    found = candidate("dp=8", batch=64, prompt=2000, output=200, prefill="tp=8,ep=1", concurrency=512.0)
+    output, pool = 200, prefill_pool(found.prefill, 8192)
+    assert found.throughput.value == pytest.approx(pool.rate.value * output, rel=0.02)
+    assert found.ttft.value > 10 * pool.seconds.value
+    stay = found.ttft.value + found.tpot.value * (output - 1)
+    assert found.throughput.value / output * stay == pytest.approx(512, rel=1e-3)
+
+
 def test_a_lone_request_has_its_own_prompt_and_steps(candidate, step_model):
     found = candidate(batch=1, prefill="dp=8")
     one = simulate(found, Load(0.01, None), Objective(), num_requests=5)

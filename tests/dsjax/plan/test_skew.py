@@ -10,7 +10,7 @@ from dsjax.plan.balancing import Slots, busiest, drawn
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Kind
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.memory import expert_bytes
+from dsjax.plan.memory import expert_bytes, memory
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, UNIFORM, Skew, counts_variation, read_skew, zipf_variation
 from dsjax.plan.step import StepModel
@@ -113,6 +113,13 @@ def test_moving_experts_costs_a_rebalance_divided_over_the_steps_between_two(v3,
         model(balancing=False).decode(64, 2000).part("moving experts")
     with pytest.raises(KeyError):
         model(redundant=0).decode(64, 2000).part("moving experts")
+
+
+def test_the_buffer_of_experts_that_move_is_not_for_the_cache(v3):
+    layout = parse_layout("dp=32", 32, v3)
+    precision = PRECISIONS["fp8"]
+    still, moving = (memory(v3, layout, precision, 141 * 10**9, balanced=balanced) for balanced in (False, True))
+    assert still.cache.value - moving.cache.value == 9 * expert_bytes(v3, 1, precision) == 396_458_496
 
 
 def test_hosts_count_where_the_experts_of_a_group_can_lie_on_one(model):

@@ -14,7 +14,7 @@ from live_server import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from watched_server import experts, load, step
 
-from dsjax.engine.stats import DraftCounts
+from dsjax.engine.stats import BalanceStats, DraftCounts
 from dsjax.serve.metrics import Metrics
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,8 @@ def exposed():
     server.serving.metrics.on_rejected("queue_full")
     server.serving.metrics.show_exchange_share(0.3)
     drafts = DraftCounts(3, 6, 4, (3, 1))
-    server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), drafts=drafts))
+    balance = BalanceStats(windows=1, rank_tokens=(3, 4))
+    server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), drafts=drafts, balance=balance))
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:

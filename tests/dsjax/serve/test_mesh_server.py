@@ -95,6 +95,7 @@ def ask(client: OpenAI, number: int) -> str:
     return client.completions.create(**options).choices[0].text
 
 
+@pytest.mark.slow
 def test_64_concurrent_clients_each_get_what_one_device_gives_alone(server, alone):
     client = OpenAI(base_url=server.url + "/v1", api_key="none", timeout=300, max_retries=0)
     with ThreadPoolExecutor(CLIENTS) as pool:

@@ -334,13 +334,13 @@ def filled() -> Metrics:
     one = request("a", rank=1)
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])
-    metrics.on_step(step([load(0)], balance=BalanceStats(windows=1, rank_tokens=(3, 4))))
-    below = TierCounts(1, 4, 3, 1, 2)
-    metrics.on_step(
-        step([load(0), load(1, used=1, usable=3)._replace(host=below)], decode=1, experts=experts([[1, 2, 3, 4]]))
-    )
+    below, balance = TierCounts(1, 4, 3, 1, 2), BalanceStats(windows=1, rank_tokens=(3, 4))
+    loads = [load(0), load(1, used=1, usable=3)._replace(host=below)]
+    metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), balance=balance))
+    metrics.show_exchange_share(0.3)
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)
+    metrics.show_exchange_share(0.25)
     return metrics
 
 
@@ -420,8 +420,14 @@ def test_the_history_has_the_last_minutes_and_none_of_an_idle_time(metrics, cloc
     points = [
         (point["age"], point["generation_tokens"], point["running"], point["waiting"]) for point in history["points"]
     ]
+    assert points == [(35, 0, 0, 0), (33, 4, 3, 1), (31, 8, 3, 1), (0, 11, 1, 0)], (
+        "what is now stands in for what just was"
+    )
+    clock.now += 1.5
     # The step after the idle time has a point before it, so that its token makes no rate over all of that time.
-    assert points == [(35, 0, 0, 0), (33, 4, 3, 1), (31, 8, 3, 1), (0, 10, 3, 1)]
+    points = [(point["age"], point["generation_tokens"]) for point in metrics.history.to_json()["points"]]
+    assert points[-2:] == [(1.5, 10), (0, 11)]
+    clock.now -= 1.5
     assert history["points"][0]["prompt_tokens"] == 0
     clock.now += 70
     metrics.on_updates([token(made)])

@@ -1,0 +1,114 @@
+"""``W^UK`` into the queries and ``W^UV`` onto the results, by head, read where they lie in the stack of layers (Triton, by Pallas).
+
+Both are parts of one matrix ``[M, H × (N + U)]``: a head's columns are its N of the keys and then its U of the values.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
+from dsjax.kernels.pallas.products import BLOCK, addressable, widened
+
+
+def absorb(
+    weight: Array,
+    scale: Array | None,
+    weight_dtype: np.dtype,
+    layer: Int[Array, ""],
+    q_THN: Float[Array, "T H N"],
+    values: int,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "T H M"]:
+    """Queries in latent space: ``Σ_n q[t, h, n] W^UK[m, h, n]``.
+
+    weight: ``[L, M, H × (N + U)]``, whose bits mean ``weight_dtype``; scale: ``[L, M / 128, H × (N + U) / 128]`` with FP8; values: U.
+    """
+    return _by_head(weight, scale, weight_dtype, layer, q_THN, q_THN.shape[2], values, keys=True, interpret=interpret)
+
+
+def expand(
+    weight: Array,
+    scale: Array | None,
+    weight_dtype: np.dtype,
+    layer: Int[Array, ""],
+    out_THM: Float[Array, "T H M"],
+    values: int,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "T H U"]:
+    """Values of each head from results in latent space: ``Σ_m out[t, h, m] W^UV[m, h, u]``; arguments as of ``absorb``."""
+    keys = weight.shape[2] // out_THM.shape[1] - values
+    return _by_head(weight, scale, weight_dtype, layer, out_THM, keys, values, keys=False, interpret=interpret)
+
+
+def takes(weight: Array, scale: Array | None, keys: int, values: int) -> bool:
+    """Whether ``absorb`` and ``expand`` can multiply with it: its offsets fit, and FP8 blocks cross neither heads nor their halves."""
+    return addressable(weight) and (scale is None or (keys % BLOCK == 0 and values % BLOCK == 0))
+
+
+def _by_head(weight, scale, weight_dtype, layer, x, nope, values, *, keys: bool, interpret: bool):
+    T, H, K = x.shape
+    M, N = weight.shape[1], (weight.shape[1] if keys else values)
+    rows = min(64, max(16, power(T)))
+    # Of queries a head's products are short and the latents many; of values it is the other way round.
+    columns, depth = min(128, power(N)), min(BLOCK, power(K))
+    kernel = partial(
+        _kernel, keys=keys, nope=nope, values=values, rows=rows, columns=columns, depth=depth, width=N,
+        weight_dtype=weight_dtype, scaled=scale is not None,
+    )  # fmt: skip
+    arrays = [jnp.reshape(layer, 1).astype(jnp.int32), x, weight, *([] if scale is None else [scale])]
+    tiles = -(-T // rows)
+    moved = weight.dtype.itemsize * M * H * (nope if keys else values) + x.dtype.itemsize * T * H * (K + N)
+    cost = KernelCost(2.0 * tiles * rows * H * K * N, moved, hlo_dtype(x.dtype))
+    return pl.pallas_call(
+        kernel,
+        grid=(tiles, pl.cdiv(N, columns), H),
+        in_specs=[pl.BlockSpec(array.shape, lambda t, n, h, rank=array.ndim: (0,) * rank) for array in arrays],
+        out_specs=pl.BlockSpec((T, H, N), lambda t, n, h: (0, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((T, H, N), x.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        cost_estimate=cost.estimate,
+        metadata=cost.metadata,
+        interpret=interpret,
+        name="absorb_keys" if keys else "expand_values",
+    )(*arrays)
+
+
+def _kernel(
+    layer_ref, x_ref, weight_ref, *refs, keys, nope, values, rows, columns, depth, width, weight_dtype, scaled
+):  # fmt: skip
+    scale_ref, out_ref = refs if scaled else (None, *refs)
+    tile, column, head = (pl.program_id(axis) for axis in range(3))
+    (T, _, K), dtype, layer = x_ref.shape, x_ref.dtype, layer_ref[0]
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+    row, n = tile * rows + jnp.arange(rows), column * columns + jnp.arange(columns)
+    first = head * (nope + values) + (0 if keys else nope)
+
+    def step(block, total):
+        k = block * depth + jnp.arange(depth)
+        x = plgpu.load(x_ref.at[row[:, None], head, k[None, :]], mask=(row < T)[:, None] & (k < K)[None, :], other=0)
+        # Of keys the latents are the result's columns, and the weight is turned around.
+        latent, own = (n, k) if keys else (k, n)
+        mask = None
+        if K % depth or width % columns:
+            mask = (latent < (width if keys else K))[:, None] & (own < (K if keys else width))[None, :]
+        found = widened(weight_ref, (layer, latent[:, None], (first + own)[None, :]), mask, weight_dtype, dtype)
+        product = plgpu.dot(x, found, trans_b=keys, precision=precision)
+        if scaled:
+            across = (column * columns, block * depth) if keys else (block * depth, column * columns)
+            product = product * scale_ref[layer, across[0] // BLOCK, (first + across[1]) // BLOCK]
+        return total + product
+
+    total = lax.fori_loop(0, pl.cdiv(K, depth), step, jnp.zeros((rows, columns), jnp.float32))
+    mask = (row < T)[:, None] & (n < width)[None, :]
+    plgpu.store(out_ref.at[row[:, None], head, n[None, :]], total.astype(out_ref.dtype), mask=mask)

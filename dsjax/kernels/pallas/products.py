@@ -1,0 +1,254 @@
+"""Products with weights that are read where they lie in the stack of layers (Triton, by Pallas).
+
+``gate_up`` and ``down`` are the routed experts', over pairs of (row, expert) that stand sorted by expert: ``gate_up`` makes
+``silu(x · gate) × (x · up)`` of every pair, ``down`` multiplies that by the second matrix. A tile of pairs never crosses an expert.
+``dense`` is any other matrix of a layer. All tiles of rows that read the same weights stand side by side in the grid, so that a column
+of weights comes from memory once and from the device's cache for every further tile. Where a dense matrix has too few columns to
+keep a device busy, its depth is split, and the parts are added up afterwards.
+
+FP8 weights are widened, exactly, in registers; each product over at most 128 of the depth is multiplied by its block's scale before it
+is added to the float32 sum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from dsjax.kernels.pallas.attention import CORES
+from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
+
+BLOCK = 128
+"""Side of the blocks that share an FP8 scale."""
+SLACK = 128
+"""Rows behind the last pair that sorted pairs must have, so that the last tile has all its rows; what is in them means nothing."""
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """Sizes that shape a product and not its results beyond rounding: rows, columns and depth of a tile; columns and depth divide 128.
+
+    spread: programs that share an expert's tiles of rows. warps, stages: of a program; how many blocks are under way from memory.
+    splits: programs that share a tile's depth.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    spread: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+    @classmethod
+    def for_load(cls, mean_load: float) -> ProductTiles:
+        """For experts of so many pairs: few are bound by reading weights, many by multiplying."""
+        rows = min(128, (power(mean_load + 2 * mean_load**0.5)))
+        spread = max(1, math.ceil((mean_load + 2 * mean_load**0.5) / rows))
+        if rows < 128:
+            return cls(rows, 64, 128, spread, 4, 4)
+        return cls(rows, 128, 64, spread, 8, 3)
+
+    @classmethod
+    def dense(cls, rows: int, depth: int, columns: int) -> ProductTiles:
+        """For a matrix ``[depth, columns]`` and so many rows."""
+        tile = min(128, (power(rows)))
+        found = cls(tile, 64, 128, 1, 4, 4) if tile < 128 else cls(tile, 128, 64, 1, 8, 3)
+        spread = -(-rows // tile)
+        programs = spread * -(-columns // found.columns)
+        splits = max(1, min(CORES // programs, depth // (4 * found.depth)))
+        return replace(found, spread=spread, splits=splits)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Sorted pairs of a round: where each expert's begin, how many there are, and how many each has under even routing."""
+
+    start_X: Int[Array, "X"]
+    count_X: Int[Array, "X"]
+    mean_load: float
+
+
+def gate_up(
+    weight: Array,
+    scale: Array | None,
+    weight_dtype: np.dtype,
+    layer: Int[Array, ""],
+    x_PD: Float[Array, "P D"],
+    groups: Groups,
+    *,
+    interpret: bool = False,
+    tiles: ProductTiles | None = None,
+) -> Float[Array, "P F"]:
+    """``silu(x · gate) × (x · up)`` of each sorted pair, in the dtype of ``x_PD``, whose last ``SLACK`` rows are no pairs.
+
+    Rows that are no expert's pairs are not written: anything may be in them.
+
+    weight: ``[L, X, D, 2, F]``, whose bits mean ``weight_dtype``; scale: ``[L, X, D / 128, 2, F / 128]`` float32 with FP8.
+    """
+    return _product(weight, scale, weight_dtype, layer, x_PD, groups, fused=True, interpret=interpret, tiles=tiles)
+
+
+def down(
+    weight: Array,
+    scale: Array | None,
+    weight_dtype: np.dtype,
+    layer: Int[Array, ""],
+    hidden_PF: Float[Array, "P F"],
+    groups: Groups,
+    *,
+    interpret: bool = False,
+    tiles: ProductTiles | None = None,
+) -> Float[Array, "P D"]:
+    """``hidden · down`` of each sorted pair, as ``gate_up``. weight: ``[L, X, F, D]``; scale: ``[L, X, F / 128, D / 128]``."""
+    return _product(
+        weight, scale, weight_dtype, layer, hidden_PF, groups, fused=False, interpret=interpret, tiles=tiles
+    )
+
+
+def dense(
+    weight: Array,
+    scale: Array | None,
+    weight_dtype: np.dtype,
+    layer: Int[Array, ""],
+    x_TK: Float[Array, "T K"],
+    *,
+    interpret: bool = False,
+    tiles: ProductTiles | None = None,
+) -> Float[Array, "T *n"]:
+    """``x · weight[layer]``, in the dtype of ``x_TK``. weight: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``.
+
+    scale: as for the experts; of a fused matrix only where 128 divides F (``takes``).
+    """
+    T, K = x_TK.shape
+    flat = weight.reshape(weight.shape[0], 1, K, -1)
+    scales = None if scale is None else scale.reshape(scale.shape[0], 1, scale.shape[1], -1)
+    tiles = tiles or ProductTiles.dense(T, K, flat.shape[-1])
+    x = jnp.pad(x_TK, ((0, -T % tiles.rows), (0, 0)))
+    one = Groups(jnp.zeros((1,), jnp.int32), jnp.full((1,), T, jnp.int32), T)
+    out = _product(
+        flat, scales, weight_dtype, layer, x, one, fused=False, interpret=interpret, tiles=tiles, name="dense"
+    )
+    out = out[:, :T].sum(axis=0).astype(x.dtype) if tiles.splits > 1 else out[:T]
+    return out.reshape(T, *weight.shape[2:])
+
+
+def widened(ref, at: tuple, mask: Array | None, stored: np.dtype, dtype) -> Array:
+    """Inside a kernel: a tile of weights, whose bits mean ``stored``, in ``dtype``; zero where the mask is false. None: all is there."""
+    found = ref[at] if mask is None else plgpu.load(ref.at[at], mask=mask)
+    if found.dtype != stored:
+        found = lax.bitcast_convert_type(found, stored)
+    # Triton makes no FP8 constant to load in place of what is masked.
+    return found.astype(dtype) if mask is None else jnp.where(mask, found.astype(dtype), 0)
+
+
+def takes(weight: Array, scale: Array | None) -> bool:
+    """Whether ``dense`` can multiply with it: its offsets fit, and a fused matrix's FP8 blocks do not cross from gate to up."""
+    whole = scale is None or weight.ndim < 4 or weight.shape[-1] % BLOCK == 0
+    return whole and addressable(weight)
+
+
+def _product(weight, scale, weight_dtype, layer, x, groups: Groups, *, fused: bool, interpret: bool, tiles, name=""):
+    tiles = tiles or ProductTiles.for_load(groups.mean_load)
+    X, (rows, N) = weight.shape[1], (x.shape[0], weight.shape[-1])
+    kernel = partial(_kernel, fused=fused, weight_dtype=weight_dtype, tiles=tiles, scaled=scale is not None)
+    scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), groups.start_X, groups.count_X)]
+    arrays = [*scalars, x, weight, *([] if scale is None else [scale])]
+    cost = _cost(x, weight, groups.mean_load, tiles)
+    shape = (rows, N) if tiles.splits == 1 else (tiles.splits, rows, N)
+    return pl.pallas_call(
+        kernel,
+        grid=(tiles.spread, pl.cdiv(N, tiles.columns), X * tiles.splits),
+        in_specs=[pl.BlockSpec(array.shape, lambda s, n, e, rank=array.ndim: (0,) * rank) for array in arrays],
+        out_specs=pl.BlockSpec(shape, lambda s, n, e: (0,) * len(shape)),
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype if tiles.splits == 1 else jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        cost_estimate=cost.estimate,
+        metadata=cost.metadata,
+        interpret=interpret,
+        name=name or ("experts_gate_up" if fused else "experts_down"),
+    )(*arrays)
+
+
+def _kernel(layer_ref, start_ref, count_ref, x_ref, weight_ref, *refs, fused, weight_dtype, tiles, scaled):
+    scale_ref, out_ref = refs if scaled else (None, *refs)
+    spread, column, place = (pl.program_id(axis) for axis in range(3))
+    expert, part = place // tiles.splits, place % tiles.splits
+    layer, start, count = layer_ref[0], start_ref[expert], count_ref[expert]
+    (K, N), dtype = (x_ref.shape[1], weight_ref.shape[-1]), x_ref.dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+    n = column * tiles.columns + jnp.arange(tiles.columns)
+    halves = (0, 1) if fused else (None,)
+
+    def weights(k, half):
+        middle = () if half is None else (half,)
+        at = (layer, expert, k[:, None], *middle, n[None, :])
+        whole = K % tiles.depth == 0 and N % tiles.columns == 0
+        return widened(weight_ref, at, None if whole else (k[:, None] < K) & (n[None, :] < N), weight_dtype, dtype)
+
+    def one_tile(tile, _):
+        row = tile * tiles.rows + jnp.arange(tiles.rows)
+        used, row = row < count, start + row
+
+        def deeper(block, sums):
+            k = block * tiles.depth + jnp.arange(tiles.depth)
+            if K % tiles.depth:
+                x = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=(k < K)[None, :] & used[:, None], other=0)
+            else:
+                x = x_ref[row[:, None], k[None, :]]
+            found = []
+            for half, total in zip(halves, sums, strict=True):
+                product = plgpu.dot(x, weights(k, half), precision=precision)
+                if scaled:
+                    place = (
+                        block * tiles.depth // BLOCK,
+                        *(() if half is None else (half,)),
+                        column * tiles.columns // BLOCK,
+                    )
+                    product = product * scale_ref[(layer, expert, *place)]
+                found.append(total + product)
+            return tuple(found)
+
+        zeros = tuple(jnp.zeros((tiles.rows, tiles.columns), jnp.float32) for _ in halves)
+        blocks = pl.cdiv(K, tiles.depth)
+        own = pl.cdiv(blocks, tiles.splits)
+        last = blocks if tiles.splits == 1 else jnp.minimum((part + 1) * own, blocks)
+        sums = lax.fori_loop(0 if tiles.splits == 1 else part * own, last, deeper, zeros)
+        out = sums[0] / (1 + jnp.exp(-sums[0])) * sums[1] if fused else sums[0]
+        inside = used[:, None] & (n < N)[None, :]
+        at = (row[:, None], n[None, :]) if tiles.splits == 1 else (part, row[:, None], n[None, :])
+        plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=inside)
+        return tile
+
+    # Tile by tile: those of this program's share of the expert's pairs.
+    own = (pl.cdiv(count, tiles.rows) - spread + tiles.spread - 1) // tiles.spread
+    lax.fori_loop(0, own, lambda turn, _: one_tile(spread + turn * tiles.spread, _), 0)
+
+
+def addressable(array: Array) -> bool:
+    """Whether Pallas addresses the array rightly: up to 2³² bytes it counts elements in 32 bits, of which one is the sign."""
+    return array.size < 2**31 or array.size * array.dtype.itemsize > 2**32
+
+
+def _cost(x: Array, weight: Array, mean_load: float, tiles: ProductTiles) -> KernelCost:
+    """Under even routing: rows of all tiles that are begun, weights of every expert that has a pair, once. A dense matrix has one
+    "expert", whose rows are known."""
+    X, K, N = weight.shape[1], x.shape[1], math.prod(weight.shape[3:])
+    known = X == 1 and isinstance(mean_load, int)
+    rows = X * tiles.rows * (-(-mean_load // tiles.rows) if known else expected_tiles(mean_load, tiles.rows))
+    flops = 2.0 * rows * K * N
+    scales = 4 / BLOCK**2 if weight.dtype.itemsize == 1 else 0
+    read = (1 if known else X * (1 - math.exp(-mean_load))) * K * N * (weight.dtype.itemsize + scales)
+    pairs = X * mean_load
+    moved = read + pairs * K * x.dtype.itemsize
+    moved += pairs * weight.shape[-1] * (x.dtype.itemsize if tiles.splits == 1 else 4 * tiles.splits)
+    return KernelCost(flops, moved, hlo_dtype(x.dtype), assumed=not known)

@@ -1,0 +1,128 @@
+"""Each Pallas kernel, compiled for the GPU at hand, at DeepSeek-V3's widths, against the plain form in float32 on the same GPU."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dsjax.kernels.pallas import PallasKernels, attention, heads, products
+from dsjax.kernels.table import Kernels
+from dsjax.model.experts import ExpertProduct
+from dsjax.model.parameters import dequantise
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+M, O, G = 512, 64, 16  # V3's latents and rotary keys, and slots of a page
+PALLAS = Kernels(pallas=PallasKernels())
+
+
+def drawn(seed, *shape, dtype=BF16, scale=1.0):
+    values = jax.random.normal(jax.random.key(seed), shape, jnp.float32) * scale
+    return values.astype(dtype)
+
+
+def softmax_over_pages(q_latent, q_rope, latent, rope, start, length, tables, filled, scale):
+    """All in float32, a row at a time."""
+    found = []
+    for r in range(len(start)):
+        keys, ropes = (a[1][tables[r]].reshape(-1, a.shape[-1]).astype(jnp.float32) for a in (latent, rope))
+        own = start[r] + jnp.arange(q_latent.shape[1])
+        at = jnp.arange(keys.shape[0])
+        seen = at <= own[:, None]
+        if filled is not None:
+            seen &= filled[tables[r]].reshape(-1) | (at == own[:, None])
+        scores = jnp.einsum("chm,sm->chs", q_latent[r].astype(jnp.float32), keys)
+        scores = (scores + jnp.einsum("cho,so->chs", q_rope[r].astype(jnp.float32), ropes)) * scale
+        probs = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+        found.append(
+            jnp.where((jnp.arange(len(own)) < length[r])[:, None, None], jnp.einsum("chs,sm->chm", probs, keys), 0)
+        )
+    return jnp.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("R", "C", "H", "context", "holes"),
+    [
+        (3, 1, 128, 4096, False),  # a decode, split over the context
+        (32, 1, 16, 1024, False),  # heads of one of eight devices
+        (4, 3, 128, 777, True),  # drafts being verified, with holes
+        (2, 256, 128, 1024, False),  # chunks of prompts
+        (2, 40, 5, 130, False),  # nothing divides
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+def test_attention_is_softmax_over_each_rows_pages(R, C, H, context, holes, dtype, gpu):
+    pages = -(-context // G)
+    rng = np.random.default_rng(R)
+    tables = jnp.asarray(1 + rng.permutation(R * pages).reshape(R, pages).astype(np.int32))
+    start = jnp.asarray(rng.integers(0, context - C + 1, R).astype(np.int32)).at[0].set(context - C)
+    length = jnp.asarray(rng.integers(0, C + 1, R).astype(np.int32)).at[0].set(C)
+    filled = jnp.asarray(rng.random((R * pages + 1, G)) < 0.7) if holes else None
+    q_latent, q_rope = drawn(0, R, C, H, M, dtype=dtype), drawn(1, R, C, H, O, dtype=dtype)
+    latent, rope = (drawn(seed, 2, R * pages + 1, G, width, dtype=dtype) for seed, width in ((2, M), (3, O)))
+    scale = 0.5 / (M + O) ** 0.5
+
+    def run(*arrays):
+        cache = {"latent": arrays[2], "rope": arrays[3]}
+        return attention.latent_attention(
+            arrays[0], arrays[1], cache, np.dtype(dtype), jnp.int32(1), start, length, tables, filled, scale=scale
+        )
+
+    found = jax.jit(run)(q_latent, q_rope, latent, rope).astype(jnp.float32)
+    expected = softmax_over_pages(q_latent, q_rope, latent, rope, start, length, tables, filled, scale)
+    # bf16: weights and results are rounded to 8 bits; float32: another order of sums of 576 and of the context.
+    np.testing.assert_allclose(found, expected, atol=0.02 if dtype == jnp.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("stored", [BF16, FP8], ids=str)
+@pytest.mark.parametrize(("N", "load"), [(1, 0.1), (128, 4.0), (1024, 32.0), (4096, 512.0)])
+def test_experts_of_v3_are_those_of_the_plain_form(N, load, stored, gpu):
+    X, D, F, K = 8, 7168, 2048, 8
+    rng = np.random.default_rng(N)
+    ids = rng.integers(0, round(N * K / load), (N, K)).astype(np.int32)
+    ids[ids >= X] = -1
+    params = {
+        "gate_up.weight": drawn(0, 2, X, D, 2, F, dtype=stored, scale=D**-0.5 if stored == BF16 else 1.0),
+        "down.weight": drawn(1, 2, X, F, D, dtype=stored, scale=F**-0.5 if stored == BF16 else 1.0),
+        "layer": jnp.int32(1),
+    }
+    if stored == FP8:
+        params["gate_up.scale"] = jax.random.uniform(jax.random.key(3), (2, X, D // 128, 2, F // 128)) * D**-0.5
+        params["down.scale"] = jax.random.uniform(jax.random.key(4), (2, X, F // 128, D // 128)) * F**-0.5
+    arguments = params, drawn(2, N, D), jnp.asarray(ids), jnp.asarray(rng.random((N, K), np.float32))
+    options = {"weight_dtype": stored, "platform": "gpu", "mean_load": load}
+    found = jax.jit(ExpertProduct(kernels=PALLAS, **options))(*arguments).astype(jnp.float32)
+    plain = jax.jit(ExpertProduct(**options))(*arguments).astype(jnp.float32)
+    # Hidden values, each expert's result and the sum are rounded to 8 bits; plain rounds dequantised weights too.
+    np.testing.assert_allclose(found, plain, atol=0.03 * float(jnp.abs(plain).max() + 1e-6))
+
+
+@pytest.mark.parametrize("stored", [BF16, FP8], ids=str)
+@pytest.mark.parametrize(("K", "N"), [(7168, 1536), (7168, 576), (1536, 24576), (16384, 7168), (2048, 7168)])
+@pytest.mark.parametrize("T", [1, 32, 2048])
+def test_dense_matrices_of_v3_are_multiplied_with_in_the_stack(T, K, N, stored, gpu):
+    weight = drawn(0, 2, K, N, dtype=stored)
+    scale = jax.random.uniform(jax.random.key(1), (2, K // 128, -(-N // 128))) if stored == FP8 else None
+    x = drawn(2, T, K, scale=K**-0.5)
+    found = jax.jit(lambda w, s, x: products.dense(w, s, stored, jnp.int32(1), x))(weight, scale, x)
+    value = weight[1].astype(jnp.float32) if scale is None else dequantise(weight[1], scale[1], jnp.float32)
+    np.testing.assert_allclose(found.astype(jnp.float32), x.astype(jnp.float32) @ value, atol=0.03)
+
+
+@pytest.mark.parametrize("stored", [BF16, FP8], ids=str)
+@pytest.mark.parametrize(("T", "H"), [(32, 128), (2048, 16)])
+def test_keys_go_into_queries_and_values_onto_results(T, H, stored, gpu):
+    N = U = 128
+    weight = drawn(0, 2, M, H * (N + U), dtype=stored)
+    scale = jax.random.uniform(jax.random.key(1), (2, M // 128, H * 2)) if stored == FP8 else None
+    value = weight[1].astype(jnp.float32) if scale is None else dequantise(weight[1], scale[1], jnp.float32)
+    value = value.reshape(M, H, N + U)
+    q, out = drawn(2, T, H, N, scale=N**-0.5), drawn(3, T, H, M, scale=M**-0.5)
+    absorbed = jax.jit(lambda w, s, q: heads.absorb(w, s, stored, jnp.int32(1), q, U))(weight, scale, q)
+    expanded = jax.jit(lambda w, s, o: heads.expand(w, s, stored, jnp.int32(1), o, U))(weight, scale, out)
+    expected = jnp.einsum("thn,mhn->thm", q.astype(jnp.float32), value[..., :N])
+    np.testing.assert_allclose(absorbed.astype(jnp.float32), expected, atol=0.03)
+    expected = jnp.einsum("thm,mhu->thu", out.astype(jnp.float32), value[..., N:])
+    np.testing.assert_allclose(expanded.astype(jnp.float32), expected, atol=0.03)
