@@ -71,7 +71,9 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, weights, tm
     assert report["platform"] == "gpu"
     assert memory["arguments"] == memory["weights_total"] + memory["cache"] + memory["state"] + memory["inputs"]
     assert memory["total"] < memory["memory"]
-    assert all(c["asynchronous"] and c["axes"] == ["ep"] and c["times"] == 58 for c in report["collectives"])
+    layers = [c for c in report["collectives"] if c["times"] > 1]
+    assert all(c["asynchronous"] and c["axes"] == ["ep"] and c["times"] == 58 for c in layers)
+    assert len(report["collectives"]) - len(layers) <= 1  # the step's results, gathered for every host
     assert sum(c["kind"] in ("all-to-all", "ragged-all-to-all") for c in report["collectives"]) >= 2
     assert report["seconds"]["lower"] + report["seconds"]["compile"] < 300
     timeline = report["timeline"]
