@@ -99,7 +99,9 @@ def test_grammars_are_kept(served):
         "required": ["a"],
         "additionalProperties": False,
     }
-    answer = served.complete(prompt="x", max_tokens=40, structured_outputs={"json": schema})
+    answer = served.complete(
+        prompt="x", max_tokens=40, structured_outputs={"json": schema, "disable_any_whitespace": True}
+    )
     assert isinstance(json.loads(answer.json()["choices"][0]["text"])["a"], bool)
 
 
