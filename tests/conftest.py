@@ -1,6 +1,7 @@
 """Environment of every test: 32 emulated CPU devices, set before anything imports JAX; and how many processes share the tests."""
 
 import itertools
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -45,12 +46,32 @@ _set_environment()
 
 
 MOST_PROCESSES = 8
-"""Each has its own 32 devices and programs: some 3 GB at its worst."""
+PROCESS_BYTES = 4 * 2**30
+"""Each process has 32 devices and programs of its own."""
+
+
+def most_processes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """One more than there are cores, since many tests wait for a server or a process, as far as the memory goes.
+
+    Cores and memory are the container's where it has less than the machine, which is what cgroup 2 says.
+    """
+
+    def limit(name: str) -> list[float]:
+        try:
+            return [float(part) for part in (cgroup / name).read_text().split()]
+        except (OSError, ValueError):  # no such file, or no limit: "max"
+            return []
+
+    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if quota := limit("cpu.max"):
+        cores = min(cores, quota[0] / quota[1])
+    memory = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limit("memory.max")])
+    return max(1, min(math.ceil(cores) + 1, int(memory // PROCESS_BYTES), MOST_PROCESSES))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Processes of a run; `-n` on the command line wins. One more than there are cores, since many tests wait for a server or a process.
+    """Processes of a run; `-n` on the command line wins.
 
     pytest's own process alone for a single file, which one process would run anyhow, and where there is one GPU to share.
     """
@@ -60,7 +81,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return 0
     named = [Path(argument.partition("::")[0]) for argument in config.args]
     files = {file for path in named for file in (path.rglob("test_*.py") if path.is_dir() else [path])}
-    return 0 if len(files) < 2 else min((os.cpu_count() or 1) + 1, len(files), MOST_PROCESSES)
+    return 0 if len(files) < 2 else min(most_processes(), len(files))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from dsjax.engine.json_option import is_integer, parse_json_option, wrong_field
 from dsjax.errors import UserError
 
 FLAG = "--eplb-config"
@@ -50,10 +50,10 @@ class EplbConfig:
 
     def __post_init__(self):
         for name, least in (("window_size", 1), ("step_interval", 1), ("max_bytes_per_step", 1)):
-            if not _is_integer(getattr(self, name)) or getattr(self, name) < least:
+            if not is_integer(getattr(self, name)) or getattr(self, name) < least:
                 raise _wrong(name, getattr(self, name), f"an integer of at least {least}")
         redundant = self.num_redundant_experts
-        if redundant is not None and (not _is_integer(redundant) or redundant < 0):
+        if redundant is not None and (not is_integer(redundant) or redundant < 0):
             raise _wrong("num_redundant_experts", redundant, "an integer of at least 0")
         if not isinstance(self.log_balancedness, bool):
             raise _wrong("log_balancedness", self.log_balancedness, "true or false")
@@ -73,20 +73,7 @@ class EplbConfig:
         Raises:
             UserError: no JSON object, an unknown field, or a value that cannot be.
         """
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{FLAG} is not JSON ({error}); expected an object such as {EXAMPLE}") from error
-        if given is None:
-            return cls()
-        if not isinstance(given, Mapping):
-            raise UserError(f"{FLAG} is {given!r}; expected an object such as {EXAMPLE}")
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(map(str, given.keys() - set(known)))
-        if unknown:
-            raise UserError(f"{FLAG} has the unknown field {', '.join(unknown)}; the fields are {', '.join(known)}")
-        return cls(**given)
+        return cls() if given is None else parse_json_option(cls, given, FLAG, EXAMPLE)
 
     @property
     def read_interval(self) -> int:
@@ -99,9 +86,4 @@ class EplbConfig:
         return -(-self.window_size // self.read_interval)
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _wrong(name: str, found: Any, expected: str) -> UserError:
-    return UserError(f"{FLAG} has {name} {json.dumps(found, default=repr)}; expected {expected}")
+_wrong = partial(wrong_field, FLAG)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from dsjax.errors import UserError
+from dsjax.engine.json_option import is_integer, parse_json_option, wrong_field
 
 METHODS = ("mtp", "deepseek_mtp")
 """Accepted names; the second is an older name of the first in vLLM, and means the same."""
@@ -40,7 +39,7 @@ class SpeculativeConfig:
         if self.method not in METHODS:
             raise _wrong("method", self.method, '"mtp"')
         object.__setattr__(self, "method", "mtp")
-        if not _is_integer(self.num_speculative_tokens) or not 1 <= self.num_speculative_tokens <= MOST_DRAFTS:
+        if not is_integer(self.num_speculative_tokens) or not 1 <= self.num_speculative_tokens <= MOST_DRAFTS:
             raise _wrong("num_speculative_tokens", self.num_speculative_tokens, f"an integer from 1 to {MOST_DRAFTS}")
         if self.num_speculative_tokens_per_batch_size is not None:
             object.__setattr__(self, "num_speculative_tokens_per_batch_size", self._checked_ranges())
@@ -52,20 +51,7 @@ class SpeculativeConfig:
         Raises:
             UserError: no JSON object, an unknown field, a missing one, or a value that cannot be.
         """
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{FLAG} is not JSON ({error}); expected an object such as {EXAMPLE}") from error
-        if not isinstance(given, Mapping):
-            raise UserError(f"{FLAG} is {given!r}; expected an object such as {EXAMPLE}")
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(map(str, given.keys() - set(known)))
-        if unknown:
-            raise UserError(f"{FLAG} has the unknown field {', '.join(unknown)}; the fields are {', '.join(known)}")
-        if "method" not in given:
-            raise UserError(f"{FLAG} has no method; expected an object such as {EXAMPLE}")
-        return cls(**given)
+        return parse_json_option(cls, given, FLAG, EXAMPLE, required=("method",))
 
     def drafts(self, running: int) -> int:
         """How many tokens each row drafts while `running` requests are running on its DP rank."""
@@ -86,7 +72,7 @@ class SpeculativeConfig:
             raise _wrong(name, ranges, "a list of ranges [low, high, n], such as [[1, 64, 2], [65, 4096, 0]]")
         expected_low = 1
         for entry in ranges:
-            if not isinstance(entry, list | tuple) or len(entry) != 3 or not all(map(_is_integer, entry)):
+            if not isinstance(entry, list | tuple) or len(entry) != 3 or not all(map(is_integer, entry)):
                 raise _wrong(name, ranges, f"three integers [low, high, n] in place of {entry!r}")
             low, high, n = entry
             if low != expected_low:
@@ -103,9 +89,4 @@ class SpeculativeConfig:
         return tuple((low, high, n) for low, high, n in ranges)
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _wrong(name: str, found: Any, expected: str) -> UserError:
-    return UserError(f"{FLAG} has {name} {json.dumps(found, default=repr)}; expected {expected}")
+_wrong = partial(wrong_field, FLAG)

@@ -250,7 +250,7 @@ class Step:
         if hasattr(block, "mlp"):
             return block.mlp(x, self._multiply(index)), {}
         apply = lambda experts, x, routing: self._dispatch(experts, index, x, routing, active, copies)  # noqa: E731
-        y, _, report = block.moe(x, apply, self._on_each_rank, self._multiply(index))
+        y, _, report = block.moe(x, apply, self._on_each_rank, self._multiply(index, split_tokens=True))
         return y, report or {}
 
     def _matrices_in_place(self, tokens: _Tokens) -> frozenset[str]:
@@ -282,8 +282,12 @@ class Step:
             return takes_by_head(weight, scale, self.config.qk_nope_head_dim, self.config.v_head_dim)
         return products.takes(weight, scale)
 
-    def _multiply(self, index: Int[Array, ""]) -> Multiply:
-        """Products with the matrices of layer ``index`` of a stack: in the stack where they were left there."""
+    def _multiply(self, index: Int[Array, ""], *, split_tokens: bool = False) -> Multiply:
+        """Products with the matrices of layer ``index`` of a stack: in the stack where they were left there.
+
+        split_tokens: leave a replica's tokens split over its ``tp`` devices where the product is summed over them and ``tp`` divides
+        them. The shared experts' sum is then added to the routed experts', which come so, and both are gathered at once.
+        """
 
         def in_stack(matrix: Matrix, x: Array) -> Array:
             info = matrix.weight.info
@@ -292,6 +296,8 @@ class Step:
             spec, batch = self.rules.spec(info.logical_axes), self.spec.batch_axes
             depth, columns = spec[1], spec[2:]
             arrays = {"weight": matrix.weight[...]} | ({"scale": matrix.scale[...]} if hasattr(matrix, "scale") else {})
+
+            split = split_tokens and depth and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
 
             def local(arrays, index, x):
                 out = products.dense(
@@ -302,12 +308,15 @@ class Step:
                     x[0],
                     interpret=self.kernels.pallas.interpret,
                 )
-                return (jax.lax.psum(out, depth) if depth else out)[None]
+                if split:
+                    out = jax.lax.psum_scatter(out, depth, scatter_dimension=0, tiled=True)
+                elif depth:
+                    out = jax.lax.psum(out, depth)
+                return out[None]
 
             specs = (dict.fromkeys(arrays, spec), P(), P(batch, None, depth))
-            run = jax.shard_map(
-                local, mesh=self.mesh, in_specs=specs, out_specs=P(batch, None, *columns), check_vma=False
-            )
+            out_specs = P(batch, depth if split else None, *columns)
+            run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
             out = run(arrays, index, x.reshape(x.shape[0], -1, x.shape[-1]))
             return out.reshape(*x.shape[:-1], *out.shape[2:])
 
@@ -344,7 +353,11 @@ class Step:
             specs | {"layer": P()},
             experts=self.placement.n_physical,
         )
-        return self._constrain(y.reshape(B, T, D), self.spec.batch_axes), report
+        y = y.reshape(B, T, D)
+        # Where the shared experts' sum comes split, too, the two are added before they are gathered.
+        return y if self.kernels.name("other products") == "pallas" else self._constrain(
+            y, self.spec.batch_axes
+        ), report
 
     def mean_load(self, tokens: int, top_k: int) -> float:
         """Pairs of one physical expert in one product, if all ``tokens`` of the mesh are routed evenly."""

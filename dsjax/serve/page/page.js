@@ -137,6 +137,7 @@ for (const example of document.querySelectorAll("#examples button")) {
   example.addEventListener("click", () => {
     document.querySelector(`input[name=mode][value=${example.dataset.mode}]`).checked = true;
     $("prompt").value = example.textContent;
+    if (example.dataset.temperature) $("temperature").value = example.dataset.temperature;
     $("prompt").focus();
   });
 }

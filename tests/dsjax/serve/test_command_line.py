@@ -156,7 +156,6 @@ def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
             """Takes any."""
 
     monkeypatch.setattr(dsjax.engine.llm, "LLM", Broken)
-    monkeypatch.setattr(command, "prepare_devices", lambda mesh: None)
     monkeypatch.setattr(command, "write_continuations", lambda *_, **__: {0: "the values are not finite"})
     result = CliRunner().invoke(app, ["generate", "--prompt", "x"])
     assert result.exit_code == 1

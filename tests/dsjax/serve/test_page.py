@@ -226,7 +226,8 @@ def test_an_example_fills_the_prompt_and_code_is_set_in_a_fixed_width(browser, s
     server.answers = [("", "so:\n```python\ndef f():\n    pass\n```\ndone")]
     with opened(browser, server) as page:
         page.click("#examples button:first-of-type")
-        assert page.input_value("#prompt") == "def fibonacci(n):"
+        assert page.input_value("#prompt") == "import os\nimport sys\n\ndef main("
+        assert page.input_value("#temperature") == "0.3"
         assert page.is_checked("input[value=completion]")
         page.check("input[value=chat]")
         send(page, "hi")

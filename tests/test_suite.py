@@ -1,0 +1,67 @@
+"""How the suite is shared among processes: `pytest_xdist_auto_num_workers` and the order of files, in `conftest.py` beside this file."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def suite(pytestconfig):
+    return pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "processes"),
+    [
+        ([HERE], (), 5),
+        ([HERE / "dsjax" / "plan", HERE / "sharding"], (), 5),
+        ([__file__], (), 0),
+        ([f"{__file__}::test_a", f"{__file__}::test_b"], (), 0),
+        ([HERE / "dsjax" / "top"], (), 0),  # one file
+        ([__file__, HERE / "sharding" / "test_mesh.py"], (), 2),
+        ([HERE], ("-m", "gpu"), 0),
+    ],
+)
+def test_there_are_as_many_processes_as_there_is_to_share(suite, monkeypatch, arguments, asked, processes):
+    monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
+    monkeypatch.setattr(suite, "most_processes", lambda: 5)
+    config = SimpleNamespace(args=list(map(str, arguments)), invocation_params=SimpleNamespace(args=asked))
+    assert suite.pytest_xdist_auto_num_workers(config) == processes
+
+
+@pytest.mark.parametrize(
+    ("quota", "limit", "processes"),
+    [
+        ("max 100000", "max", 5),
+        ("200000 100000", "max", 3),
+        ("50000 100000", "max", 2),
+        ("max 100000", str(9 * 2**30), 2),
+        (None, None, 5),
+    ],
+)
+def test_a_container_s_cores_and_memory_bound_the_processes(suite, monkeypatch, tmp_path, quota, limit, processes):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**24}.__getitem__)
+    for name, text in (("cpu.max", quota), ("memory.max", limit)):
+        if text is not None:
+            (tmp_path / name).write_text(text + "\n")
+    assert suite.most_processes(tmp_path) == processes
+
+
+def test_files_with_slow_tests_come_first_and_whole(suite):
+    def item(file: str, name: str, slow: bool):
+        return SimpleNamespace(path=file, name=name, get_closest_marker=lambda _: slow or None)
+
+    items = [
+        item("a", "1", False),
+        item("b", "2", False),
+        item("b", "3", True),
+        item("b", "4", False),
+        item("c", "5", False),
+    ]
+    suite.pytest_collection_modifyitems(items)
+    assert [each.name for each in items] == ["2", "3", "4", "1", "5"]
