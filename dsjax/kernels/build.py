@@ -69,8 +69,9 @@ def find_or_build(folder: Path | None) -> Found:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Hold the lock of a library that is to be built, as no other process of this host does; without effect where the system has none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as file:
+    owner, name = getattr(os, "getuid", int)(), hashlib.sha256(str(path).encode()).hexdigest()[:16]
+    # Not beside the library: where nothing can be built, nothing is left there either.
+    with Path(tempfile.gettempdir(), f"dsjax-{owner}-{name}.lock").open("w") as file:
         try:
             import fcntl
         except ImportError:
