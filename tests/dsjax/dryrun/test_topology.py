@@ -71,7 +71,10 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, tmp_path):
     assert report["platform"] == "gpu"
     assert memory["arguments"] == memory["weights_total"] + memory["cache"] + memory["state"] + memory["inputs"]
     assert memory["total"] < memory["memory"]
-    assert all(c["asynchronous"] and c["axes"] == ["ep"] and c["times"] == 58 for c in report["collectives"])
+    in_layers = [c for c in report["collectives"] if c["times"] == 58]
+    assert all(c["asynchronous"] and c["axes"] == ["ep"] for c in in_layers)
+    # Beside them the step's outcome, a few hundred bytes that every rank gets.
+    assert all(c["times"] == 1 and c["operand_bytes"] < 4096 for c in report["collectives"] if c not in in_layers)
     assert sum(c["kind"] in ("all-to-all", "ragged-all-to-all") for c in report["collectives"]) >= 2
     assert report["seconds"]["lower"] + report["seconds"]["compile"] < 300
     timeline = report["timeline"]
