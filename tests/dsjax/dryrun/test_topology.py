@@ -85,9 +85,10 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, tmp_path):
     assert sum(timeline["critical_path"]["by_bound"].values()) == pytest.approx(timeline["step_seconds"])
     # A layer of 58 alike, beside three dense ones and the head.
     assert 58 * timeline["layer_seconds"] < timeline["step_seconds"] < 66 * timeline["layer_seconds"]
-    # The program computes about what even routing asks of the experts: padding at most doubles it.
-    experts = timeline["by_scope"]["experts/dispatch/experts"]["flops"]
-    assert report["costs"]["expert_flops"] <= experts <= 2 * report["costs"]["expert_flops"]
+    # The program computes about what even routing asks of the experts, in kernels with scopes of their own: padding about doubles it.
+    scopes = timeline["by_scope"].items()
+    experts = sum(scope["flops"] for name, scope in scopes if name.startswith("experts/dispatch/experts"))
+    assert report["costs"]["expert_flops"] <= experts <= 2.001 * report["costs"]["expert_flops"]
     assert (tmp_path / "t.png").is_file()
 
 
