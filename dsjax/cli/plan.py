@@ -88,10 +88,19 @@ def plan(
     prefill_instances: Annotated[int | None, typer.Option(help="Separated: how many of them.")] = None,
     decode_instances: Annotated[int | None, typer.Option(help="Separated: how many of them.")] = None,
     max_devices: Annotated[int | None, typer.Option(help="Use no more devices than this.")] = None,
+    max_devices_per_instance: Annotated[
+        int | None, typer.Option(help="No instance is wider than this: what one failure takes down.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(help="Of one device, in any currency: the cost of a million output tokens follows.")
+    ] = None,
     explain: Annotated[
         str | None, typer.Option(help="Derivation of the best: tpot, ttft, throughput or memory.")
     ] = None,
-    sweep: Annotated[list[str] | None, typer.Option(help="latency, bandwidth or loss-of-hosts; repeatable.")] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="latency, bandwidth or loss-of-hosts, or at your own points: latency=1,10,100; repeatable."),
+    ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Play arrivals through on the best: percentiles, goodput.")
     ] = False,
@@ -137,6 +146,7 @@ def plan(
     from dsjax.plan.simulation.report import show_simulation, simulations
     from dsjax.plan.skew import read_skew
     from dsjax.plan.static import STATIC_MODES, no_room, show_static, static_of
+    from dsjax.plan.sweep import read_sweep
     from dsjax.plan.sweep import sweep as run_sweep
     from dsjax.plan.workload import Lengths, Objective, Options, Pins, Workload
     from sharding.mesh import MeshSpec
@@ -168,10 +178,16 @@ def plan(
         raise UserError(
             f"{given} is of a service, --mode {mode} is one batch of every layout; give aggregated, separated or both"
         )
+    swept_points = [read_sweep(text) for text in sweep or ()]
     serving = find_engine(engine)
     config = load_config(model)
     modules = read_measured(measured, config) if measured else None
     found = find_cluster(cluster, modules)
+    if price_per_hour is not None:
+        if not price_per_hour > 0:
+            raise UserError(f"--price-per-hour is {price_per_hour:g}, expected more than 0")
+        priced = dataclasses.replace(found.hardware, price_per_hour=price_per_hour)
+        found = dataclasses.replace(found, hardware=priced)
     question = Question(
         config,
         found.resized(hosts) if hosts else found,
@@ -206,6 +222,7 @@ def plan(
                 prefill_instances,
                 decode_instances,
             ),
+            max_devices_per_instance,
         ),
     )
     console = report_console()
@@ -227,7 +244,7 @@ def plan(
         options = dataclasses.replace(question.options, engine=PUBLISHED, dispatch=dispatch or PUBLISHED.dispatch)
         beside = published_beside(answer.winner, search(dataclasses.replace(question, options=options)).winner)
     best = answer.winner or (answer.missed[0] if answer.missed else None)
-    sweeps = [run_sweep(question, best, quantity) for quantity in sweep or ()] if best else []
+    sweeps = [run_sweep(question, best, *points) for points in swept_points] if best else []
     outcomes = (
         simulations(
             best,

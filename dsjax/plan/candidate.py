@@ -49,6 +49,14 @@ class Candidate:
         return self.throughput / self.devices
 
     @property
+    def cost(self) -> Figure | None:
+        """Price of a million output tokens, in the currency of the devices' price an hour; None where that is not given."""
+        price = self.decode.cluster.hardware.price_per_hour
+        if price is None:
+            return None
+        return (price * self.devices / 3600 * 1e6 / self.throughput).named("cost of a million output tokens")
+
+    @property
     def per_user(self) -> Figure:
         """Tokens a second that a user sees."""
         return 1.0 / self.tpot
@@ -94,6 +102,7 @@ class Candidate:
             "output_tokens_per_s": self.throughput.to_json(),
             "output_tokens_per_s_device": self.per_device.to_json(),
             "tokens_per_s_user": self.per_user.to_json(),
+            "cost_per_million_output_tokens": self.cost.to_json() if self.cost else None,
             "weight_bytes_per_device": self.decode.memory.weights_total,
             "cache_tokens_per_dp_rank": self.decode.memory.cache_tokens.to_json(),
             "max_batch_per_dp_rank": self.decode.max_batch,
@@ -242,17 +251,19 @@ def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
 def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
     """Prefill and decode on instances of their own; the latent cache travels between them.
 
-    The rate is the smaller of what the two sides sustain, prefill at 85 % at most. With a given concurrency the loop is closed:
+    The rate is the smaller of what the two sides sustain, prefill at 85 % at most; where that is prefill's, fewer than `batch`
+    requests of a rank decode at once. With a given concurrency the loop is closed:
     of `batch` requests a rank some decode and the others are at their prompts, and by Little's law all of them are the rate × their stay.
     """
     output, work = instance.workload.output.mean, instance.workload
-    decoding_at_once = batch if work.concurrency is None else _decoding(pool, prefill_count, instance, count, batch)
+    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch)
     tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
-    users = exact(decoding_at_once * instance.replicas * count, "requests that decode at once")
-    decoding = tpot * max(output - 1, 1.0)
     transfer = _transfer(instance).named("cache transfer", "s")
     first = transfer + (instance.decode_step(decoding_at_once) * 0.5).named("step in progress", "s")
-    can_decode = (users / decoding).named("requests a second, decode", "1/s")
+    # With room for more requests than prefill sends, decode could still do what it does with all of them.
+    room = batch if work.concurrency is None else decoding_at_once
+    users = exact(room * instance.replicas * count, "requests that decode at once")
+    can_decode = (users / (instance.tpot(room) * max(output - 1, 1.0))).named("requests a second, decode", "1/s")
     most = _BUSY if work.concurrency is None else 1.0
     can_prefill = (pool.rate * (prefill_count * most)).named("requests a second, prefill", "1/s")
     rate = smallest(can_decode, can_prefill)
@@ -273,11 +284,14 @@ def quick_separated(pool: PrefillPool, prefill_count: int, instance: Instance, c
     """`separated` with middle values only, for the search."""
     output, work = instance.workload.output.mean, instance.workload
     closed = work.concurrency is not None
-    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch) if closed else batch
-    step = instance.decode_step(decoding_at_once).value
+    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch)
+    exactly = decoding_at_once == batch
+    step = instance.decode_step(batch).value if exactly else instance.decode_curve(decoding_at_once)
     tpot = step / instance.options.tokens_a_step.value
     users = decoding_at_once * instance.replicas * count
-    can_decode = users / (tpot * max(output - 1, 1.0))
+    room, full = (decoding_at_once, step) if closed else (batch, instance.decode_step(batch).value)
+    outputs = max(output - 1, 1.0) / instance.options.tokens_a_step.value
+    can_decode = room * instance.replicas * count / (full * outputs)
     can_prefill = pool.rate.value * (prefill_count * (1.0 if closed else _BUSY))
     rate = min(can_decode, can_prefill)
     if closed:
@@ -297,26 +311,27 @@ def _quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step
 
 
 def _decoding(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> float:
-    """Requests of a rank that decode, where `batch` of each are in the loop: by bisection of Little's law.
+    """Requests of a rank that decode, where it has room for `batch`, or `batch` of each are in a closed loop: by Little's law.
 
-    So many that decode leave at a rate, at which prompts take so long that the rest of the loop is full.
+    So many that decode leave at a rate that prefill keeps up with; in a closed loop, at one at which prompts take so long that
+    the rest of the loop is full.
     """
-    slots, seconds = instance.replicas * count, instance.decode_curve
+    slots, closed = instance.replicas * count, instance.workload.concurrency is not None
     outputs = max(instance.workload.output.mean - 1, 1.0) / instance.options.tokens_a_step.value
-    most = pool.rate.value * prefill_count
-    low, high = 0.0, batch
+    most = pool.rate.value * prefill_count * (1.0 if closed else _BUSY)
+    if not closed and batch * slots / (outputs * instance.decode_step(batch).value) <= most:
+        return batch
+    low, high, seconds = 0.0, batch, instance.decode_curve
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         step = seconds(middle)
         rate = middle * slots / (outputs * step)
-        if (
-            rate >= most
-            or middle * slots + rate * _quick_first(pool, prefill_count, instance, step, rate) > batch * slots
-        ):
-            high = middle
-        else:
-            low = middle
-    return low
+        full = rate >= most
+        if closed and not full:
+            first = _quick_first(pool, prefill_count, instance, step, rate)
+            full = middle * slots + rate * first > batch * slots
+        low, high = (low, middle) if full else (middle, high)
+    return low if closed else high
 
 
 def _transfer(instance: Instance) -> Figure:

@@ -175,6 +175,12 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
         f"[{memory.cache_tokens.low:,.0f} … {memory.cache_tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests",
         highlight=False,
     )
+    if winner.cost:
+        cost, price = winner.cost, winner.decode.cluster.hardware.price_per_hour
+        console.print(
+            f"a million output tokens cost {cost.value:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
+            highlight=False,
+        )
     moves = [str(b) for b in bottlenecks(winner) if b.gain > 1.01][:3]
     console.print(
         "twice as much of one thing would give: " + ("; ".join(moves) or "nothing alone, by more than 1 %"),

@@ -105,6 +105,9 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
             copies=question.devices <= 64,
         )
     )
+    widest = question.options.widest
+    if widest is not None:
+        found = [layout for layout in found if layout.devices <= widest]
     wanted = question.options.mesh
     if wanted is not None:
         possible, found = found, [layout for layout in found if layout.mesh == wanted]

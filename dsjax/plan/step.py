@@ -138,7 +138,10 @@ class StepModel:
             config, mesh, places = self.config, self.layout.mesh, self.expert_slots()
             own = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
             each = expert_bytes(config, mesh.expert_width_shards, self.precision)
-            sent = exact(own * each * config.num_moe_layers, "bytes that a rank receives in a rebalance", "B")
+            sent = Figure(
+                own * each * config.num_moe_layers, kinds=Kind.ASSUMPTION, name="bytes that a rank receives in a rebalance",
+                unit="B", source="the policy, run on loads that drift as assumed",
+            )  # fmt: skip
             time = moved_bytes(self.cluster, mesh.ep_size, sent) / STEP_INTERVAL
             self.shared[key] = time.named("moving experts", "s")
         return {"moving experts": self.shared[key]}

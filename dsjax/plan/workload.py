@@ -141,6 +141,7 @@ class Options:
     dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
     instance; None searches. measured: times of modules, taken where they are of a layout. operators: tables of operations. host:
     `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of separated services.
+    widest: most devices of an instance, None for all.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -160,6 +161,7 @@ class Options:
     host: str = "overlapped"
     engine: Engine = PUBLISHED
     pins: Pins = field(default_factory=lambda: Pins())
+    widest: int | None = None
 
     def __post_init__(self):
         if self.host not in HOST_TIMES:
@@ -178,6 +180,7 @@ class Options:
             ("--mtp", self.drafts, 0),
             ("--prefill-tokens", self.prefill_tokens, 1),
             ("--max-devices", self.max_devices, 1),
+            ("--max-devices-per-instance", self.widest, 1),
             ("--redundant-experts", self.redundant, 0),
         ):
             if value is not None and value < least:

@@ -47,8 +47,8 @@ def test_one_more_row_or_page_would_not_fit(tmp_path, monkeypatch):
     )
     totals = {}
 
-    def recorded(asked, config, mesh):
-        compiled = compile_step(asked, config, mesh)
+    def recorded(asked, config, mesh, exchange):
+        compiled = compile_step(asked, config, mesh, exchange)
         totals[asked.rows, asked.row_tokens, asked.engine.cache_tokens] = DeviceMemory.of(compiled).total
         return compiled
 

@@ -24,8 +24,9 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, **options) -> 
         **options,
     )
     llm.engine.core._balancer._pool = InlinePool()
-    speculation = llm.executor.buckets.speculation
-    llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)
+    executor = getattr(llm.executor, "inner", llm.executor)
+    speculation = executor.buckets.speculation
+    executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)
     return llm
 
 

@@ -13,10 +13,12 @@ from layouts import TINY, prompts, write_checkpoint
 from dsjax import SamplingParams
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step
+from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, Step
 from dsjax.engine.eplb import EplbConfig, RebalanceUnderWayError
 from dsjax.engine.executor import ExpertSlots
 from dsjax.engine.expert_balancer import decide
 from dsjax.engine.expert_location import ExpertLocation
+from dsjax.engine.step_record import Collected, Launched, StepRecord, collected
 from dsjax.errors import UserError
 from sharding import MeshSpec
 from sharding.balancing import rank_loads, rebalance
@@ -196,6 +198,31 @@ def test_a_failure_in_the_middle_gives_the_rebalance_up_and_serving_goes_on(llm,
     assert failed.is_set()
     assert stats(llm).failures == failures + 1
     assert "Rebalancing experts is given up" in caplog.text
+
+
+def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, llm, tmp_path, expected):
+    path = tmp_path / "steps.dsjax"
+    recorded = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="gather", record_steps=str(path))
+    try:
+        assert generate(recorded, TOKENS) == expected
+        final = recorded.executor.expert_slots.physical_to_logical
+    finally:
+        recorded.shutdown()
+    again = load(checkpoint, "dp=8", dispatch="gather")
+    try:
+        assert (again.executor.expert_slots.physical_to_logical != final).any()
+        kinds, results = set(), {}
+        for frame in StepRecord(path):
+            if isinstance(frame, Launched):
+                kinds.add(type(frame.command))
+                found = again.executor.collect(again.executor.launch(frame.command))
+                results[frame.number] = collected(frame.number, 0.0, frame.command, found)
+            elif isinstance(frame, Collected):
+                assert frame.ranks == results[frame.number].ranks
+        np.testing.assert_array_equal(again.executor.expert_slots.physical_to_logical, final)
+        assert kinds >= {Step, ReadLoads, StageExperts, PlaceExperts}
+    finally:
+        again.shutdown()
 
 
 def slots_of(**changed) -> ExpertSlots:

@@ -100,9 +100,9 @@ def test_the_searchs_quick_figures_are_the_middle_of_the_full_ones(batch):
     cluster = load_cluster("h200-8")
     instance = asked(cluster).instance(parse_layout("dp=4", 0, CONFIG), {"shared": {}})
     pool = prefill_pool(instance, 8192)
-    for quick, full in (
-        (quick_aggregated(instance, 2, batch, 4096), aggregated(instance, 2, batch, 4096)),
-        (quick_separated(pool, 1, instance, 1, batch), separated(pool, 1, instance, 1, batch)),
-    ):
+    both = quick_aggregated(instance, 2, batch, 4096), aggregated(instance, 2, batch, 4096), 1e-9
+    # Where prefill holds decode up, the search reads the step of those that still decode off a curve.
+    apart = quick_separated(pool, 1, instance, 1, batch), separated(pool, 1, instance, 1, batch), 1e-2
+    for quick, full, rounding in (both, apart):
         for name in ("ttft", "tpot", "throughput"):
-            assert getattr(quick, name).value == pytest.approx(getattr(full, name).value, rel=1e-9)
+            assert getattr(quick, name).value == pytest.approx(getattr(full, name).value, rel=rounding)

@@ -171,3 +171,40 @@ def test_the_header_repeats_the_question_and_a_narrow_terminal_keeps_the_deploym
     found = re.findall(r"\d × [dt]p=\d", narrow.partition("winner")[0])
     assert len(found) == 4, "the table comes in two parts, each with the deployments of its two rows"
     assert "first bottleneck" in narrow
+
+
+def test_no_instance_is_wider_than_is_allowed_and_a_price_gives_a_cost():
+    base = ["plan", "--cluster", "h200-32", "--mode", "aggregated", "--redundant-experts", "0", "--json", "-"]
+    options = [*base, "--max-devices-per-instance", "8", "--price-per-hour", "2"]
+    found = json.loads(CliRunner().invoke(app, options, catch_exceptions=False).stdout)
+    assert all(one["devices"] // one["instances"] <= 8 for one in found["ranked"])
+    first = found["ranked"][0]
+    per_hour = first["output_tokens_per_s"]["value"] * 3600
+    assert first["cost_per_million_output_tokens"]["value"] == pytest.approx(2 * first["devices"] / per_hour * 1e6)
+    assert "at 2 a device and hour" in run("--price-per-hour", "2")
+    assert json.loads(run("--json", "-"))["ranked"][0]["cost_per_million_output_tokens"] is None
+
+
+def test_a_sweep_has_the_points_that_were_asked_for():
+    found = json.loads(run("--mesh", "tp=8,ep=1", "--sweep", "latency=50,3", "--sweep", "bandwidth=1", "--json", "-"))
+    latency, bandwidth = found["sweeps"]
+    now = latency["now"]
+    assert [point["value"] for point in latency["points"]] == sorted({3, 50, now})
+    assert bandwidth["points"][0]["value"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("power", "expected one of latency, bandwidth, loss-of-hosts"),
+        ("latency=", "are no numbers"),
+        ("latency=1,fast", "are no numbers"),
+        ("bandwidth=0", "0 is not above 0"),
+        ("loss-of-hosts=0.5", "0.5 is not a number of hosts"),
+        ("loss-of-hosts=1", "the cluster has 1 hosts; expected fewer"),
+    ],
+)
+def test_a_sweep_at_no_possible_points_is_refused(text, reason):
+    found = CliRunner().invoke(app, [*BASE, "--mesh", "tp=8,ep=1", "--sweep", text])
+    assert isinstance(found.exception, UserError)
+    assert reason in str(found.exception)

@@ -1,0 +1,131 @@
+"""What host memory below the device's cache is worth: the same requests with a small cache, with host memory too, and with a large one.
+
+    python tools/bench_tiers.py
+    python tools/bench_tiers.py --beginnings 64 --requests 256 --mesh dp=2
+
+Requests begin with one of `--beginnings` prompts of `--prompt-tokens` random tokens, drawn at random, which together are `--excess` times
+what the small cache holds; one token more makes each its own. They come one after another, while another request decodes all the
+time: its time from token to token (ITL) tells whether steps wait for pages that move. Given are the tokens found cached, the time to
+the first token, that time between tokens, and the pages that moved. All three must make the same tokens.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+class Load:
+    """One engine's run."""
+
+    def __init__(self, llm, beginnings, order):
+        self.llm, self.engine = llm, llm.engine
+        self.ttft: list[float] = []
+        self.between: list[float] = []
+        self.cached = self.asked = 0
+        self.tokens: list[tuple[int, ...]] = []
+        self._watched, self._decoding = 0, False
+        for number, beginning in enumerate(beginnings):  # fill whatever there is room in
+            self._ask(f"fill-{number}", [*beginning, 5], measured=False)
+        for number, index in enumerate(order):
+            self._ask(f"ask-{number}", [*beginnings[index], 10 + number % 500], measured=True)
+
+    def _ask(self, name: str, tokens: list[int], *, measured: bool) -> None:
+        from dsjax import SamplingParams
+        from dsjax.engine.sampling_params import OutputKind
+
+        greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        watched = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=OutputKind.DELTA)
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, greedy)
+        last = None
+        while True:
+            if not self._decoding:
+                self._decoding = True
+                self._watched += 1
+                self.engine.add_request(f"watched-{self._watched}", {"prompt_token_ids": [7, 8, 9]}, watched)
+                last = None
+            for output in self.engine.step():
+                if output.request_id.startswith("watched"):
+                    self._decoding = not output.finished
+                    now = time.monotonic()
+                    if last is not None and measured:
+                        self.between.append(now - last)
+                    last = now
+                elif output.finished:
+                    if measured:
+                        self.ttft.append(output.metrics.first_token_time - output.metrics.arrival_time)
+                        self.cached += output.num_cached_tokens
+                        self.asked += len(tokens)
+                        self.tokens.append(tuple(output.outputs[0].token_ids))
+                    return
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Pages that went to host memory, and that came back."""
+        counts = [load.host for load in self.engine.core.loads() if load.host is not None]
+        return sum(one.stored for one in counts), sum(one.fetched for one in counts)
+
+
+def main() -> int:
+    """Run the three, print the table; 1 where tokens differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--mesh", default="dp=1")
+    parser.add_argument("--beginnings", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--excess", type=int, default=4)
+    args = parser.parse_args()
+
+    from dsjax import LLM
+    from sharding import MeshSpec
+    from sharding.emulation import emulate_devices
+
+    spec = MeshSpec.parse(args.mesh)
+    emulate_devices(spec.num_devices)
+    choose = random.Random(1)
+    beginnings = [[choose.randrange(10, 4000) for _ in range(args.prompt_tokens)] for _ in range(args.beginnings)]
+    order = [choose.randrange(args.beginnings) for _ in range(args.requests)]
+    whole = -(-args.beginnings * args.prompt_tokens // (16 * spec.dp_size)) * 16
+    small = max(-(-whole // (16 * args.excess)) * 16, 512)
+    systems = {
+        "small": {"cache_tokens": small},
+        "small + host": {"cache_tokens": small, "host_cache_bytes": 1 << 30},
+        "large": {"cache_tokens": 2 * whole + 1024},
+    }
+    table = Table(
+        title=f"{args.requests} requests, {len(beginnings)} beginnings of {args.prompt_tokens} tokens, {spec}"
+    )
+    for title in ("", "cached", "TTFT ms", "P90", "ITL ms", "P99", "stored", "fetched"):
+        table.add_column(title, justify="left" if not title else "right")
+    answers = []
+    for name, options in systems.items():
+        llm = LLM(args.model, mesh=args.mesh, max_model_len=512, max_num_seqs=4, **options)
+        llm.executor.warm_up()
+        load = Load(llm, beginnings, order)
+        answers.append(load.tokens)
+        table.add_row(
+            name,
+            f"{load.cached / load.asked:.1%}",
+            f"{statistics.median(load.ttft) * 1e3:.2f}",
+            f"{statistics.quantiles(load.ttft, n=10)[-1] * 1e3:.2f}",
+            f"{statistics.median(load.between) * 1e3:.2f}",
+            f"{statistics.quantiles(load.between, n=100)[-1] * 1e3:.2f}",
+            *(str(count) for count in load.moved),
+        )
+        llm.shutdown()
+    Console().print(table)
+    same = all(answer == answers[0] for answer in answers)
+    print("the same tokens from all" if same else "TOKENS DIFFER")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
