@@ -56,9 +56,10 @@ def find_or_build(folder: Path | None) -> Found:
     try:
         if path.is_file():
             return Found(path) if _tried(path) else _try(path)
-        with _alone(
-            path
-        ):  # several processes of one host start together: one builds, and the others find what it built
+        if compiler() is None:
+            return build(path)  # which says what brings one
+        # Several processes of one host start together: one builds, the others find what it built.
+        with _alone(path.parent):
             if path.is_file():
                 return Found(path) if _tried(path) else _try(path)
             return build(path)
@@ -67,17 +68,20 @@ def find_or_build(folder: Path | None) -> Found:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of a library that is to be built, as no other process of this host does; without effect where the system has none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as file:
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, as no other process of this host does then; without effect where the system has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:
         yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # gives the lock back
 
 
 def find_prebuilt(folder: Path) -> Found:
