@@ -11,7 +11,7 @@ from dsjax.engine.plan import RankPlan, StepPlan
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import Request, Status
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig, Update
-from dsjax.engine.stats import DraftCounts, StepStats
+from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
 from dsjax.engine.step_writer import StepWriter, clear_command
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
@@ -137,7 +137,7 @@ class EngineCore:
             ranks=self.loads(),
             experts=counts.experts,
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
-            balance=self._balancer.stats if self._balancer else None,
+            balance=self.balance(),
         )
         return updates
 
@@ -151,6 +151,10 @@ class EngineCore:
     def loads(self) -> list[RankLoad]:
         """What each rank has to do, and has room for."""
         return self.scheduler.loads()
+
+    def balance(self) -> BalanceStats | None:
+        """What came of balancing experts so far; None where they stay where they are."""
+        return self._balancer.stats if self._balancer else None
 
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it. Running requests keep what they read.

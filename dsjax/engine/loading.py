@@ -21,16 +21,16 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
-from dsjax.engine import device_state, expert_programs
+from dsjax.engine import expert_programs
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.cache import Pool
 from dsjax.engine.executor import Executor, ExecutorLimits
 from dsjax.engine.leader import LeaderExecutor
+from dsjax.engine.memory import beside_the_cache, check_device_memory, check_host_memory
 from dsjax.engine.mesh_executor import MeshExecutor
-from dsjax.engine.process import available_bytes, enable_compile_cache, explained_out_of_memory, keep_freed_memory
-from dsjax.engine.programs import Programs
+from dsjax.engine.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
@@ -139,7 +139,7 @@ def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progres
 
     def read() -> dict[str, Array]:
         if on_cpu:
-            _check_host_memory(args, step)
+            check_host_memory(args, step)
         else:
             check_device_memory(args, step, Pool.of(step, 0))
         with explained_out_of_memory("its weights were loaded", smaller):
@@ -294,65 +294,6 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
             f"--max-model-len is {args.max_model_len}, but the model has {config.max_position_embeddings} positions; lower it"
         )
     return args.max_model_len or config.max_position_embeddings
-
-
-def _check_host_memory(args: EngineArgs, step: Step) -> None:
-    """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read."""
-    available = available_bytes()
-    needed = _weight_bytes(step) * len(step.mesh.local_devices)
-    if available is not None and needed > available:
-        raise UserError(
-            f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {len(step.mesh.local_devices)} emulated devices, and this "
-            f"host has {available / 1e9:,.1f} GB of memory available; use a mesh of fewer devices or a smaller model, or look at "
-            f"this one with dsjax dryrun --model {args.model} --mesh {step.spec}"
-        )
-
-
-def check_device_memory(args: EngineArgs, step: Step, pool: Pool | None) -> None:
-    """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything.
-
-    Raises:
-        UserError: with what the weights take, and what would fit.
-    """
-    needed = _weight_bytes(step)
-    if pool is None or needed <= pool.room:
-        return
-    ways = ["use a mesh of more devices"] + (["--weights fp8"] if args.weights != "fp8" else [])
-    whole = pool.size / args.gpu_memory_utilization
-    if needed < 0.95 * whole:
-        ways.append(f"a --gpu-memory-utilization above {needed / whole:.2f} (it is {args.gpu_memory_utilization:g})")
-    raise UserError(
-        f"the weights of {args.model} take {needed / 1e9:,.1f} GB on each device of {step.spec}, and the pool of a device has "
-        f"{pool.room / 1e9:,.1f} GB of {pool.size / 1e9:,.1f} GB free; {', or '.join(ways)}. "
-        "dsjax dryrun --fit says what a mesh has room for"
-    )
-
-
-def _weight_bytes(step: Step) -> int:
-    """Bytes of all weights on one device."""
-    found = 0
-    for info in step.table.infos.values():
-        sharding = step.rules.sharding(step.mesh, info.logical_axes, info.shape)
-        found += math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
-    return found
-
-
-def beside_the_cache(
-    step: Step, params: Mapping[str, Array], limits: ExecutorLimits, buckets: Buckets, num_drafts: int
-) -> int:
-    """Bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
-
-    They are the program's temporaries, its results, of which two steps in flight have two each, and what the state has beside the
-    cache. ``limits`` may have any number of pages: none of this depends on it.
-    """
-    state = device_state.describe(step, limits, num_drafts)
-    programs = Programs(step, params, state, limits)
-    shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
-    largest = max(shapes, key=lambda shape: shape.tokens)
-    stats = programs.lower_step(largest).compile().memory_analysis()
-    arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(replace(state, cache={})))}
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return stats.temp_size_in_bytes + 2 * results + sum(device_bytes(arrays).values())
 
 
 def _sizes(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:

@@ -56,10 +56,9 @@ def find_or_build(folder: Path | None) -> Found:
     try:
         if path.is_file():
             return Found(path) if _tried(path) else _try(path)
-        if compiler() is None:
-            return build(path)  # which says what brings one
-        # Several processes of one host start together: one builds, the others find what it built.
-        with _alone(path.parent):
+        with _alone(
+            path
+        ):  # several processes of one host start together: one builds, and the others find what it built
             if path.is_file():
                 return Found(path) if _tried(path) else _try(path)
             return build(path)
@@ -68,20 +67,18 @@ def find_or_build(folder: Path | None) -> Found:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, as no other process of this host does then; without effect where the system has none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock of a library that is to be built, as no other process of this host does; without effect where the system has none."""
+    owner, name = getattr(os, "getuid", int)(), hashlib.sha256(str(path).encode()).hexdigest()[:16]
+    # Not beside the library: where nothing can be built, nothing is left there either.
+    with Path(tempfile.gettempdir(), f"dsjax-{owner}-{name}.lock").open("w") as file:
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
         yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)  # gives the lock back
 
 
 def find_prebuilt(folder: Path) -> Found:

@@ -19,16 +19,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
-from dsjax.kernels.pallas import products
-from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.attention import Cache, PagedAttention, Rows
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import Form, common_layout
+from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.mla import Projections
 from dsjax.model.moe import RoutedExperts
-from dsjax.model.parameters import Matrix, Multiply, ParameterTable
+from dsjax.model.parameters import ParameterTable
 from dsjax.model.rope import Rotation
 from dsjax.model.router import Routing
 from dsjax.model.rows import RowGroup, flatten
@@ -200,7 +199,7 @@ class Step:
         # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
         # first copy a layer's experts on CPU, all of them, for the few that have tokens.
         # GPUs multiply with the other matrices in place as well, where a kernel can.
-        in_place = self._matrices_in_place(tokens)
+        in_place = self._in_place.names([group.shape.form for group in tokens.groups])
         graph, whole, weights = nnx.split(
             stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...
         )
@@ -228,7 +227,7 @@ class Step:
         return self._constrain(x + y, self.spec.batch_axes), cache, report
 
     def _attend(self, block: DecoderLayer, index: Int[Array, ""], x, cache: Cache, layer, tokens: _Tokens):
-        attention, mla, multiply = self.attention, block.attn, self._multiply(index)
+        attention, mla, multiply = self.attention, block.attn, self._in_place.multiply(index)
         in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
         by_head = index if in_stack else None
         query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups)
@@ -248,79 +247,10 @@ class Step:
     def _feed_forward(self, block: DecoderLayer, index: Int[Array, ""], x: Float[Array, "B T D"], active, copies):
         """The dense MLP, or the experts of layer ``index`` of the stack."""
         if hasattr(block, "mlp"):
-            return block.mlp(x, self._multiply(index)), {}
+            return block.mlp(x, self._in_place.multiply(index)), {}
         apply = lambda experts, x, routing: self._dispatch(experts, index, x, routing, active, copies)  # noqa: E731
-        y, _, report = block.moe(x, apply, self._on_each_rank, self._multiply(index, split_tokens=True))
+        y, _, report = block.moe(x, apply, self._on_each_rank, self._in_place.multiply(index, split_tokens=True))
         return y, report or {}
-
-    def _matrices_in_place(self, tokens: _Tokens) -> frozenset[str]:
-        """Names of the matrices that are not sliced by the scan over layers, because ``_multiply`` reads them in the stack."""
-        if self.kernels.name("other products") != "pallas":
-            return frozenset()
-        names = {"q_a", "kv_a", "gate_up", "down"}
-        # With materialised products, parts of these are multiplied with, by head.
-        if not any(group.shape.form == "AM_CC_ME" for group in tokens.groups):
-            names |= {"q", "q_b", "o"}
-        if self.attention.layout != "decompressed":
-            names |= {"kv_b"}
-        paths = [(path, path.split(".")[-2]) for path in self.table.infos if path.endswith(".weight")]
-        refused = {name for path, name in paths if name in names and not self._takes(path)}
-        return frozenset(names - refused)
-
-    def _takes(self, path: str) -> bool:
-        """Whether the dense kernel can multiply with the part of a stacked matrix that a device has."""
-
-        def local(path):
-            info = self.table.infos.get(path)
-            return info and jax.ShapeDtypeStruct(
-                self.rules.sharding(self.mesh, info.logical_axes, info.shape).shard_shape(info.shape),
-                info.storage_dtype,
-            )
-
-        weight, scale = local(path), local(f"{path.removesuffix('weight')}scale")
-        if path.endswith(".kv_b.weight"):
-            return takes_by_head(weight, scale, self.config.qk_nope_head_dim, self.config.v_head_dim)
-        return products.takes(weight, scale)
-
-    def _multiply(self, index: Int[Array, ""], *, split_tokens: bool = False) -> Multiply:
-        """Products with the matrices of layer ``index`` of a stack: in the stack where they were left there.
-
-        split_tokens: leave a replica's tokens split over its ``tp`` devices where the product is summed over them and ``tp`` divides
-        them. The shared experts' sum is then added to the routed experts', which come so, and both are gathered at once.
-        """
-
-        def in_stack(matrix: Matrix, x: Array) -> Array:
-            info = matrix.weight.info
-            if matrix.weight[...].ndim < len(info.shape):
-                return matrix.product(x)
-            spec, batch = self.rules.spec(info.logical_axes), self.spec.batch_axes
-            depth, columns = spec[1], spec[2:]
-            arrays = {"weight": matrix.weight[...]} | ({"scale": matrix.scale[...]} if hasattr(matrix, "scale") else {})
-
-            split = split_tokens and depth and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
-
-            def local(arrays, index, x):
-                out = products.dense(
-                    arrays["weight"],
-                    arrays.get("scale"),
-                    info.dtype,
-                    index,
-                    x[0],
-                    interpret=self.kernels.pallas.interpret,
-                )
-                if split:
-                    out = jax.lax.psum_scatter(out, depth, scatter_dimension=0, tiled=True)
-                elif depth:
-                    out = jax.lax.psum(out, depth)
-                return out[None]
-
-            specs = (dict.fromkeys(arrays, spec), P(), P(batch, None, depth))
-            out_specs = P(batch, depth if split else None, *columns)
-            run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-            out = run(arrays, index, x.reshape(x.shape[0], -1, x.shape[-1]))
-            return out.reshape(*x.shape[:-1], *out.shape[2:])
-
-        return in_stack
 
     def _on_each_rank(self, choose: Callable) -> Callable:
         """``choose(logits, bias)`` for each DP rank's tokens by itself."""
@@ -381,6 +311,12 @@ class Step:
         matrix, part = name.split(".")
         axes = getattr(getattr(experts, matrix), part).info.logical_axes
         return self.rules.spec(axes)
+
+    @property
+    def _in_place(self) -> MatricesInPlace:
+        return MatricesInPlace(
+            self.config, self.table.infos, self.spec, self.mesh, self.rules, self.attention.layout, self.kernels
+        )
 
     @property
     def _platform(self) -> str:

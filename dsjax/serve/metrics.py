@@ -7,7 +7,7 @@ from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
-from dsjax.engine.stats import DraftCounts, StepStats
+from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
 from dsjax.serve.history import History
 from dsjax.serve.metrics_experts import BalanceMetrics, ExpertMetrics
 from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Registry, Total, exposition
@@ -141,6 +141,10 @@ class Metrics:
     def show_exchange_share(self, share: float | None) -> None:
         """Show what the last profile said, until the next one; None: it saw no operation."""
         self._exchange_share = share
+
+    def show_balance(self, stats: BalanceStats | None) -> None:
+        """Replace what the metrics of experts that follow the load show; None changes nothing."""
+        self._balance.enter(stats)
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Enter a step's tokens."""

@@ -99,8 +99,10 @@ async def _refresh_loads(serving: Any) -> None:
     Where the engine does not answer soon, because a step takes long or it is dead, the last known loads stand.
     """
     with contextlib.suppress(EngineDeadError, TimeoutError):
-        loads = await asyncio.wait_for(serving.engine.call(lambda core: core.loads()), _LOADS_SECONDS)
+        found = serving.engine.call(lambda core: (core.loads(), core.balance()))
+        loads, balance = await asyncio.wait_for(found, _LOADS_SECONDS)
         serving.metrics.show_loads(loads)
+        serving.metrics.show_balance(balance)  # experts may have moved since, without a step
 
 
 async def _loads(serving: Serving) -> list[RankLoadBody]:

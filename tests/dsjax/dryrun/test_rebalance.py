@@ -77,7 +77,7 @@ def test_steps_and_bytes_are_those_of_the_engines_own_decision():
         expert_bytes=V3_EXPERT,
         per_exchange=3,
     )
-    engine = decide(load, slots, "auto", interval=3000, step_seconds=0.05, force=True)
+    engine = decide(load, slots, "auto", interval=3000, step_seconds=0.05)
     assert len(engine.changes) == 4
     assert sum(len(change.commands()) for change in engine.changes) == 4 * (found.exchanges + 1)
     assert engine.summary(V3_EXPERT)["bytes"] == 4 * found.experts * V3_EXPERT

@@ -60,10 +60,10 @@ def test_without_the_compiler_the_message_says_what_to_install():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
-@pytest.mark.parametrize("step", ["decode", "prefill"])
-def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, tmp_path):
+@pytest.mark.parametrize(("step", "weights"), [("decode", "auto"), ("prefill", "fp8")])
+def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, weights, tmp_path):
     command = (
-        f"dryrun --model deepseek-v3 --mesh dp=32 --weights fp8 --target h200 --step {step} --json - "
+        f"dryrun --model deepseek-v3 --mesh dp=32 --weights {weights} --target h200 --step {step} --json - "
         f"--timeline {tmp_path}/t.json.gz"
     )
     report = dry_run(command)
@@ -71,7 +71,9 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, tmp_path):
     assert report["platform"] == "gpu"
     assert memory["arguments"] == memory["weights_total"] + memory["cache"] + memory["state"] + memory["inputs"]
     assert memory["total"] < memory["memory"]
-    assert all(c["asynchronous"] and c["axes"] == ["ep"] and c["times"] == 58 for c in report["collectives"])
+    layers = [c for c in report["collectives"] if c["times"] > 1]
+    assert all(c["asynchronous"] and c["axes"] == ["ep"] and c["times"] == 58 for c in layers)
+    assert len(report["collectives"]) - len(layers) <= 1  # the step's results, gathered for every host
     assert sum(c["kind"] in ("all-to-all", "ragged-all-to-all") for c in report["collectives"]) >= 2
     assert report["seconds"]["lower"] + report["seconds"]["compile"] < 300
     timeline = report["timeline"]

@@ -18,7 +18,7 @@ from dsjax.engine.assembly import make_step
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.cache import Pool
 from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.loading import beside_the_cache, check_device_memory
+from dsjax.engine.memory import beside_the_cache, check_device_memory
 from dsjax.engine.process import OutOfDeviceMemoryError, available_bytes, explained_out_of_memory, size_memory_pool
 from dsjax.errors import UserError
 from sharding import MeshSpec
