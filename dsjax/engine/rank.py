@@ -318,7 +318,8 @@ class Rank:
             # A hundredth of the pages stays free for decodes under way, lest a newcomer be preempted at once.
             headroom = min(len(self.running), self.pool.num_usable // 100)
             if not self.pool.can_hold(found + copied, count + headroom):
-                if self._free_held(request):
+                # At last what is kept for itself: a page of it that nobody can find any more is of no use to it.
+                if self._free_held(request) or self._free_held():
                     continue
                 break
             del self.waiting[at]

@@ -129,6 +129,22 @@ def test_flushing_forgets_what_is_below_and_what_is_on_its_way():
     assert engine.scheduler.ranks[0].pool.below.counts().fetched == before
 
 
+def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
+    """It needs all of the device's pages, and those that were on their way are found by nobody any more."""
+    engine = core(host_pages_per_rank=60)
+    tokens = list(range(56))
+    run(engine, [(0, tokens)])
+    run(engine, [(1, list(range(100, 156)))])
+    request = Request("2", [*tokens, 7], 57, SamplingParams(temperature=0), 6, 0)
+    engine.add(request)
+    engine.step()
+    assert request.is_arriving
+    engine.scheduler.flush_prefix_cache()
+    for _ in range(50):
+        engine.step()
+    assert request.output_token_ids == expected_tokens([*tokens, 7], 6)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return write_drafting_checkpoint(tmp_path_factory.mktemp("tiers"))
