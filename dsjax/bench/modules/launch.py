@@ -68,5 +68,7 @@ def _executor(setting: Setting, rows: int) -> MeshExecutor:
 
     packed = jax.device_put(np.zeros((1, shape.packed_width), np.int32), own.rows)
     program = jax.jit(nothing, donate_argnums=1, keep_unused=True).lower(small, executor.state, packed).compile()
-    executor.programs = SimpleNamespace(shape=own.shape, step=lambda shape, scored: program, rows=own.rows)
+    executor.programs = SimpleNamespace(
+        shape=own.shape, step=lambda shape, scored: program, rows=own.rows, shared=False
+    )
     return executor

@@ -32,7 +32,7 @@ def test_requests_made_from_the_schema_find_nothing_wrong(server):
 
 
 def test_a_server_error_and_a_lost_page_are_found(server, monkeypatch):
-    monkeypatch.setattr("dsjax.serve.routes.status._version", lambda: 1 / 0)
+    monkeypatch.setattr("dsjax.serve.routes.status.package_version", lambda: 1 / 0)
     real = server.llm_engine.core.loads
     monkeypatch.setattr(server.llm_engine.core, "loads", lambda: [load._replace(used_pages=1) for load in real()])
     monkeypatch.setattr("fuzz_server._good_answers", lambda client: [])

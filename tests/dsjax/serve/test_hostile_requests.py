@@ -470,7 +470,7 @@ HEADERS = [
     ("GET", "/v1/models/" + "a" * 20_000, {}, b"", 404),
     ("GET", "/page/../app.py", {}, b"", 404),
     ("GET", "/page/%2e%2e/app.py", {}, b"", 404),
-    ("GET", "/docs", {}, b"", 404),
+    ("GET", "/redoc", {}, b"", 404),
     ("GET", "/health?" + "a=1&" * 5000, {}, b"", 200),
     ("GET", "/health", {}, b"a body", 200),
     ("GET", "/health", {"Host": "example.com"}, b"", 200),
