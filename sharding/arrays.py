@@ -1,4 +1,4 @@
-"""From the host onto a mesh that other processes may share: each process brings the same host array, and keeps its devices' part."""
+"""From the host onto a mesh that other processes may share: each process brings the same host arrays, and keeps its devices' part."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ import numpy as np
 from jax.sharding import Sharding
 
 
-def put(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A host array on the devices of ``sharding``. Where those are of several processes, each calls this with equal values.
+def put(tree: Any, sharding: Sharding) -> Any:
+    """A pytree of host arrays on the devices of ``sharding``. Where those are of several processes, each calls this with equal values.
 
     There ``jax.device_put`` would compare the values of all processes first, which is a collective, for every array.
     """
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    array = np.asarray(array)
-    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-
-
-def put_tree(tree: Any, shardings: Any) -> Any:
-    """``put`` for each leaf of a pytree."""
-    return jax.tree.map(put, tree, shardings)
+        return jax.device_put(tree, sharding)
+    arrays = jax.tree.map(np.asarray, tree)
+    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)

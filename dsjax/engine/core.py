@@ -176,7 +176,7 @@ class EngineCore:
         return self._balancer.rebalance_now() if self._balancer else None
 
     def _launch(self) -> bool:
-        """Plan and launch one step; False where there is nothing to compute now."""
+        """Plan and launch one step, and what goes before it; False where there is nothing to compute now."""
         began = time.monotonic()
         plan = self.scheduler.schedule(began)
         self._clear_dirty()  # pages of a request that was preempted or aborted

@@ -17,7 +17,7 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.model.attention import Cache
 from dsjax.model.step import Step
-from sharding.arrays import put_tree
+from sharding.arrays import put
 from sharding.placement import CopyTables
 
 MOST_COUNTED = 32_000
@@ -114,7 +114,7 @@ def allocate(step: Step, limits: ExecutorLimits, num_drafts: int = 0, *, counts_
     )
     state = jax.block_until_ready(make())
     if described.copies is not None:
-        state.copies = put_tree(step.placement.tables, jax.tree.map(lambda array: array.sharding, described.copies))
+        state.copies = put(step.placement.tables, NamedSharding(step.mesh, P()))
     return state
 
 

@@ -197,3 +197,45 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""
+
+
+class ExecutorAround:
+    """An executor around another one: what it does not do otherwise is the inner executor's."""
+
+    def __init__(self, inner: Executor):
+        self.inner = inner
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """The inner executor's."""
+        return self.inner.limits
+
+    @property
+    def max_in_flight(self) -> int:
+        """The inner executor's."""
+        return self.inner.max_in_flight
+
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """The inner executor's."""
+        return self.inner.expert_slots
+
+    def wait(self, pending: Any) -> None:
+        """As the inner executor."""
+        self.inner.wait(pending)
+
+    def counts(self) -> ExecutorCounts:
+        """The inner executor's."""
+        return self.inner.counts()
+
+    def set_recording(self, on: bool) -> None:
+        """As of the inner executor: whether experts' load is recorded."""
+        self.inner.set_recording(on)
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """The inner executor's."""
+        return self.inner.expert_counts()
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile the inner executor's programs."""
+        self.inner.warm_up(progress)

@@ -209,7 +209,7 @@ class ExpertExchange:
         return jax.block_until_ready(make())
 
     def _send(self, arrays):
-        return jax.tree.map(lambda array: put(array, self._executor.programs.everywhere), arrays)
+        return put(arrays, self._executor.programs.everywhere)
 
 
 def _expert_share(config: ModelConfig) -> float:

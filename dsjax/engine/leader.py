@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dsjax.engine.commands import Command, Flush, Score, Step
-from dsjax.engine.executor import Executor, ExecutorCounts, ExecutorLimits, ExpertCounts, ExpertSlots, Progress
+from dsjax.engine.executor import Executor, ExecutorAround, Progress
 from dsjax.hosts.group import GroupError, HostGroup, StreamWriter
 
 
@@ -55,33 +55,19 @@ def is_collected(command: Command) -> bool:
     return isinstance(command, Step | Score | Flush)
 
 
-class LeaderExecutor:
+class LeaderExecutor(ExecutorAround):
     """An executor that writes down each command for the group's other processes, and then carries it out itself.
 
     What fails because a process has gone away is a `GroupError` that names it.
     """
 
     def __init__(self, inner: Executor, group: HostGroup):
-        self.inner, self.group = inner, group
+        super().__init__(inner)
+        self.group = group
         self._stream = StreamWriter(group)
         self._collected = 0
         self._numbers: deque[int] = deque()
         group.at_end(lambda reason: self._put(End(reason)))
-
-    @property
-    def limits(self) -> ExecutorLimits:
-        """The inner executor's."""
-        return self.inner.limits
-
-    @property
-    def max_in_flight(self) -> int:
-        """The inner executor's."""
-        return self.inner.max_in_flight
-
-    @property
-    def expert_slots(self) -> ExpertSlots | None:
-        """The inner executor's."""
-        return self.inner.expert_slots
 
     def launch(self, command: Command) -> Any:
         """Tell the others, and launch a command."""
@@ -110,18 +96,10 @@ class LeaderExecutor:
                 self._stream.forget(number)
         return results
 
-    def counts(self) -> ExecutorCounts:
-        """The inner executor's."""
-        return self.inner.counts()
-
     def set_recording(self, on: bool) -> None:
         """Whether the experts' load is recorded from the next step on, for which all processes run a program more."""
         self._put(Record(on))
         self.inner.set_recording(on)
-
-    def expert_counts(self) -> ExpertCounts | None:
-        """The inner executor's."""
-        return self.inner.expert_counts()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Have all processes compile every program, each its own; wait until all have.

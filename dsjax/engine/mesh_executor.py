@@ -35,7 +35,6 @@ from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_
 from dsjax.engine.launch_results import LaunchOutcome, read_step
 from dsjax.engine.process import explained_out_of_memory
 from dsjax.engine.programs import COPIES, Programs
-from dsjax.engine.sampler import Wanted
 from dsjax.engine.slot_rules import RowRules, SlotTable
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
@@ -385,7 +384,7 @@ class MeshExecutor:
         if rules.wanted is None:
             return rules
         masks = None if rules.masks is None else self._send(rules.masks)
-        wanted = Wanted(*(put(flag, self.programs.everywhere) for flag in rules.wanted))
+        wanted = put(rules.wanted, self.programs.everywhere)
         return rules._replace(wanted=wanted, biases=[self._send(piece) for piece in rules.biases], masks=masks)
 
     def _send(self, array: np.ndarray) -> Array:

@@ -53,5 +53,5 @@ class StepPlan(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank has anything to do."""
+        """Whether no rank has anything to compute. Pages may have to be moved all the same."""
         return not any(rank.decodes or rank.prefills for rank in self.ranks)

@@ -1,7 +1,7 @@
 """The compiled programs of an engine: the step in every shape of its buckets, and the small ones beside it.
 
-Parameters and state may be arrays or ``jax.ShapeDtypeStruct`` with shardings: what is compiled is the same. Every program takes the
-state, donated, and gives it back.
+Parameters and state may be arrays or ``jax.ShapeDtypeStruct`` with shardings: what is compiled is the same. A program that changes
+the state takes it donated, and gives it back.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from dsjax.engine import device_state, expert_programs, sampling_programs, slots
+from dsjax.engine import device_state, expert_programs, sampling_programs, slots, step_programs
 from dsjax.engine.buckets import Buckets, Rectangle
 from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits, Progress
 from dsjax.engine.expert_programs import ExpertLayers
 from dsjax.engine.logit_edits import bias_width, mask_words
-from dsjax.engine.sampler import Wanted, greedy
+from dsjax.engine.sampler import Wanted
 from dsjax.engine.slots import ADMIT_WIDTH, LaunchShape, StepRows
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import Step
@@ -98,7 +98,9 @@ class Programs:
         """The program of ``step``, traced but not compiled."""
 
         def run(params, state, packed):
-            state, rows, outcome, logits, hidden, reports, *scores = self._compute(params, state, packed, shape, scored)
+            state, rows, outcome, logits, hidden, reports, *scores = step_programs.compute(
+                self._step, params, state, packed, shape, scored
+            )
             pinned = self._pin((rows.pack(), outcome, logits, hidden), self._of_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
 
@@ -116,8 +118,10 @@ class Programs:
         """The program of ``drafting_step``, traced but not compiled."""
 
         def run(params, state, packed):
-            state, rows, outcome, _, hidden, reports = self._compute(params, state, packed, shape)
-            state, proposed = self._propose(params, state, packed, rows, outcome, hidden, shape, count)
+            state, rows, outcome, _, hidden, reports = step_programs.compute(self._step, params, state, packed, shape)
+            state, proposed = step_programs.propose(
+                self._step, params, state, packed, rows, outcome, hidden, shape, count
+            )
             outcome = self._pin(outcome, self._of_rows(shape.sampled)[1])
             return self._pin(state, self._state), outcome, proposed, reports
 
@@ -144,7 +148,9 @@ class Programs:
 
         def run(params, state, packed, rows, outcome, hidden):
             rows = StepRows.unpack(rows, shape.sampled)
-            state, proposed = self._propose(params, state, packed, rows, outcome, hidden, shape, count)
+            state, proposed = step_programs.propose(
+                self._step, params, state, packed, rows, outcome, hidden, shape, count
+            )
             return self._pin(state, self._state), proposed
 
         packed = self._described((shape.packed_width,), np.int32)
@@ -269,87 +275,6 @@ class Programs:
         self._compiled.clear()
         self._constants.clear()
 
-    def _compute(self, params, state: DeviceState, packed, shape: LaunchShape, scored: bool = False):
-        """The launch's rows through the model, each with its most probable tokens; results as of ``step``, the rows unpacked."""
-        step = self._step
-        state, rows, groups = slots.read(step, state, packed, shape)
-        hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
-        loads = self._count(state.loads, 0, reports)
-        state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups), loads=loads)
-        scores = ()
-        if scored:
-            every = step.logits(params, hidden)
-            logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
-            scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
-        else:
-            logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
-        state, outcome = slots.commit(step, state, rows, greedy(logits))
-        return state, rows, outcome, logits, hidden, reports, *scores
-
-    def _propose(
-        self, params, state: DeviceState, packed, rows: StepRows, outcome, hidden, shape: LaunchShape, count: int
-    ):
-        """The first pass goes over all tokens of the launch, which fills the module's cache; each further one over one token a row."""
-        step = self._step
-        R, C = shape.decode_rows
-        J = R * C + shape.prefill_rows[0]
-        tokens, made = outcome[:, :J], outcome[:, J : J + R]
-        tables = slots.tables_of(step, state, rows)
-        groups, follows = [], []
-        if shape.decode:
-            groups.append(RowGroup(rows.tokens, rows.start, made, tables[:, :R], shape.decode))
-            follows.append(tokens[:, : R * C])
-        if shape.prefill:
-            prompt = shape.prefill_tokens(packed)
-            groups.append(RowGroup(prompt, rows.prefill_start, rows.prefill_length, tables[:, R:], shape.prefill))
-            own = jnp.where(rows.next_token < 0, tokens[:, R * C :], rows.next_token)
-            behind = sampling_programs.tokens_behind(rows, prompt, own)
-            follows.append(behind.reshape(behind.shape[0], -1))
-        next_tokens = jnp.maximum(jnp.concatenate(follows, axis=1), 0)
-        lengths = jnp.concatenate([made, rows.prefill_length], axis=1)
-        firsts = np.concatenate(
-            [np.arange(group.shape.rows) * group.shape.chunk + offset for group, offset in _offsets(groups)]
-        )
-        last = firsts + jnp.maximum(lengths - 1, 0)
-        with jax.named_scope("draft_1"):
-            hidden, cache, filled, reports = step.further(
-                params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
-            )
-            loads = self._count(state.loads, step.config.num_moe_layers, reports)
-            hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
-            drafts = [greedy(step.logits(params, hidden))]
-        position = jnp.concatenate([rows.start, rows.prefill_start], axis=1) + lengths - 1
-        limit = jnp.concatenate([rows.limit, rows.prefill_limit], axis=1)
-        drafting = (lengths > 0) & jnp.concatenate([made > 0, rows.next_token < 0], axis=1)
-        shape_one = GroupShape(last.shape[1], 1, self._limits.max_pages, step.decode_form)
-        for number in range(2, count + 1):
-            position = position + 1
-            active = (drafting & (position < limit)).astype(jnp.int32)
-            with jax.named_scope(f"draft_{number}"):
-                group = RowGroup(drafts[-1][..., None], position, active, tables, shape_one)
-                hidden, cache, filled, reports = step.further(
-                    params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
-                )
-                loads = self._count(loads, step.config.num_moe_layers, reports)
-                drafts.append(greedy(step.logits(params, hidden)))
-        proposed = jnp.stack(drafts, axis=-1)
-        state = dataclasses.replace(state, cache=cache, filled=filled, loads=loads)
-        return slots.enter_drafts(step, state, rows, proposed), proposed
-
-    def _count(self, loads: Array | None, first: int, reports: Mapping[str, Array]) -> Array | None:
-        """``loads`` with what the layers from row ``first`` on report added; None where loads are not counted."""
-        if loads is None:
-            return None
-        counts = reports["tokens_per_expert"]
-        return loads.at[first : first + counts.shape[0]].add(counts)
-
-    def _unfill(self, state: DeviceState, groups: list[RowGroup]):
-        """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
-        if state.filled is None:
-            return None
-        slots = self._step.slots(groups)
-        return self._step.mark(state.filled, slots, False)
-
     def _lower_admit(self) -> Lowered:
         packed = self._described((ADMIT_WIDTH,), np.int32)
         return self._lower_small(slots.admit, packed)
@@ -412,7 +337,7 @@ class Programs:
         def run(params, state, packed):
             groups = [RowGroup.unpack(packed, shape)]
             hidden, cache, _ = self._step.hidden(params, state.cache, groups, state.copies)
-            state = dataclasses.replace(state, cache=cache, filled=self._unfill(state, groups))
+            state = dataclasses.replace(state, cache=cache, filled=step_programs.unfill(self._step, state, groups))
             logits = self._step.logits(params, hidden)[0]  # of rank 0
             if self.shared:
                 logits = jax.lax.with_sharding_constraint(logits, self.everywhere)
@@ -480,22 +405,6 @@ def _described_tree(tree: Any) -> tuple[Hashable, Any]:
     described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
     leaves, structure = jax.tree.flatten(described)
     return ("gather", structure, *((leaf.shape, str(leaf.dtype), leaf.sharding) for leaf in leaves)), described
-
-
-def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:
-    """The token slot of each position that makes a token: all of decode rows, the last active one of prefill rows."""
-    (R, C), (R2, C2) = shape.decode_rows, shape.prefill_rows
-    ranks = rows.slot.shape[0]
-    decoded = jnp.broadcast_to(jnp.arange(R * C), (ranks, R * C))
-    prefilled = R * C + jnp.arange(R2) * C2 + jnp.maximum(rows.prefill_length - 1, 0)
-    return jnp.concatenate([decoded, prefilled], axis=1)
-
-
-def _offsets(groups: list[RowGroup]):
-    start = 0
-    for group in groups:
-        yield group, start
-        start += group.shape.tokens
 
 
 def _positions(sampled: tuple[int, int, int]) -> int:

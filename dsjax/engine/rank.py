@@ -6,7 +6,8 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from dsjax.engine.page_tiers import PageMoves, TierCounts
+from dsjax.engine.arrivals import Arrivals
+from dsjax.engine.page_tiers import TierCounts
 from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.plan import RankPlan, ScheduledRow
 from dsjax.engine.request import Request, Status
@@ -14,16 +15,6 @@ from dsjax.engine.request import Request, Status
 _by_order = attrgetter("order")
 _MOST_PASSED = 16
 """Requests in the queue that a step looks past because others are computing what they will find cached, or it is on its way."""
-MOST_FETCHED = 64
-"""Pages that a rank fetches from host memory before one step."""
-
-
-class _Arrival(NamedTuple):
-    """Pages on their way from host memory, their names, and who waits for them: nobody where it has ended and given them back."""
-
-    request: Request | None
-    pages: list[int]
-    names: list[bytes]
 
 
 class RankLoad(NamedTuple):
@@ -64,6 +55,7 @@ class Rank:
     written cannot reach a page's next owner.
 
     Attributes:
+        arrivals: what waiting requests have under way from host memory.
         dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
         load: known tokens of all requests.
         waiting_tokens: known tokens of the waiting ones.
@@ -96,7 +88,7 @@ class Rank:
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
         self.dirty: list[int] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._arrivals: list[_Arrival] = []
+        self.arrivals = Arrivals(pool)
 
     def uncached(self, request: Request) -> int:
         """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
@@ -118,7 +110,7 @@ class Rank:
         else:
             self.waiting.remove(request)
             self.waiting_tokens -= len(request.token_ids)
-            self._let_go(request)
+            self.arrivals.release(request)
         self._settle(request)
         self.load -= len(request.token_ids)
 
@@ -169,7 +161,7 @@ class Rank:
         num_drafts: drafts that a decode verifies at most.
         """
         preemptions = self.num_preemptions
-        moves = self._enter_arrivals()
+        moves = self.arrivals.enter()
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
         budget = self.max_num_batched_tokens - len(decodes)
         plan = RankPlan(decodes, [], [], moves)
@@ -182,61 +174,6 @@ class Rank:
         if moves is not None:
             moves.stores, self.pool.leaving = self.pool.leaving, []
         return plan
-
-    def forget_arrivals(self) -> None:
-        """Let what is on its way from host memory be found by nobody when it has come."""
-        self._arrivals = [arrival._replace(names=[]) for arrival in self._arrivals]
-
-    def _enter_arrivals(self) -> PageMoves | None:
-        """Let the pages be found that the last plan fetched: they are placed before this step. None without a tier below."""
-        if self.pool.below is None:
-            return None
-        self.pool.below.begin_step()
-        arrivals, self._arrivals = self._arrivals, []
-        for request, pages, names in arrivals:
-            for page, name in zip(pages, names, strict=False):
-                self.pool.seal(page, name)
-            if request is not None:
-                request.is_arriving = False
-                request.held_pages += pages
-        return PageMoves(places=[page for arrival in arrivals for page in arrival.pages])
-
-    def _fetch(self, request: Request, names: list[bytes], found: list[int], room: int, moves: PageMoves) -> bool:
-        """Have the pages fetched that host memory has behind those `found`; False where there are none.
-
-        room: pages that the request is going to need beside those found; it waits where they are not free.
-        """
-        names = self.pool.below.find(names[len(found) : len(found) + MOST_FETCHED - len(moves.fetches)])
-        if not names or not self.pool.can_hold(found, room):
-            return False
-        self.pool.hold(found)
-        request.held_pages += found
-        request.is_arriving = True
-        moves.fetches += map(self.pool.below.fetch, names)
-        self._arrivals.append(_Arrival(request, self.pool.allocate(len(names)), names))
-        return True
-
-    def _free_held(self, but: Request | None = None) -> bool:
-        """Let go of what is kept for waiting requests; False where that frees nothing. Without it, some could wait for one another."""
-        if self.pool.below is None:
-            return False
-        found = [request for request in self.waiting if request.held_pages and request is not but]
-        for request in found:
-            self.pool.release(request.held_pages)
-            request.held_pages = []
-        return bool(found)
-
-    def _let_go(self, request: Request) -> None:
-        """Keep no page any more for a request that waited for others."""
-        self.pool.release(request.held_pages)
-        request.held_pages = []
-        if request.is_arriving:
-            # Whoever gets such a page next writes it after it was placed.
-            request.is_arriving = False
-            for index, arrival in enumerate(self._arrivals):
-                if arrival.request is request:
-                    self.pool.release(arrival.pages)
-                    self._arrivals[index] = arrival._replace(request=None, names=[])
 
     def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
         """Rows for requests with one token to compute; the requests still in their prompt; and those whose prompt is under way to
@@ -306,8 +243,7 @@ class Rank:
             if len(found) < len(names) and _computes(prompts, len(found), names[len(found)]):
                 at += 1
                 continue
-            room = self.pool.pages_for(len(request.token_ids)) - len(found)
-            if plan.moves is not None and self._fetch(request, names, found, room, plan.moves):
+            if plan.moves is not None and self.arrivals.fetch(request, names, found, plan.moves):
                 at += 1
                 continue
             copied = self._last_page(request) if len(found) == len(names) else []
@@ -319,12 +255,12 @@ class Rank:
             headroom = min(len(self.running), self.pool.num_usable // 100)
             if not self.pool.can_hold(found + copied, count + headroom):
                 # At last what is kept for itself: a page of it that nobody can find any more is of no use to it.
-                if self._free_held(request) or self._free_held():
+                if self.arrivals.release_kept(self.waiting, request) or self.arrivals.release_kept(self.waiting):
                     continue
                 break
             del self.waiting[at]
             self._start(request, found, copied, count, now)
-            self._let_go(request)
+            self.arrivals.release(request)
             if copied:
                 plan.copies.append((copied[0], request.pages[-1]))
             if left == 1:
@@ -374,7 +310,7 @@ class Rank:
         self._seal(request)
         count = self.pool.pages_for(num_tokens) - len(request.pages)
         while not self.pool.can_allocate(count):
-            if self._free_held():
+            if self.arrivals.release_kept(self.waiting):
                 continue
             victim = self.running[-1]
             if victim.num_rows_under_way:

@@ -189,7 +189,7 @@ class Scheduler:
     def flush_prefix_cache(self) -> None:
         """Let no page be found any more that is computed now. Requests keep those that they hold."""
         for rank in self.ranks:
-            rank.forget_arrivals()
+            rank.arrivals.forget()
             rank.pool.flush()
 
     def add(self, request: Request) -> None:
@@ -303,7 +303,7 @@ class Scheduler:
         """Take back a plan whose launch failed. Its requests start anew: an executor may have been told a part of it, or nothing."""
         for rank, (decodes, prefills, _, moves) in zip(self.ranks, plan.ranks, strict=True):
             if moves is not None:  # nobody knows which of them were made
-                rank.forget_arrivals()
+                rank.arrivals.forget()
                 rank.pool.flush()
             for request, _, length, sampled in (*decodes, *prefills):
                 request.num_in_flight -= length

@@ -25,11 +25,8 @@ import msgspec
 from dsjax.engine.commands import VERSION, Command, Flush, Score, Step
 from dsjax.engine.executor import (
     Executor,
-    ExecutorCounts,
+    ExecutorAround,
     ExecutorLimits,
-    ExpertCounts,
-    ExpertSlots,
-    Progress,
     RankResults,
     RowResult,
 )
@@ -222,32 +219,18 @@ class StepFile:
         self._used += len(message)
 
 
-class RecordingExecutor:
+class RecordingExecutor(ExecutorAround):
     """An executor that writes down what it is told, and what came of it.
 
     It must be made before an engine uses `inner`: the recording begins with a `Flush`, so that it holds everything that the cache holds.
     """
 
     def __init__(self, inner: Executor, file: StepFile):
-        self.inner, self.file = inner, file
+        super().__init__(inner)
+        self.file = file
         self._began = time.monotonic()
         self._next = 0
         self.collect(self.launch(Flush()))
-
-    @property
-    def limits(self) -> ExecutorLimits:
-        """The inner executor's."""
-        return self.inner.limits
-
-    @property
-    def max_in_flight(self) -> int:
-        """The inner executor's."""
-        return self.inner.max_in_flight
-
-    @property
-    def expert_slots(self) -> ExpertSlots | None:
-        """The inner executor's."""
-        return self.inner.expert_slots
 
     def launch(self, command: Command) -> Any:
         """Launch a command; it is written down while the device computes. One that fails is written down too."""
@@ -271,22 +254,6 @@ class RecordingExecutor:
         if self.file.is_open:
             self.file.write(collected(pending.number, pending.done, pending.command, results))
         return results
-
-    def counts(self) -> ExecutorCounts:
-        """The inner executor's."""
-        return self.inner.counts()
-
-    def set_recording(self, on: bool) -> None:
-        """As of the inner executor: whether experts' load is recorded."""
-        self.inner.set_recording(on)
-
-    def expert_counts(self) -> ExpertCounts | None:
-        """The inner executor's."""
-        return self.inner.expert_counts()
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile the inner executor's programs."""
-        self.inner.warm_up(progress)
 
     def shutdown(self) -> None:
         """End the recording, and give back what the inner executor holds."""

@@ -52,6 +52,8 @@ class StepWriter:
 
     def moves(self, plan: StepPlan) -> list[PlacePages | StorePages | FetchPages]:
         """What moves between devices and host before the step, in its order: what has come, what is sent for, what goes."""
+        if not any(rank.moves for rank in plan.ranks):
+            return []
         moves = [rank.moves or PageMoves() for rank in plan.ranks]
         found: list[PlacePages | StorePages | FetchPages] = []
         if any(own.places for own in moves):

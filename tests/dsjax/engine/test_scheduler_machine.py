@@ -210,7 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             pool = rank.pool
             mine = [*self._of(index), *self._leaving(index)]
             held = Counter(page for request in mine for page in request.pages + request.held_pages)
-            held.update(page for arrival in rank._arrivals if arrival.request for page in arrival.pages)
+            held.update(page for arrival in rank.arrivals.under_way if arrival.request for page in arrival.pages)
             assert {page: count for page, count in enumerate(pool._holders) if count} == held
             everywhere = [*pool._free, *pool._idle, *held]
             assert sorted(everywhere) == list(range(1, pool.num_pages))

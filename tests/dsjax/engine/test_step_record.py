@@ -29,7 +29,7 @@ from dsjax.engine.commands import (
     int32s,
 )
 from dsjax.engine.core import EngineCore
-from dsjax.engine.executor import ExecutorLimits, RankResults, RowResult
+from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import SchedulerConfig
@@ -89,7 +89,7 @@ class SlotExecutor:
         self.recording = on
 
     def counts(self):
-        return step_record.ExecutorCounts()
+        return ExecutorCounts()
 
     def expert_counts(self):
         return None
