@@ -5,22 +5,14 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from quick_compilation import QUICK_COMPILATION
 
-# Compilation without LLVM's optimisations, which on these tiny models cost more than they save; XLA's own passes all run. The code of
-# fusions by the generator that was the only one until 2025, which takes half the time to compile with (jaxlib 0.11 has it no more, and
-# aborts at a flag that it does not know). The tests are of our programs, not of XLA's code generators.
-_QUICK_COMPILATION = (
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    *(("--xla_cpu_use_fusion_emitters=false",) if version("jaxlib").startswith("0.10.") else ()),
-)
 # The number of emulated devices, and a stuck collective that aborts in a minute instead of hanging the suite.
 _XLA_FLAGS = (
-    *_QUICK_COMPILATION,
+    *QUICK_COMPILATION,
     "--xla_force_host_platform_device_count=32",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
     "--xla_cpu_collective_call_terminate_timeout_seconds=40",

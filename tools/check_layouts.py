@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
-# Compiling with LLVM's optimisations would take most of the time; XLA's own passes all run.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+from quick_compilation import QUICK_COMPILATION
+
+os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
 # A run that differs from another in scheduling alone has the same programs.
 programs = tempfile.TemporaryDirectory(prefix="check-layouts-")
 os.environ |= {"JAX_COMPILATION_CACHE_DIR": programs.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

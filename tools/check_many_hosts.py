@@ -25,7 +25,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+from quick_compilation import QUICK_COMPILATION
+
+os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 MESHES = ("dp=32", "dp=4,tp=8", "dp=16,tp=2,ep=8")

@@ -8,10 +8,15 @@ import threading
 import time
 from pathlib import Path
 
+from quick_compilation import QUICK_COMPILATION
+
 ROOT = Path(__file__).parents[3]
-_FLAGS = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=40"
+_FLAGS = " ".join(
+    (
+        *QUICK_COMPILATION,
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=40",
+    )
 )
 
 
