@@ -76,6 +76,13 @@ class EngineArgs:
         "host memory of all DP ranks together that evicted pages of the prefix cache go to, and come back from; 0: none",
         least=0,
     )
+    disk_cache: str | None = option(
+        None,
+        "folder for pages that leave the cache, which survive a restart; one engine at a time; with --disk-cache-bytes",
+    )
+    disk_cache_bytes: int = option(
+        0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of an accelerator's memory for weights, cache and what a step needs beside them, from above 0 to 1",
@@ -153,6 +160,7 @@ class EngineArgs:
                 f"--cache-tokens is {self.cache_tokens}, which is no whole number of pages of {self.page_size} tokens "
                 f"(--page-size); give {-(-self.cache_tokens // self.page_size) * self.page_size}"
             )
+        self._check_disk_cache()
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
         MeshSpec.parse(self.mesh)
@@ -214,6 +222,22 @@ class EngineArgs:
                 "give one of them"
             )
         return self.redundant_experts if balanced is None else balanced
+
+    def _check_disk_cache(self) -> None:
+        if self.disk_cache is None:
+            if self.disk_cache_bytes:
+                raise UserError("--disk-cache-bytes is given without --disk-cache; give the folder too")
+            return
+        if not self.disk_cache_bytes:
+            raise UserError(
+                "--disk-cache is given without --disk-cache-bytes; say how many bytes the pages in it may take"
+            )
+        if not self.enable_prefix_caching:
+            raise UserError("--disk-cache keeps pages of the prefix cache, which --no-enable-prefix-caching turns off")
+        if self.record_steps is not None:
+            raise UserError(
+                "--record-steps does not go with --disk-cache: a recording would lack what pages from the disk held; leave one of them out"
+            )
 
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
         """The scheduler's sizes for an executor made from these options."""

@@ -12,10 +12,14 @@ from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import Request, Status
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig, Update
 from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
-from dsjax.engine.step_writer import StepWriter, clear_command
+from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
     from dsjax.engine.expert_balancer import ExpertBalancer
+
+
+DISK_WAIT = 0.002
+"""Seconds that the engine waits for the disk at a time where every request does. It looks for new requests in between."""
 
 
 class _Totals(NamedTuple):
@@ -90,6 +94,8 @@ class EngineCore:
         if not self._under_way:
             if self._balancer is not None:
                 self._balancer.idle()
+            if self.scheduler.waits_for_disk:
+                self._enter_pages(DISK_WAIT)  # there is nothing else to do
             return []
         if meanwhile is not None:
             meanwhile()
@@ -138,6 +144,8 @@ class EngineCore:
             experts=counts.experts,
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
             balance=self.balance(),
+            disk=self.scheduler.disk_counts(),
+            page_waits=self.scheduler.take_page_waits(),
         )
         return updates
 
@@ -162,6 +170,8 @@ class EngineCore:
         Where nothing is under way, the cache's memory is zeroed too.
         """
         self.scheduler.flush_prefix_cache()
+        if self.scheduler.disk is not None:
+            self.executor.launch(drop_command(*self.scheduler.disk.take_dropped()))
         if not self.has_unfinished:
             self.executor.collect(self.executor.launch(Flush()))
             self._writer.void()
@@ -178,6 +188,8 @@ class EngineCore:
     def _launch(self) -> bool:
         """Plan and launch one step, and what goes before it; False where there is nothing to compute now."""
         began = time.monotonic()
+        if self.scheduler.disk is not None:
+            self._enter_pages()
         plan = self.scheduler.schedule(began)
         self._clear_dirty()  # pages of a request that was preempted or aborted
         planned = time.monotonic()
@@ -198,6 +210,10 @@ class EngineCore:
             raise
         self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic())))
         return True
+
+    def _enter_pages(self, seconds: float = 0.0) -> None:
+        """Enter what came of pages and the disk; wait so long for the first of it."""
+        self.scheduler.enter_pages(self.executor.page_reports(seconds), time.monotonic())
 
     def _clear_dirty(self) -> None:
         dirty = self.scheduler.take_dirty()

@@ -53,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.integers(0, 7).map(bool),
         host_pages=st.sampled_from([0, 0, 2, 30]),
+        disk_pages=st.sampled_from([0, 0, 3, 40]),
         asynchronous=st.booleans(),
         drafts=st.sampled_from([None, None, [[1, 4096, 1]], [[1, 4096, 3]], [[1, 2, 2], [3, 4096, 0]]]),
     )
@@ -68,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy,
         prefix_caching,
         host_pages,
+        disk_pages,
         asynchronous,
         drafts,
     ):
@@ -80,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             pages_per_rank=pages,
             max_model_len=MAX_LEN,
             host_pages_per_rank=host_pages,
+            disk_pages=disk_pages,
         )
         self.config = SchedulerConfig.from_limits(
             self.executor.limits,
@@ -193,6 +196,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.alive:
             self.executor.non_finite.add(self.alive[data.draw(st.sampled_from(sorted(begun or self.alive)))].seed)
 
+    @rule(takes=st.sampled_from([0, 1, 5, None]), fails=st.booleans())
+    def change_the_disk(self, takes, fails):
+        """It becomes fast or slow, hangs until the next change, or fails."""
+        self.executor.disk_takes, self.executor.disk_fails = takes, fails
+
     @rule(data=st.data())
     def evict(self, data):
         pool = data.draw(st.sampled_from(self.scheduler.ranks)).pool
@@ -275,6 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
+        self.executor.disk_takes = 1
         for _ in range(2000):
             if not self.core.has_unfinished:
                 break
