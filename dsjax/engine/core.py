@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.commands import Flush, Step
 from dsjax.engine.executor import Executor, RankResults
+from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.plan import RankPlan, StepPlan
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import Request, Status
@@ -144,7 +145,7 @@ class EngineCore:
             experts=counts.experts,
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
             balance=self.balance(),
-            disk=self.scheduler.disk_counts(),
+            disk=self.disk(),
             page_waits=self.scheduler.take_page_waits(),
         )
         return updates
@@ -159,6 +160,10 @@ class EngineCore:
     def loads(self) -> list[RankLoad]:
         """What each rank has to do, and has room for."""
         return self.scheduler.loads()
+
+    def disk(self) -> DiskCounts | None:
+        """What the disk below the cache has done, and holds; None without one."""
+        return self.scheduler.disk_counts()
 
     def balance(self) -> BalanceStats | None:
         """What came of balancing experts so far; None where they stay where they are."""

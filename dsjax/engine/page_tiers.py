@@ -71,6 +71,14 @@ class TierCounts(NamedTuple):
     evicted: int
 
 
+class TierHits(NamedTuple):
+    """Tokens that were found cached, by the tier that had them."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+
 class DiskCounts(NamedTuple):
     """What the disk has done for all ranks, and holds. The first five as of `TierCounts`.
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from dsjax.engine.arrivals import Arrivals
-from dsjax.engine.page_tiers import TierCounts
+from dsjax.engine.page_tiers import TierCounts, TierHits
 from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.plan import RankPlan, ScheduledRow
 from dsjax.engine.request import Request, Status
@@ -29,8 +29,8 @@ class RankLoad(NamedTuple):
         cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
             be computed (docs/scheduler.md).
         host: of the pages in host memory; None where none go there.
-        hits: tokens that requests found cached when they were admitted for the first time, by the tier that had them: `device`, `host`,
-            `disk`.
+        hits: tokens that requests found cached when they were admitted for the first time, by the tier that had them. queried: tokens
+            of those requests.
     """
 
     rank: int
@@ -42,7 +42,8 @@ class RankLoad(NamedTuple):
     usable_pages: int
     cost: float
     host: TierCounts | None = None
-    hits: dict[str, int] | None = None
+    hits: TierHits = TierHits()
+    queried: int = 0
 
 
 class Rank:

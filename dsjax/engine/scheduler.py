@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from dsjax.engine.executor import ExecutorLimits, PageReports, RankResults, RowResult
-from dsjax.engine.page_tiers import DiskCounts, DiskTier, HostTier
+from dsjax.engine.page_tiers import DiskCounts, DiskTier, HostTier, TierHits
 from dsjax.engine.pages import PagePool
 from dsjax.engine.plan import ScheduledRow, StepPlan
 from dsjax.engine.rank import Rank, RankLoad
@@ -205,7 +205,8 @@ class Scheduler:
                 rank.pool.num_usable,
                 standing_cost(rank),
                 None if rank.pool.below is None or rank.pool.below.host is None else rank.pool.below.host.counts(),
-                dict(rank.hits),
+                TierHits(**rank.hits),
+                rank.prefix_queries,
             )
             for index, rank in enumerate(self.ranks)
         ]
