@@ -2,8 +2,10 @@
 
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
+    python tools/check_layouts.py dp=32 --dispatch ragged --forms CC/A_CC_ME CD/CD      # and these dispatches and pairs of forms only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
     python tools/check_layouts.py --eplb dp=8 dp=4,tp=2 dp=32 dp=32,ep=8    # each run twice, once with experts that move beneath it
+    python tools/check_layouts.py --eplb --skip-plain dp=8                # only the runs beneath which experts move
     python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
 
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
@@ -46,8 +48,22 @@ def main() -> int:
         "--no-async-scheduling", action="store_true", help="each run without asynchronous scheduling too"
     )
     parser.add_argument("--eplb", action="store_true", help="each run with experts that follow the load too")
+    parser.add_argument(
+        "--skip-plain",
+        action="store_true",
+        help="of these only the runs that have all that was asked for: not the plain ones, which another sweep holds",
+    )
     parser.add_argument("--weights", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device always has the plain forms")
+    pairs = {"/".join(pair): pair for pair in FORMS}
+    parser.add_argument("--dispatch", nargs="+", choices=DISPATCHES, default=DISPATCHES, help="these dispatches only")
+    parser.add_argument(
+        "--forms",
+        nargs="+",
+        choices=pairs,
+        default=list(pairs),
+        help="these pairs of forms only: of prefill and of decode",
+    )
     args = parser.parse_args()
     chosen = args.layouts or LAYOUTS
     specs = {layout: MeshSpec.parse(layout) for layout in chosen}
@@ -60,7 +76,11 @@ def main() -> int:
             for scheduling in ({}, *([{"async_scheduling": False}] if args.no_async_scheduling else []))
             for balancing in ({}, *([{"enable_eplb": True}] if args.eplb else []))
         ]
-        layouts = [(layout, dispatch, *forms) for layout in chosen for dispatch in DISPATCHES for forms in FORMS]
+        if args.skip_plain:
+            variants = variants[-1:]  # with all that was asked for
+        layouts = [
+            (layout, dispatch, *pairs[forms]) for layout in chosen for dispatch in args.dispatch for forms in args.forms
+        ]
         runs = [
             (run, variant)
             for run in layouts
