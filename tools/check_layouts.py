@@ -10,7 +10,8 @@
 
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
 ``--eplb`` experts are placed anew every four steps, at least three times, on as many redundant slots as the EP group has ranks (meshes
-whose devices hold all experts are left out): none of them may change a token. The tests run a covering part of this; the whole
+whose devices hold all experts are left out): none of them may change a token. With ``--weights fp8`` the model is as wide as the
+largest ``tp`` of these layouts asks for. The tests run a covering part of this; the whole
 takes about a quarter of an hour on 2 cores for each of the four. Exits 1 if any run differs.
 """
 
@@ -39,7 +40,7 @@ NAMES = {"speculative_config": "speculative", "async_scheduling": "synchronous",
 def main() -> int:
     """Run the sweep and print what each run found."""
     emulate_devices(32)
-    from layouts import DISPATCHES, FORMS, LAYOUTS, answer, difference, write_checkpoint
+    from layouts import DISPATCHES, FORMS, LAYOUTS, answer, difference, wide, write_checkpoint
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
@@ -68,7 +69,8 @@ def main() -> int:
     chosen = args.layouts or LAYOUTS
     specs = {layout: MeshSpec.parse(layout) for layout in chosen}
     with tempfile.TemporaryDirectory() as folder:
-        directory = write_checkpoint(Path(folder), mtp=True)
+        widest = max(spec.tp_size for spec in specs.values()) if args.weights == "fp8" else 1
+        directory = write_checkpoint(Path(folder), mtp=True, **wide(widest))
         reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", weights=args.weights)
         variants = [
             {**drafting, **scheduling, **balancing}
