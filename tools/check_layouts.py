@@ -12,8 +12,8 @@
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
 ``--eplb`` experts are placed anew every four steps, at least three times, on as many redundant slots as the EP group has ranks (meshes
 whose devices hold all experts are left out): none of them may change a token. With ``--weights fp8`` the model is as wide as the
-largest ``tp`` of these layouts asks for; with ``--kv-cache-dtype fp8`` pairs of forms that such a cache does not have are left out. The tests run a covering part of this; the whole
-takes about a quarter of an hour on 2 cores for each of the four. Exits 1 if any run differs.
+largest ``tp`` of these layouts asks for; with ``--kv-cache-dtype fp8`` pairs of forms that cannot read such a cache are left out. The
+tests run a covering part of this; the whole takes about a quarter of an hour on 2 cores for each of the four. Exits 1 if any run differs.
 """
 
 import argparse

@@ -40,7 +40,7 @@ def pages_that_fit(step: Step, wanted: int, pool: Pool | None = None) -> int:
         left = "" if pool is None else f" ({pool})"
         raise UserError(
             f"the cache has room for {max(pages, 0)} pages of {bytes_per_page(step)} bytes a device, expected at least 2{left}; "
-            "use a mesh of more devices, FP8 weights (--weights fp8), "
+            "use a mesh of more devices, FP8 weights (--weights fp8), an FP8 cache (--kv-cache-dtype fp8), "
             + ("" if pool is None else "a higher --gpu-memory-utilization, a smaller --max-num-batched-tokens, ")
             + "or a smaller --page-size"
         )
