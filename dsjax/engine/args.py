@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.engine.eplb import EplbConfig
+from dsjax.engine.event_publisher import KvEventsConfig
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
@@ -27,6 +28,7 @@ _OF_THE_HOST = (
     "host_address",
     "start_timeout",
     "heartbeat_timeout",
+    "kv_events_config",
 )
 """Options that change which commands an executor gets, and not what it makes of them."""
 
@@ -85,6 +87,11 @@ class EngineArgs:
     )
     disk_cache_bytes: int = option(
         0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
+    )
+    kv_events_config: str | dict[str, Any] | None = option(
+        None,
+        "publish which pages are stored and removed, as vLLM does: JSON such as "
+        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\'; needs pyzmq',
     )
     gpu_memory_utilization: float = option(
         0.9,
@@ -150,9 +157,9 @@ class EngineArgs:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if field.name not in ("speculative_config", "eplb_config"):
+            if field.name not in ("speculative_config", "eplb_config", "kv_events_config"):
                 _check(field, getattr(self, field.name))
-        _ = self.speculation, self.eplb, self.num_redundant  # wrong ones are refused here
+        _ = self.speculation, self.eplb, self.num_redundant, self.kv_events  # wrong ones are refused here
         if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
@@ -210,6 +217,22 @@ class EngineArgs:
                 )
             return None
         return EplbConfig.parse(self.eplb_config)
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """`kv_events_config`, read; None where it is not given.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        if self.kv_events_config is None:
+            return None
+        found = KvEventsConfig.parse(self.kv_events_config)
+        if found.publishes and not self.enable_prefix_caching:
+            raise UserError(
+                "--kv-events-config tells of the prefix cache's pages, and --no-enable-prefix-caching turns it off; leave one of them out"
+            )
+        return found
 
     @property
     def num_redundant(self) -> int:

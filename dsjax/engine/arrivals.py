@@ -14,13 +14,14 @@ PATIENCE = 2.0
 
 
 class Arrival(NamedTuple):
-    """Pages on their way, their names, the tier that each comes from, since when, and who waits for them.
+    """Pages on their way, which of the request's the first one is, their names, the tier that each comes from, since when, and who waits.
 
-    request: None where it has ended and given them back.
+    request: None where it has ended and given them back. names: none where they are to be found by nobody when they have come.
     """
 
     request: Request | None
     pages: list[int]
+    first: int
     names: list[bytes]
     tiers: list[str]
     since: float
@@ -68,9 +69,9 @@ class Arrivals:
                 request.is_arriving = False
         self.reading = [one for one in self.reading if one.request.is_arriving]
         arrivals, self.under_way = self.under_way, []
-        for request, pages, names, tiers, since in arrivals:
-            for page, name in zip(pages, names, strict=False):
-                self._pool.seal(page, name)
+        for request, pages, first, names, tiers, since in arrivals:
+            if names:
+                self._pool.seal_of(request, first, pages)
             if request is not None:
                 request.is_arriving = False
                 request.held_pages += pages
@@ -100,7 +101,7 @@ class Arrivals:
         if here:
             numbers, tiers = zip(*map(below.fetch, here), strict=True)
             moves.fetches += numbers
-            self.under_way.append(Arrival(request, pool.allocate(len(here)), here, list(tiers), now))
+            self.under_way.append(Arrival(request, pool.allocate(len(here)), len(found), here, list(tiers), now))
         else:
             self.reading.append(Reading(request, awaited, now))
         return True

@@ -16,6 +16,7 @@ from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
 from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
+    from dsjax.engine.event_publisher import EventPublisher
     from dsjax.engine.expert_balancer import ExpertBalancer
 
 
@@ -49,6 +50,7 @@ class EngineCore:
     Args:
         async_scheduling: False plans a step only when the results of the one before are entered.
         balancer: moves experts between steps; None: they stay where they are.
+        publisher: is given the events of pages; None: there are none.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         balancer: "ExpertBalancer | None" = None,
+        publisher: "EventPublisher | None" = None,
     ):
         limits = executor.limits
         self.executor = executor
-        self.scheduler = Scheduler(scheduler_config, limits.num_ranks)
+        self.scheduler = Scheduler(scheduler_config, limits.num_ranks, page_events=publisher is not None)
+        self._publisher = publisher
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
@@ -118,6 +122,7 @@ class EngineCore:
         _follow_rules(plan, command, results)
         updates = self.scheduler.update(plan, results, computed)
         self._clear_dirty()
+        self._publish()
         before, now = self._reported, self._totals()
         self._reported = now
         counts, entered = self.executor.counts(), time.monotonic()
@@ -177,6 +182,7 @@ class EngineCore:
         self.scheduler.flush_prefix_cache()
         if self.scheduler.disk is not None:
             self.executor.launch(drop_command(*self.scheduler.disk.take_dropped()))
+        self._publish()
         if not self.has_unfinished:
             self.executor.collect(self.executor.launch(Flush()))
             self._writer.void()
@@ -196,6 +202,7 @@ class EngineCore:
         if self.scheduler.disk is not None:
             self._enter_pages()
         plan = self.scheduler.schedule(began)
+        self._publish()
         self._clear_dirty()  # pages of a request that was preempted or aborted
         planned = time.monotonic()
         try:
@@ -219,6 +226,17 @@ class EngineCore:
     def _enter_pages(self, seconds: float = 0.0) -> None:
         """Enter what came of pages and the disk; wait so long for the first of it."""
         self.scheduler.enter_pages(self.executor.page_reports(seconds), time.monotonic())
+
+    def _publish(self) -> None:
+        if self._publisher is not None:
+            for rank, events in self.scheduler.take_page_events():
+                self._publisher.publish(rank, events)
+
+    def shutdown(self) -> None:
+        """Give back what the executor holds, and tell subscribers nothing more."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self.executor.shutdown()
 
     def _clear_dirty(self) -> None:
         dirty = self.scheduler.take_dirty()

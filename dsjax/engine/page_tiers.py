@@ -231,9 +231,9 @@ class HostTier:
             self._leaving.pop(name, None)
         return gone
 
-    def flush(self) -> None:
-        """Forget every page."""
-        self.forget(list(self._names))
+    def flush(self) -> list[bytes]:
+        """Forget every page; give them."""
+        return self.forget(list(self._names))
 
 
 class DiskTier:
@@ -244,7 +244,10 @@ class DiskTier:
     Attributes:
         reads_pause, writes_pause: whether the disk is left alone now: it was too slow, and no page of it is found meanwhile; or it
             could not be written.
+        gone: names that can be found no more; kept only where `tells_gone`, and then whoever reads it empties it.
     """
+
+    tells_gone = False
 
     def __init__(self, num_pages: int, page_bytes: int = 0):
         if num_pages < 1:
@@ -257,6 +260,7 @@ class DiskTier:
         self._writing: dict[bytes, int] = {}
         self._by_number: dict[int, bytes] = {}
         self._dropped: list[bytes] = []
+        self.gone: list[bytes] = []
         self._flushed = False
         self._numbers = 0
         self._reads, self._writes = Pause(), Pause()
@@ -295,7 +299,7 @@ class DiskTier:
         return number
 
     def written(self, number: int, ok: bool, now: float) -> bytes | None:
-        """A writing has ended; the name of the page where it can be found from now on."""
+        """A writing has ended; the page's name, unless it was forgotten meanwhile. It can be found from now on if all went well."""
         name = self._by_number.pop(number, None)
         if not ok:
             self._count("failed_writes")
@@ -304,7 +308,7 @@ class DiskTier:
             return None
         del self._writing[name]
         if not ok:
-            return None
+            return name
         self._writes.end()
         self._names.add(name)
         self._count("stored")
@@ -334,6 +338,8 @@ class DiskTier:
             if name in self._writing:  # it is deleted when it has been written
                 del self._by_number[self._writing.pop(name)]
                 self._dropped.append(name)
+                if self.tells_gone:
+                    self.gone.append(name)
         return self._drop(names)
 
     def doubt(self) -> None:
@@ -365,6 +371,8 @@ class DiskTier:
             victim, _ = self._names.remove_first()
             self._dropped.append(victim)
             self._count("evicted")
+            if self.tells_gone:
+                self.gone.append(victim)
         return True
 
     def _drop(self, names: Iterable[bytes]) -> list[bytes]:
@@ -372,6 +380,8 @@ class DiskTier:
         for name in gone:
             self._names.remove(name)
         self._dropped += gone
+        if self.tells_gone:
+            self.gone += gone
         return gone
 
     def _count(self, what: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterable, Sequence
 from hashlib import sha256
 
 from dsjax.engine.commands import int32s
+from dsjax.engine.page_events import RankEvents
 from dsjax.engine.page_tiers import StoredPage
 from dsjax.engine.request import Request
 from dsjax.engine.tiers_below import TiersBelow
@@ -23,9 +24,12 @@ class PagePool:
         below: where cached pages go when their room is needed; None: they are lost.
         leaving: those that went there. Whoever reads it has them copied before anything else happens, and
             empties it.
+        events: told of pages that can be found and of those that cannot any more; None: nobody wants to know.
     """
 
-    def __init__(self, num_pages: int, page_size: int, below: TiersBelow | None = None):
+    def __init__(
+        self, num_pages: int, page_size: int, below: TiersBelow | None = None, events: RankEvents | None = None
+    ):
         if num_pages < 2:
             raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
         if page_size < 1:
@@ -33,6 +37,7 @@ class PagePool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.below = below
+        self.events = events
         self.leaving: list[StoredPage] = []
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
@@ -131,13 +136,22 @@ class PagePool:
             found += 1
         return found
 
-    def seal(self, page: int, name: bytes) -> None:
-        """Let a page be found: it is full, its values are finite, and nobody writes it any more.
+    def seal(self, page: int, name: bytes) -> bool:
+        """Let a page be found: it is full, its values are finite, and nobody writes it any more. Whether it can be found from now on.
 
         Where another page has this hash already, that one stays the one to be found.
         """
-        if self._hash_of[page] is None and self._page_of.setdefault(name, page) == page:
-            self._hash_of[page] = name
+        if self._hash_of[page] is not None or self._page_of.setdefault(name, page) != page:
+            return False
+        self._hash_of[page] = name
+        return True
+
+    def seal_of(self, request: Request, first: int, pages: Sequence[int]) -> None:
+        """`seal` pages of a request, from page number `first` of it on."""
+        names = request.page_hashes
+        new = [place for place, page in enumerate(pages, start=first) if self.seal(page, names[place])]
+        if self.events is not None and new:
+            self.events.computed(request, new)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Let pages be found no more, nor what the tiers below have of them. Who holds them keeps them."""
@@ -149,9 +163,13 @@ class PagePool:
 
     def flush(self) -> None:
         """Forget every page, and those below."""
+        events, self.events = self.events, None
         self._forget_all()
         if self.below is not None:
             self.below.flush()
+        self.events = events
+        if events is not None:
+            events.cleared()
 
     def doubt(self) -> None:
         """Forget every page, and of those below what may not have got there: commands may not have been carried out."""
@@ -170,6 +188,8 @@ class PagePool:
             self._free.append(page)
 
     def _unname(self, page: int) -> None:
+        if self.events is not None:
+            self.events.removed("device", (self._hash_of[page],))
         del self._page_of[self._hash_of[page]]
         self._hash_of[page] = None
 

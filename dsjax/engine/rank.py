@@ -380,9 +380,8 @@ class Rank:
         computed = min(request.num_computed_tokens, len(request.token_ids))
         sealed, full = request.num_sealed_pages, computed // self.pool.page_size
         if full > sealed:
-            names = extend_hashes(request, self.pool.page_size)
-            for page, name in zip(request.pages[sealed:full], names[sealed:full], strict=True):
-                self.pool.seal(page, name)
+            extend_hashes(request, self.pool.page_size)
+            self.pool.seal_of(request, sealed, request.pages[sealed:full])
             request.num_sealed_pages = full
 
     def _take_back(self, request: Request) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from dsjax.engine.executor import ExecutorLimits, PageReports, RankResults, RowResult
+from dsjax.engine.page_events import Event, PageEvents, RankEvents
 from dsjax.engine.page_tiers import DiskCounts, DiskTier, HostTier, TierHits
 from dsjax.engine.pages import PagePool
 from dsjax.engine.plan import ScheduledRow, StepPlan
@@ -137,29 +138,36 @@ class Scheduler:
 
     The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. It may plan one step more
     before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
+
+    page_events: whether events of pages are collected, for `take_page_events`.
     """
 
-    def __init__(self, config: SchedulerConfig, num_ranks: int):
+    def __init__(self, config: SchedulerConfig, num_ranks: int, *, page_events: bool = False):
         self.config = config
+        self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         self.ranks = [
             Rank(
-                pool=PagePool(config.pages_per_rank, config.page_size, self._below()),
+                pool=self._pool(rank),
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 prefill_chunk=config.prefill_chunk,
                 max_prefill_rows=config.max_prefill_rows,
                 prefix_caching=config.prefix_caching,
             )
-            for _ in range(num_ranks)
+            for rank in range(num_ranks)
         ]
+        if self.disk is not None:
+            self.disk.tells_gone = page_events
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
 
-    def _below(self) -> TiersBelow | None:
-        host = HostTier(self.config.host_pages_per_rank) if self.config.host_pages_per_rank else None
-        return None if host is None and self.disk is None else TiersBelow(host, self.disk)
+    def _pool(self, rank: int) -> PagePool:
+        config, events = self.config, None if self.events is None else RankEvents(self.events, rank)
+        host = HostTier(config.host_pages_per_rank) if config.host_pages_per_rank else None
+        below = None if host is None and self.disk is None else TiersBelow(host, self.disk, events)
+        return PagePool(config.pages_per_rank, config.page_size, below, events)
 
     @property
     def num_unfinished(self) -> int:
@@ -184,6 +192,15 @@ class Scheduler:
     def disk_counts(self) -> DiskCounts | None:
         """What the disk has done, and holds; None without one."""
         return None if self.disk is None else self.disk.counts()
+
+    def take_page_events(self) -> list[tuple[int, list[Event]]]:
+        """(rank, events) of pages, of the ranks that have any; each is given once."""
+        if self.events is None:
+            return []
+        if self.disk is not None and self.disk.gone:
+            gone, self.disk.gone = self.disk.gone, []
+            self.events.removed(None, "disk", gone)
+        return self.events.take()
 
     def take_page_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is told of once."""
@@ -260,7 +277,12 @@ class Scheduler:
         if reports.found is not None:
             self.disk.found(reports.found)
         for number, ok in reports.written:
-            self.disk.written(number, ok, now)
+            name = self.disk.written(number, ok, now)
+            if self.events is not None and name is not None:
+                if ok:
+                    self.events.stored(None, "disk", name)
+                else:
+                    self.events.removed(None, "disk", (name,), told=False)
         for rank, number, ok in reports.read:
             self.ranks[rank].arrivals.landed(number, ok, now)
 

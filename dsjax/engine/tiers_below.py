@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dsjax.engine.page_events import RankEvents
 from dsjax.engine.page_tiers import NOWHERE, DiskTier, HostTier, PageMoves, StoredPage
 
 MOST_LANDED = 128
@@ -25,10 +26,10 @@ class TiersBelow:
     device like one of host memory, under a number instead of a slot. What has landed and is not fetched goes when others need the room.
     """
 
-    def __init__(self, host: HostTier | None, disk: DiskTier | None):
+    def __init__(self, host: HostTier | None, disk: DiskTier | None, events: RankEvents | None = None):
         if host is None and disk is None:
             raise ValueError("found neither host memory nor a disk, expected one of them")
-        self.host, self.disk = host, disk
+        self.host, self.disk, self._events = host, disk, events
         self._first_number = 0 if host is None else host.num_slots
         self._numbers = 0
         self._landed: OrderedDict[bytes, _Landed] = OrderedDict()
@@ -57,6 +58,8 @@ class TiersBelow:
         found = None if self.host is None else self.host.store(name)
         slot = NOWHERE if found is None else found[0]
         number = NOWHERE if self.disk is None else self.disk.write(name)
+        if self._events is not None:
+            self._tell_stored(name, found, number)
         return None if slot == number == NOWHERE else StoredPage(page, slot, number, name)
 
     def find(self, names: Iterable[bytes]) -> list[bytes]:
@@ -135,7 +138,9 @@ class TiersBelow:
         """Let pages be found no more."""
         names = list(names)
         if self.host is not None:
-            self.host.forget(names)
+            gone = self.host.forget(names)
+            if self._events is not None:
+                self._events.removed("host", gone)
         if self.disk is not None:
             self.disk.forget(names)
             self.give_up([self._landed[name].number for name in names if name in self._landed])
@@ -151,10 +156,20 @@ class TiersBelow:
     def doubt(self) -> None:
         """Forget what may not have happened: a plan was withdrawn, of whose commands nobody knows which were carried out."""
         if self.host is not None:
-            self.host.flush()
+            gone = self.host.flush()
+            if self._events is not None:
+                self._events.removed("host", gone)
         if self.disk is not None:
             self.disk.doubt()
             self.give_up(list(self._by_number))
+
+    def _tell_stored(self, name: bytes, stored: tuple[int, bytes | None] | None, number: int) -> None:
+        if number != NOWHERE:
+            self._events.goes_to_disk(name)
+        if stored is not None:
+            if stored[1] is not None:
+                self._events.removed("host", (stored[1],))
+            self._events.stored_in_host(name)
 
     def _can_fetch(self, name: bytes) -> bool:
         if self.host is not None and self.host.can_fetch(name):

@@ -3,6 +3,7 @@ written by two, and every page that is read holds the tokens it should."""
 
 from collections import Counter
 
+from event_subscriber import Subscriber
 from fake_executor import NAN, FakeExecutor, expected_tokens
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -92,7 +93,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             speculation=drafts
             and SpeculativeConfig(method="mtp", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=drafts),
         )
-        self.core = EngineCore(self.executor, self.config, async_scheduling=asynchronous)
+        self.subscriber = Subscriber(num_ranks, page_size)
+        self.core = EngineCore(self.executor, self.config, async_scheduling=asynchronous, publisher=self.subscriber)
         self.scheduler = self.core.scheduler
         self.alive: dict[str, Request] = {}
         self.gone: list[Request] = []
@@ -244,6 +246,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             cleared |= {page for request in self._leaving(index) for page in request.pages}
             left = {page for page, values in enumerate(cache) if NAN in values}
             assert left <= cleared, "no page is left with values that are not finite"
+
+    @invariant()
+    def subscribers_know_where_every_page_is(self):
+        self.core._publish()
+        self.subscriber.check(self.scheduler)
 
     @invariant()
     def slots_queues_and_counters_are_consistent(self):
