@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -49,6 +50,16 @@ def test_a_page_is_read_as_it_was_written_by_another_object_too(tmp_path):
     found = files(tmp_path).read(name(1))
     assert same(found, 1)
     assert {key: (array.shape, array.dtype) for key, array in found.items()} == SHAPES
+
+
+def test_bfloat16_goes_there_and_back(tmp_path):
+    """It is what accelerators have in their caches; NumPy knows it by `ml_dtypes` alone."""
+    values = np.arange(24).reshape(2, 3, 4).astype(ml_dtypes.bfloat16)
+    own = PageFiles(tmp_path, SPACE, {"latent": (values.shape, values.dtype)})
+    own.write(name(1), {"latent": values[:, :, ::-1]})
+    found = own.read(name(1))["latent"]
+    assert found.dtype == values.dtype
+    assert (found == values[:, :, ::-1]).all()
 
 
 @pytest.mark.parametrize("at", [3, 9, 50, 80, 85, 130, -1])
