@@ -164,9 +164,13 @@ class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"
     """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until it is placed.
 
     Numbers from the count of slots on are those of `ReadPages`: what was read there is sent, and then forgotten.
+
+    Attributes:
+        number: by which `PlacePages` names it.
     """
 
     ranks: list[bytes]
+    number: int = 0
 
 
 class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
@@ -190,9 +194,15 @@ class DropPages(msgspec.Struct, frozen=True, array_like=True, tag="drop_pages"):
 
 
 class PlacePages(msgspec.Struct, frozen=True, array_like=True, tag="place_pages"):
-    """Write what the oldest `FetchPages` staged that is not placed yet to pages: int32, of each rank, in the order of its slots."""
+    """Write what a `FetchPages` staged to pages: int32, of each rank, in the order of its slots.
+
+    Attributes:
+        number: of that `FetchPages`. Where there was none, because launching it failed, nothing is written. What older ones staged is
+            forgotten.
+    """
 
     ranks: list[bytes]
+    number: int = 0
 
 
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):

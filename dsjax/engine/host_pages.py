@@ -60,7 +60,7 @@ class HostPages:
         self._memory = {name: np.zeros((ranks, slots, *a.shape[2:]), a.dtype) for name, a in described.items()}
         self._described = described
         self._leaving: deque[_Leaving | DropPages] = deque()
-        self._staged: deque[list[PagesOnTheWay]] = deque()
+        self._staged: dict[int, list[PagesOnTheWay]] = {}
 
     def store(self, command: StorePages) -> Running:
         """Copy pages to slots, and write them to the disk."""
@@ -130,19 +130,23 @@ class HostPages:
         def run() -> Running:
             self._land(waiting=True)
             staged = [self._sent(piece) for piece in _pieces(wanted)]
-            self._staged.append(staged)
+            self._staged[command.number] = staged
             for piece in staged:
                 yield next(iter(piece.values()))
 
         return run()
 
     def place(self, command: PlacePages) -> Running:
-        """Write what was staged first to pages."""
+        """Write what was staged to pages."""
         pages = [self._send(piece) for piece in _pieces([np.frombuffer(own, "<i4") for own in command.ranks])]
 
         def run() -> Running:
             executor = self._executor
-            for numbers, staged in zip(pages, self._staged.popleft(), strict=True):
+            staged_here = self._staged.get(command.number)
+            self._staged = {number: staged for number, staged in self._staged.items() if number > command.number}
+            if staged_here is None:
+                return
+            for numbers, staged in zip(pages, staged_here, strict=True):
                 executor.state = executor.programs.put_pages()(executor.state, staged, numbers)
                 yield executor.state.start
 

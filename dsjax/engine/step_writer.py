@@ -36,6 +36,7 @@ class StepWriter:
     def __init__(self, num_ranks: int, num_slots: int, page_size: int):
         self._page_size = page_size
         self._owner: list[list[tuple[Request | None, int]]] = [[(None, 0)] * num_slots for _ in range(num_ranks)]
+        self._fetches = 0
         self._told = [[0] * num_slots for _ in range(num_ranks)]
 
     def write(self, plan: StepPlan) -> Step:
@@ -61,11 +62,12 @@ class StepWriter:
             return found
         moves = [rank.moves or PageMoves() for rank in plan.ranks]
         if any(own.places for own in moves):
-            found.append(PlacePages([int32s(own.places) for own in moves]))
+            found.append(PlacePages([int32s(own.places) for own in moves], self._fetches))
         if any(
             own.fetches for own in moves
         ):  # before the stores, which may take a slot that is fetched for the last time
-            found.append(FetchPages([int32s(own.fetches) for own in moves]))
+            self._fetches += 1
+            found.append(FetchPages([int32s(own.fetches) for own in moves], self._fetches))
         if any(own.reads or own.drops for own in moves):
             found.append(
                 ReadPages(

@@ -116,7 +116,7 @@ class FakeExecutor:
         self._cache = [[[None] * page_size for _ in range(pages_per_rank)] for _ in range(num_ranks)]
         self._slots: list[dict[int, Slot]] = [{} for _ in range(num_ranks)]
         self._host: list[dict[int, list]] = [{} for _ in range(num_ranks)]
-        self._staged: deque[list[list]] = deque()
+        self._staged: dict[int, list[list]] = {}
         self.disk = {} if disk is None else disk
         self.disk_takes: int | None = 1
         self.disk_fails = False
@@ -250,9 +250,9 @@ class FakeExecutor:
                     if number >= 0:
                         self._disk_work.append([0, "written", (number, next(names)), list(cache[page])])
         elif isinstance(command, FetchPages):
-            self._staged.append(
-                [[self._fetched(rank, n) for n in from_int32s(own)] for rank, own in enumerate(command.ranks)]
-            )
+            self._staged[command.number] = [
+                [self._fetched(rank, number) for number in from_int32s(own)] for rank, own in enumerate(command.ranks)
+            ]
         elif isinstance(command, ReadPages):
             for rank, (numbers, names, drops) in enumerate(
                 zip(command.ranks, command.names, command.drops, strict=True)
@@ -266,8 +266,10 @@ class FakeExecutor:
         elif isinstance(command, DropPages):
             self._disk_work.append([0, "drop", (command.everything, names_of(command.names)), None])
         elif isinstance(command, PlacePages):
-            for cache, staged, own in zip(self._cache, self._staged.popleft(), command.ranks, strict=True):
-                for values, page in zip(staged, from_int32s(own), strict=True):
+            here = self._staged.pop(command.number, [[] for _ in command.ranks])
+            for cache, staged, own in zip(self._cache, here, command.ranks, strict=True):
+                assert len(staged) in (0, len(own) // 4)
+                for values, page in zip(staged, from_int32s(own), strict=False):
                     assert page != 0, "page 0 is reserved"
                     cache[page] = values
         elif isinstance(command, Clear):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine import arrivals, page_files
+from dsjax.engine.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
 from dsjax.engine.core import EngineCore
 from dsjax.engine.page_tiers import FIRST_PAUSE, MOST_WRITING, DiskTier, HostTier
 from dsjax.engine.request import Request
@@ -314,6 +315,37 @@ def test_the_next_engine_finds_what_the_last_one_left():
     prompts = begin_alike(9)
     assert list(run(second, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
     assert second.scheduler.ranks[0].hits["disk"] > 40
+
+
+@pytest.mark.parametrize("kind", [PlacePages, FetchPages, ReadPages, DropPages, StorePages, Step])
+def test_an_interrupt_while_pages_are_sent_for_leaves_nothing_wrong(kind):
+    """Whichever command it comes before, what is launched afterwards is right, and the disk keeps to its room."""
+    engine = core(host_pages_per_rank=3, disk_pages=20)
+    launch, left = engine.executor.launch, iter(range(1, 6))
+
+    def interrupted(command):
+        if isinstance(command, kind) and next(left, 0) in (2, 5):
+            raise KeyboardInterrupt
+        return launch(command)
+
+    for turn in range(6):
+        run(engine, begin_alike(turn))
+        engine.executor.launch = interrupted
+        requests = [
+            Request(f"{name}+", list(tokens), len(tokens), SamplingParams(temperature=0), 6, 0)
+            for name, tokens in begin_alike(turn + 50)
+        ]
+        for request in requests:
+            engine.add(request)
+        while engine.has_unfinished:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                continue
+        engine.executor.launch = launch
+        for request in requests:
+            assert request.output_token_ids == expected_tokens(request.prompt_token_ids, 6)
+    assert next(left, None) is None, "it came twice"
 
 
 def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():
