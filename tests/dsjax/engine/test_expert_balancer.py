@@ -18,12 +18,13 @@ from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
 from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, Step
 from dsjax.engine.eplb import EplbConfig, RebalanceUnderWayError
 from dsjax.engine.executor import ExpertSlots
-from dsjax.engine.expert_balancer import decide
+from dsjax.engine.expert_balancer import LayerChange, decide
 from dsjax.engine.expert_location import ExpertLocation
 from dsjax.engine.step_record import Collected, Launched, StepRecord, collected
 from dsjax.errors import UserError
 from sharding import MeshSpec
 from sharding.balancing import rank_loads, rebalance
+from sharding.layer_placement import exchange_rounds
 
 OFTEN = {"window_size": 4, "step_interval": 4}
 TOKENS = 40
@@ -126,6 +127,45 @@ def test_nothing_is_compiled_and_memory_returns(llm):
         llm.engine.step()
     assert llm.executor.programs.compiled == compiled
     assert sum(array.nbytes for array in jax.live_arrays()) == held
+
+
+def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, expected, monkeypatch):
+    """One device has two steps in flight, as accelerators have; it holds all experts, so they move between its own slots.
+
+    Each exchange is enqueued behind a step that is not done, and a step behind it, without waiting for either.
+    """
+    monkeypatch.setattr("dsjax.engine.loading.experts_per_exchange", lambda args, step: 2)
+    one = load(checkpoint, "dp=1")
+    executor, balancer, rng = one.executor, one.engine.core._balancer, np.random.default_rng(2)
+    launch, behind = executor.launch, []
+
+    def launched(command):
+        if isinstance(command, StageExperts | PlaceExperts):
+            in_flight = [one for one in executor._queue if isinstance(one.command, Step)]
+            behind.append(bool(in_flight))
+        return launch(command)
+
+    try:
+        assert executor.max_in_flight == 2
+        monkeypatch.setattr(executor, "launch", launched)
+        start(one)
+        found = {}
+        while one.engine.has_unfinished():
+            if not balancer.busy and one.engine.core.scheduler.num_unfinished:
+                layer = int(rng.integers(2))
+                old = executor.expert_slots.physical_to_logical[layer]
+                row = old.copy()
+                swapped = rng.permutation(len(old))[:4]
+                row[swapped] = np.roll(row[swapped], 1)
+                rounds = list(exchange_rounds(old, row, ranks=1, experts=2))
+                balancer._waiting.extend(LayerChange(layer, row, rounds, 4, 0.0, 0.0).commands())
+            found |= {int(output.request_id): output.outputs[0].token_ids for output in one.engine.step()}
+        assert [list(found[number]) for number in range(8)] == [list(tokens) for tokens in expected]
+        assert stats(one).layers_changed >= 3
+        assert not stats(one).failures
+        assert sum(behind) > 10
+    finally:
+        one.shutdown()
 
 
 def start(llm, tokens: int = TOKENS, **params) -> None:
