@@ -34,6 +34,10 @@ def plan(
     measured: Annotated[
         Path | None, typer.Option(help="JSON of dsjax bench modules: its times in place of published tables.")
     ] = None,
+    network: Annotated[
+        Path | None,
+        typer.Option(help="JSON of dsjax bench network: its times of collectives in place of assumptions about links."),
+    ] = None,
     precision: Annotated[
         str, typer.Option(help="fp8, bf16 or nvfp4; auto: fp8, or what --measured was taken with.")
     ] = "auto",
@@ -137,6 +141,7 @@ def plan(
     from dsjax.plan.explain import EXPLAINED
     from dsjax.plan.explain import explain as derive
     from dsjax.plan.measured import read_measured
+    from dsjax.plan.measured_network import check_device, read_network
     from dsjax.plan.operator_tables import operator_tables
     from dsjax.plan.own_cluster import choose_precision, find_cluster
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
@@ -183,6 +188,10 @@ def plan(
     config = load_config(model)
     modules = read_measured(measured, config) if measured else None
     found = find_cluster(cluster, modules)
+    if network is not None:
+        timed = read_network(network)
+        check_device(timed, found.hardware, found.name)
+        found = dataclasses.replace(found, measured=timed)
     if price_per_hour is not None:
         if not price_per_hour > 0:
             raise UserError(f"--price-per-hour is {price_per_hour:g}, expected more than 0")
