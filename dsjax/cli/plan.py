@@ -1,6 +1,8 @@
 """`dsjax plan`: a cluster, a workload and objectives in, a layout out, with figures that can be checked."""
 
 import dataclasses
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -129,7 +131,13 @@ def plan(
     rows: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 8,
     pareto: Annotated[Path | None, typer.Option(help="Write the Pareto front: .html, or a picture.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for the sweeps' pictures.")] = None,
-    recipe_file: Annotated[Path | None, typer.Option("--recipe", help="Write the winner's recipe as JSON.")] = None,
+    recipe_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            help="Write the winner's recipe: FILE.json, or a folder with a kustomize overlay for Kubernetes.",
+        ),
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
     ] = None,
@@ -275,8 +283,13 @@ def plan(
             plots.mkdir(parents=True, exist_ok=True)
             for swept in sweeps:
                 draw_sweep(swept, plots / f"{swept.quantity}.png")
-    if recipe_file and answer.winner:
+    if recipe_file and answer.winner and recipe_file.suffix == ".json":
         write_json(recipe_file, recipe(model, question, answer.winner))
+    elif recipe_file and answer.winner:
+        from dsjax.plan.kubernetes import write_overlay
+
+        with writing(recipe_file):
+            write_overlay(recipe_file, model, question, answer.winner, shlex.join(["dsjax", *sys.argv[1:]]))
     if json_file is not None:
         write_json(json_file, {**to_json(answer, model, rows, sweeps, outcomes), "published": beside})
         return

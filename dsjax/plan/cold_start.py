@@ -26,7 +26,7 @@ def host_bytes(instance: Instance) -> int:
 
 
 def storage_rate(cluster: Cluster) -> Figure:
-    """Bytes a second at which one host reads a checkpoint while all do: the cluster file's, or an assumption bounded by the host's cards."""
+    """Bytes a second at which one host reads a checkpoint while all do: of the cluster file, or assumed, within what its cards give."""
     if cluster.storage is not None:
         return exact(cluster.storage, "storage, of each host", "B/s", f"{cluster.name}: storage_gb_per_s")
     rate = assumed(
