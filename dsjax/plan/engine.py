@@ -13,6 +13,7 @@ from dsjax.errors import UserError
 class Engine:
     """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode instances.
     drafts: with the MTP module. fp4: loads FP4 experts. fp8_cache: has an FP8 latent cache. dispatch: of tokens to experts, by default.
+    eager: starts the kernels of a prefill step one by one; otherwise one compiled program does.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Engine:
     fp4: bool
     fp8_cache: bool
     dispatch: str
+    eager: bool
 
     def check(self, *, separated: bool, overlap: bool, drafts: bool, fp4: bool, fp8_cache: bool, dispatch: str) -> None:
         """Raise `UserError` where something is asked for that this engine cannot do."""
@@ -41,7 +43,7 @@ class Engine:
                 )
 
 
-PUBLISHED = Engine("published", True, True, True, True, True, True, "deepep")
+PUBLISHED = Engine("published", True, True, True, True, True, True, "deepep", eager=True)
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish."""
 
 
@@ -61,6 +63,7 @@ def dsjax_engine() -> Engine:
         fp4="nvfp4" in (fields["weights"].metadata.get("choices") or ()),
         fp8_cache=any("fp8" in name for name in cache),
         dispatch="auto",
+        eager=False,
     )
 
 
