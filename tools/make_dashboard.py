@@ -335,7 +335,8 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
     "Experts (while recording)": [
         (
             "Balancedness",
-            "Mean over max of the devices' tokens: of the layers' sums, and mean of the layers' ratios. 1 is perfect.",
+            "Mean over max of the EP ranks' tokens since recording began: ratio of sums over layers, and mean of the layers' ratios. "
+            "1 is perfect.",
             "percentunit",
             [(f"dsjax_expert_balancedness{{{OF_MODEL}}}", "{{of}}")],
         ),

@@ -227,8 +227,8 @@ def test_experts_are_shown_by_place_and_balancedness_in_both_meanings(metrics):
     metrics.on_step(step([]))  # recording ended: the last sums stay
     assert value(metrics, "dsjax_expert_tokens_total", expert="0", ep_rank="0") == 6
     assert value(metrics, "dsjax_expert_tokens_total", expert="7", ep_rank="3") == 8
-    assert value(metrics, "dsjax_expert_balancedness", of="sums") == 0.5  # loads 8, 0, 0, 8
-    assert value(metrics, "dsjax_expert_balancedness", of="layers") == 0.25  # each layer 8 on one of 4
+    assert value(metrics, "dsjax_expert_balancedness", of="sums") == 0.25  # each layer 8 on one of 4: (2 + 2) / (8 + 8)
+    assert value(metrics, "dsjax_expert_balancedness", of="layers") == 0.25
     assert value(metrics, "dsjax_dispatch_rows_total", device="2") == 7
     assert value(metrics, "dsjax_dispatch_bytes_total") == 4096
     assert value(metrics, "dsjax_dispatch_padding_share") == 0.25
