@@ -49,7 +49,7 @@ def status_routes(serving: Serving) -> APIRouter:
     async def get_load() -> Load:
         """What each DP rank has to do."""
         loads, disk = await serving.ask(lambda core: (core.loads(), core.disk()))
-        return {"ranks": _bodies(loads), "disk": None if disk is None else disk._asdict()}
+        return {"ranks": load_bodies(loads), "disk": None if disk is None else disk._asdict()}
 
     @router.get("/server_info", response_model=ServerInfo, responses=errors(503))
     async def server_info(request: Request) -> Response:
@@ -60,7 +60,7 @@ def status_routes(serving: Serving) -> APIRouter:
             "models": list(serving.model_names),
             "phase": serving.phase.value,
             "options": serving.options.to_json(),
-            "ranks": _bodies(await serving.ask(lambda core: core.loads()))
+            "ranks": load_bodies(await serving.ask(lambda core: core.loads()))
             if serving.phase is not Phase.WARMING_UP
             else [],
             "admin": request.scope["state"].get("admin", False),
@@ -109,7 +109,7 @@ async def _refresh_loads(serving: Any) -> None:
         serving.metrics.show_balance(balance)  # experts may have moved since, without a step
 
 
-def _bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
+def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
     """What each DP rank has to do, as it is between two steps of the engine."""
     return [
         {**load._asdict(), "host": None if load.host is None else load.host._asdict(), "hits": load.hits._asdict()}

@@ -37,6 +37,16 @@ _requests = st.fixed_dictionaries(
 )
 
 
+def pages_of(prompts, page_size):
+    """What an earlier engine has left on the disk: the pages of these prompts by their names."""
+    found = {}
+    for tokens in prompts:
+        request = Request("", list(tokens), len(tokens), SamplingParams(), 1, 0)
+        for place, name in enumerate(extend_hashes(request, page_size)):
+            found[name] = list(tokens[place * page_size : (place + 1) * page_size])
+    return found
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Small sizes, so that pages, slots, rows and budget all run out.
 
@@ -55,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.integers(0, 7).map(bool),
         host_pages=st.sampled_from([0, 0, 2, 30]),
         disk_pages=st.sampled_from([0, 0, 3, 40]),
+        left_over=st.booleans(),
         asynchronous=st.booleans(),
         drafts=st.sampled_from([None, None, [[1, 4096, 1]], [[1, 4096, 3]], [[1, 2, 2], [3, 4096, 0]]]),
     )
@@ -71,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching,
         host_pages,
         disk_pages,
+        left_over,
         asynchronous,
         drafts,
     ):
@@ -84,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_LEN,
             host_pages_per_rank=host_pages,
             disk_pages=disk_pages,
+            disk=pages_of(SHARED, page_size) if disk_pages and left_over else None,
         )
         self.config = SchedulerConfig.from_limits(
             self.executor.limits,
@@ -93,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             speculation=drafts
             and SpeculativeConfig(method="mtp", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=drafts),
         )
-        self.subscriber = Subscriber(num_ranks, page_size)
+        self.subscriber = Subscriber(num_ranks, page_size, self.executor.disk)
         self.core = EngineCore(self.executor, self.config, async_scheduling=asynchronous, publisher=self.subscriber)
         self.scheduler = self.core.scheduler
         self.alive: dict[str, Request] = {}
