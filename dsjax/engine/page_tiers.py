@@ -78,6 +78,12 @@ class TierHits(NamedTuple):
     host: int = 0
     disk: int = 0
 
+    def plus(self, cached: int, host_pages: int, disk_pages: int, page_size: int) -> "TierHits":
+        """With a request's: `cached` tokens, of which so many pages came from below. A page can have come twice."""
+        disk = min(cached, disk_pages * page_size)
+        host = min(cached - disk, host_pages * page_size)
+        return TierHits(self.device + cached - disk - host, self.host + host, self.disk + disk)
+
 
 class DiskCounts(NamedTuple):
     """What the disk has done for all ranks, and holds. The first five as of `TierCounts`.

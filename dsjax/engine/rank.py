@@ -91,7 +91,7 @@ class Rank:
         self.load = self.waiting_tokens = self.backlog = 0
         self.promised: Counter[bytes] = Counter()
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
-        self.hits = {"device": 0, "host": 0, "disk": 0}
+        self.hits = TierHits()
         self.dirty: list[int] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.arrivals = Arrivals(pool)
@@ -308,16 +308,10 @@ class Rank:
             if self.prefix_caching and not request.wants_prompt_logprobs:
                 self.prefix_queries += len(request.token_ids)
                 self.prefix_hits += request.num_cached_tokens
-                self._count_hits(request)
+                self.hits = self.hits.plus(
+                    request.num_cached_tokens, request.num_host_pages, request.num_disk_pages, self.pool.page_size
+                )
         bisect.insort(self.running, request, key=_by_order)
-
-    def _count_hits(self, request: Request) -> None:
-        left, size = request.num_cached_tokens, self.pool.page_size
-        for tier, pages in (("disk", request.num_disk_pages), ("host", request.num_host_pages)):
-            tokens = min(left, pages * size)
-            self.hits[tier] += tokens
-            left -= tokens
-        self.hits["device"] += left
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Get a decode pages for so many tokens, preempting newer requests for them.

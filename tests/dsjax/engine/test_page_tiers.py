@@ -255,9 +255,9 @@ def test_tokens_are_those_without_a_disk_however_long_it_takes(ranks, below, tak
     assert counts.stored > 10
     if below.get("host_pages_per_rank", 0) < 60:
         assert counts.fetched > 20, counts
-        assert sum(rank.hits["disk"] for rank in engine.scheduler.ranks) > 40
+        assert sum(rank.hits.disk for rank in engine.scheduler.ranks) > 40
     for rank in engine.scheduler.ranks:
-        assert sum(rank.hits.values()) == rank.prefix_hits
+        assert sum(rank.hits) == rank.prefix_hits
 
 
 def test_others_go_on_while_a_request_waits_for_the_disk():
@@ -314,7 +314,7 @@ def test_the_next_engine_finds_what_the_last_one_left():
     second = core(disk_pages=200, disk=dict(first.executor.disk))
     prompts = begin_alike(9)
     assert list(run(second, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
-    assert second.scheduler.ranks[0].hits["disk"] > 40
+    assert second.scheduler.ranks[0].hits.disk > 40
 
 
 @pytest.mark.parametrize("kind", [PlacePages, FetchPages, ReadPages, DropPages, StorePages, Step])
@@ -455,8 +455,8 @@ def test_a_models_pages_come_back_from_the_disk_after_a_restart_too(checkpoint, 
     second = load(checkpoint, **on_disk, **probe)
     try:
         assert generated(second) == expected
-        hits = [rank.hits["disk"] for rank in second.engine.core.scheduler.ranks]
-        assert sum(hits) > sum(rank.hits["disk"] for rank in llm.engine.core.scheduler.ranks)
+        hits = [rank.hits.disk for rank in second.engine.core.scheduler.ranks]
+        assert sum(hits) > sum(rank.hits.disk for rank in llm.engine.core.scheduler.ranks)
         second.engine.flush_prefix_cache()
         assert second.engine.core.scheduler.disk_counts().used_pages == 0
     finally:
