@@ -60,8 +60,8 @@ class DiskPages:
                 LISTING_SECONDS,
             )
 
-    def write(self, number: int, name: bytes, page: Callable[[], Page]) -> None:
-        """Write a page. page: gives its arrays, in the writer's thread."""
+    def write(self, number: int, name: bytes, page: Page) -> None:
+        """Write a page, which is not changed any more."""
         self._writing.put(lambda: self._write(number, name, page))
 
     def drop(self, everything: bool, names: list[bytes]) -> None:
@@ -153,10 +153,10 @@ class DiskPages:
                     "delete", "a page cannot be deleted (%s); the folder may grow beyond --disk-cache-bytes", error
                 )
 
-    def _write(self, number: int, name: bytes, page: Callable[[], Page]) -> None:
+    def _write(self, number: int, name: bytes, page: Page) -> None:
         try:
             self._make_room(1)
-            self._files.write(name, page())
+            self._files.write(name, page)
             self._own += 1
             ok = True
         except OSError as error:

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine import arrivals, page_files
+from dsjax.engine import core as engine_core
 from dsjax.engine.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
 from dsjax.engine.core import EngineCore
 from dsjax.engine.page_tiers import FIRST_PAUSE, MOST_WRITING, DiskTier, HostTier
+from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import Request
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.errors import UserError
@@ -346,6 +348,36 @@ def test_an_interrupt_while_pages_are_sent_for_leaves_nothing_wrong(kind):
         for request in requests:
             assert request.output_token_ids == expected_tokens(request.prompt_token_ids, 6)
     assert next(left, None) is None, "it came twice"
+
+
+def test_what_only_the_devices_have_goes_to_the_disk_at_the_end_the_newest_first():
+    first = core(disk_pages=8)
+    first.executor.disk_takes = 0
+    for number in range(2):
+        run(first, [(number, list(range(100 * number, 100 * number + 25)))])
+    assert not first.executor.disk
+    first.shutdown()
+    assert first.executor.closed
+    first.executor.page_reports()
+    newest, older = [], []
+    for number, found in enumerate((older, newest)):
+        request = Request("", list(range(100 * number, 100 * number + 25)), 25, SamplingParams(), 1, 0)
+        found += [name for name in extend_hashes(request, 4) if name in first.executor.disk]
+    assert len(newest) == 6, "all of them"
+    assert len(first.executor.disk) == 8
+    assert next(iter(first.executor.disk)) in older, "the next one to go"
+    second = core(disk_pages=8, disk=dict(first.executor.disk))
+    run(second, [(3, list(range(100, 125)))])
+    assert second.scheduler.ranks[0].hits.disk == 24
+
+
+def test_an_end_does_not_wait_for_a_disk_that_hangs(monkeypatch):
+    monkeypatch.setattr(engine_core, "LEAVE_SECONDS", 0.05)
+    first = core(disk_pages=1000)
+    run(first, [(n, list(range(100 * n, 100 * n + 24))) for n in range(2)])
+    first.executor.disk_takes = None
+    first.shutdown()
+    assert first.executor.closed
 
 
 def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():
