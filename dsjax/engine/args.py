@@ -118,6 +118,9 @@ class EngineArgs:
         "folder of native kernels that dsjax kernels build made; default: built at first start, kept with compiled programs",
     )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
+    enable_shared_experts_fusion: bool = option(
+        False, "the shared expert is one more routed expert, with a copy on each device: one grouped product"
+    )
     enable_eplb: bool = option(False, "move and copy experts after their load while serving")
     eplb_config: str | dict[str, Any] | None = option(
         None,

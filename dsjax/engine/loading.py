@@ -154,7 +154,7 @@ def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progres
                 mesh,
                 step.rules,
                 weights=weights,
-                placement=step.placement if config.is_moe else None,
+                placement=step.stored_placement if config.is_moe else None,
                 mtp=step.has_module,
                 progress=show_progress,
             )
@@ -188,7 +188,7 @@ def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progres
                 mesh,
                 step.rules,
                 weights=weights,
-                placement=placements,
+                placement=step.stored(placements),
                 mtp=step.has_module,
                 only=paths,
             ),
