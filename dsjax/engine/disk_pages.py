@@ -116,7 +116,7 @@ class DiskPages:
     def _list(self) -> None:
         try:
             listing = self._files.list()
-        except OSError as error:
+        except Exception as error:
             self._warn("list", "its pages cannot be listed (%s); none of an earlier run is found", error)
             names: list[bytes] = []
         else:
@@ -159,7 +159,7 @@ class DiskPages:
             self._files.write(name, page)
             self._own += 1
             ok = True
-        except OSError as error:
+        except Exception as error:  # whatever it is, the scheduler waits for a report, and serving goes on
             self._warn("write", "a page cannot be written (%s); it is tried again later", error)
             ok = False
         with self._reported:
@@ -173,7 +173,7 @@ class DiskPages:
                 self._own = 0
             for name in names:
                 self._own -= self._files.delete(name)
-        except OSError as error:
+        except Exception as error:
             self._warn("delete", "a page cannot be deleted (%s); the folder may grow beyond --disk-cache-bytes", error)
 
     # In a reader's.
@@ -201,7 +201,7 @@ class DiskPages:
             self._warn("damage", "%s; it is deleted, and its tokens are computed again", error)
         except FileNotFoundError:  # evicted since it was asked for
             pass
-        except OSError as error:
+        except Exception as error:
             self._warn("read", "a page cannot be read (%s); its tokens are computed again", error)
         return None
 

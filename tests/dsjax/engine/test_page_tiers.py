@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine import arrivals, page_files
+from dsjax.engine import arrivals, page_files, tier_sizes
 from dsjax.engine import core as engine_core
+from dsjax.engine.args import EngineArgs
 from dsjax.engine.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
 from dsjax.engine.core import EngineCore
 from dsjax.engine.page_tiers import FIRST_PAUSE, MOST_WRITING, DiskTier, HostTier
@@ -509,6 +510,12 @@ def test_a_models_pages_come_back_from_the_disk_after_a_restart_too(checkpoint, 
 def test_options_of_the_disk_that_cannot_be_are_refused(checkpoint, options, says):
     with pytest.raises(UserError, match=says):
         load(checkpoint, **options)
+
+
+def test_a_mesh_of_several_processes_is_refused_a_disk(tmp_path):
+    args = EngineArgs.from_options(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
+    with pytest.raises(UserError, match="does not work on a mesh of several processes"):
+        tier_sizes.lock_disk(args, object())
 
 
 def test_a_disk_with_less_room_than_a_page_is_refused(checkpoint, tmp_path):
