@@ -3,14 +3,12 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dsjax.engine.page_tiers import PageMoves
+from dsjax.engine.page_tiers import PATIENCE, PageMoves
 from dsjax.engine.pages import PagePool
 from dsjax.engine.request import Request
 
 MOST_FETCHED = 64
 """Pages that a rank fetches before one step."""
-PATIENCE = 2.0
-"""Seconds that a request waits for pages that are read from the disk. Then it goes on without, and the disk is left alone for a while."""
 
 
 class Arrival(NamedTuple):
@@ -91,7 +89,7 @@ class Arrivals:
         missing = pool.pages_for(len(request.token_ids)) - len(found)
         if not rest or rest[0] not in below or not pool.can_hold(found, missing):
             return False
-        awaited, full = (set(), False) if request.ignores_disk else below.read(rest, moves)
+        awaited, full = (set(), False) if request.ignores_disk else below.read(rest, moves, now)
         here = below.find(rest[: MOST_FETCHED - len(moves.fetches)])
         if not here and not awaited:
             return full

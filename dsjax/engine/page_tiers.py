@@ -14,6 +14,8 @@ STEPS_TO_STORE = 2
 """Planned steps after which a stored page can be fetched: by then it has left the device, and nobody waits for it."""
 MOST_WRITING = 256
 """Pages on their way to the disk. What leaves the device while there are so many is not written: a slow disk must not fill the memory."""
+PATIENCE = 2.0
+"""Seconds that a request waits for pages that are read from the disk. Then it goes on without, and the disk is left alone for a while."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds for which a disk that failed, or was too slow, is left alone; twice as long each time, until it does its work again."""
 

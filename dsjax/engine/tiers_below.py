@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dsjax.engine.page_events import RankEvents
-from dsjax.engine.page_tiers import NOWHERE, DiskTier, HostTier, PageMoves, StoredPage
+from dsjax.engine.page_tiers import NOWHERE, PATIENCE, DiskTier, HostTier, PageMoves, StoredPage
 
 MOST_LANDED = 128
 """Pages of a rank that have been read from the disk, or are being read, and have not gone to the device."""
@@ -13,9 +13,10 @@ MOST_LANDED = 128
 
 @dataclass
 class _Landed:
-    """A page that is read from the disk, and whether it has come."""
+    """A page that is read from the disk since a time, and whether it has come."""
 
     number: int
+    since: float
     here: bool = False
 
 
@@ -71,7 +72,7 @@ class TiersBelow:
             found.append(name)
         return found
 
-    def read(self, names: Sequence[bytes], moves: PageMoves) -> tuple[set[int], bool]:
+    def read(self, names: Sequence[bytes], moves: PageMoves, now: float) -> tuple[set[int], bool]:
         """Have those of the longest beginning of `names` that is below read that only the disk has, as far as there is room.
 
         Gives the numbers of those that have not come yet, and whether room was lacking.
@@ -92,11 +93,11 @@ class TiersBelow:
                 break
             if len(self._landed) >= MOST_LANDED:
                 wanted = set(names) if wanted is None else wanted
-                if not self._make_room(wanted):
+                if not self._make_room(wanted, now):
                     return awaited, True
             number = self._first_number + self._numbers
             self._numbers = (self._numbers + 1) % 2**30
-            self._landed[name] = _Landed(number)
+            self._landed[name] = _Landed(number, now)
             self._by_number[number] = name
             moves.reads.append((number, name))
             awaited.add(number)
@@ -177,10 +178,12 @@ class TiersBelow:
         landed = self._landed.get(name)
         return landed is not None and landed.here
 
-    def _make_room(self, wanted: set[bytes]) -> bool:
-        """Give up the page that landed longest ago, is here and is none of `wanted`."""
+    def _make_room(self, wanted: set[bytes], now: float) -> bool:
+        """Give up the page that was asked for longest ago, is here and is none of `wanted`; or that should have come long ago: who
+        asked for it may be gone.
+        """
         for name, landed in self._landed.items():
-            if landed.here and name not in wanted:
+            if (landed.here and name not in wanted) or (not landed.here and now - landed.since > PATIENCE):
                 self.give_up([landed.number])
                 return True
         return False

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine import arrivals, page_files, tier_sizes
+from dsjax.engine import arrivals, page_files, tier_sizes, tiers_below
 from dsjax.engine import core as engine_core
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
@@ -296,6 +296,23 @@ def test_a_request_goes_on_without_a_disk_that_hangs(monkeypatch):
     assert engine.scheduler.disk_counts().late == 1
     assert run(engine, [(4, list(range(100, 156)))]) == {"4": expected_tokens(list(range(100, 156)), 6)}
     assert engine.scheduler.disk_counts().late == 1, "it is left alone for a while"
+
+
+def test_reads_that_hang_after_their_request_has_gone_take_nobodys_room(monkeypatch):
+    for module in (arrivals, tiers_below):
+        monkeypatch.setattr(module, "PATIENCE", 0.01)
+    monkeypatch.setattr(tiers_below, "MOST_LANDED", 3)
+    engine = core(disk_pages=200)
+    engine.executor.disk_takes = 0
+    for number in range(4):
+        run(engine, [(number, list(range(60 * number, 60 * number + 56)))])
+    engine.executor.disk_takes = None
+    engine.add(Request("a", list(range(56)), 56, SamplingParams(temperature=0), 6, 0))
+    engine.step()
+    assert engine.scheduler.waits_for_disk
+    engine.abort("a")
+    tokens = list(range(60, 116))
+    assert run(engine, [(9, tokens)]) == {"9": expected_tokens(tokens, 6)}
 
 
 def test_a_disk_that_fails_costs_the_hits_and_nothing_else():
