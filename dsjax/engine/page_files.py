@@ -106,7 +106,7 @@ class PageFiles:
         self._content = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
         self.root = Path(folder)
         self.folder = self.root / self._space.hex()[:16]
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # prompts can be guessed from pages
         (self.folder / "space.json").write_text(described + "\n", encoding="utf-8")
 
     @property

@@ -50,6 +50,7 @@ def test_a_page_is_read_as_it_was_written_by_another_object_too(tmp_path):
     found = files(tmp_path).read(name(1))
     assert same(found, 1)
     assert {key: (array.shape, array.dtype) for key, array in found.items()} == SHAPES
+    assert files(tmp_path).folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_bfloat16_goes_there_and_back(tmp_path):
