@@ -99,6 +99,8 @@ class Scheduler:
 
     def take_page_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is told of once."""
+        if self.ranks[0].pool.below is None:
+            return []
         found = [wait for rank in self.ranks for wait in rank.arrivals.waits]
         for rank in self.ranks:
             rank.arrivals.waits = []

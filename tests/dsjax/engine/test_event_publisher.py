@@ -1,5 +1,6 @@
 """Subscribers of vLLM's events learn from dsjax which pages lie where, and can ask for what they have missed."""
 
+import json
 import threading
 import time
 from types import SimpleNamespace
@@ -9,7 +10,9 @@ import pytest
 from event_subscriber import Subscriber, hashes_of
 from fake_executor import FakeExecutor
 
+from dsjax.engine.args import EngineArgs
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine import LLMEngine
 from dsjax.engine.event_publisher import EventPublisher, KvEventsConfig, endpoint_of
 from dsjax.engine.page_events import BlockRemoved
 from dsjax.engine.request import Request
@@ -182,6 +185,38 @@ def test_what_the_publisher_cannot_keep_up_with_leaves_a_gap_in_the_numbers(tmp_
     publisher.close()
     assert [number for number, _ in publisher._kept[0]] == [0, 1, 5]
     assert caplog.text.count("some are lost") == 1
+
+
+def test_an_engine_publishes_what_its_options_say_and_gives_the_endpoint_back(tmp_path):
+    zmq = pytest.importorskip("zmq")
+    options = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    args = EngineArgs.from_options(kv_events_config=json.dumps(options))
+    with zmq.Context.instance().socket(zmq.SUB) as subscriber:
+        subscriber.connect(options["endpoint"])
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        for turn in range(2):
+            executor = FakeExecutor()
+            config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+            engine = LLMEngine(executor, None, config, kv_events=args.kv_events)
+            number = 0
+            while not subscriber.poll(20):
+                number += 1
+                prompt = {"prompt_token_ids": [turn, number % 256, 2, 3, 4]}
+                engine.add_request(f"{number}", prompt, SamplingParams(temperature=0, max_tokens=1))
+                while engine.has_unfinished():
+                    engine.step()
+            batch = DECODER.decode(subscriber.recv_multipart()[2])
+            assert batch.events[0].token_ids[0] == turn
+            engine.shutdown()
+            while subscriber.poll(20):
+                subscriber.recv_multipart()
+
+
+def test_events_without_a_prefix_cache_are_refused():
+    given = {"enable_kv_cache_events": True}
+    with pytest.raises(UserError, match="leave one of them out"):
+        EngineArgs.from_options(kv_events_config=given, enable_prefix_caching=False)
+    assert EngineArgs.from_options().kv_events is None
 
 
 def test_ports_follow_the_ranks():
