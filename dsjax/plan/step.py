@@ -90,6 +90,10 @@ class StepModel:
         ranks that have so many tokens; the others have none, and their experts work for these.
         """
         done, rows = self.prefill_device(tokens, prompt=prompt, cached=cached, busy=busy)
+        return self.launched(done, tokens, rows)
+
+    def launched(self, done: Figure, tokens: float, rows: float) -> Figure:
+        """A prefill step in which the device computes for so long: with what launches and host take."""
         launched = self.launches()
         if launched.high > done.low:
             done = largest(done, launched).named("device, or what launches take", "s")
