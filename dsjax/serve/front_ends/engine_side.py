@@ -121,7 +121,7 @@ class SharedEngine(AsyncEngine):
 
     def _die(self, error: BaseException) -> None:
         self._owners.clear()
-        self.front_ends.tell(Failed())
+        self.front_ends.fail()
         super()._die(error)
 
 
@@ -237,6 +237,11 @@ class FrontEnds:
         for link in self.links:
             link.send(message)
 
+    def fail(self) -> None:
+        """Tell all that the engine has failed: each tells its clients, and ends."""
+        self._ending = True
+        self.tell(Failed())
+
     def enter(self, phase: Phase) -> None:
         """Tell all where in its life the server is."""
         self._phase = phase
@@ -267,6 +272,8 @@ class FrontEnds:
         self.kill()
         for task in self._tasks:
             task.cancel()
+        for listener in self._listeners:
+            listener.close()
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -431,6 +438,23 @@ class EngineServer(Server):
         front_ends.bound_by(serving)
         super().__init__(serving, **options)
 
+    @classmethod
+    def over(
+        cls,
+        serving: Serving,
+        engine: LLMEngine,
+        num_ranks: int,
+        listeners: Sequence[socket.socket],
+        log_json: bool = False,
+        **how: Any,
+    ) -> EngineServer:
+        """A server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
+        make = _welcome(serving, engine, num_ranks, how.get("log_level", "info"), log_json)
+        front_ends = FrontEnds(serving.engine, listeners, make)
+        if serving.metrics is not None:
+            serving.metrics.elsewhere = front_ends.families
+        return cls(serving, front_ends, **how)
+
     def serve_behind(self) -> int:
         """Serve until the end; give the exit code. The socket lies in a folder that only this user can enter."""
         folder = tempfile.mkdtemp(prefix="dsjax-")
@@ -458,22 +482,6 @@ class EngineServer(Server):
             os.unlink(self._address)
             os.rmdir(os.path.dirname(self._address))
         super()._exit()
-
-
-def serve_behind(
-    serving: Serving,
-    engine: LLMEngine,
-    num_ranks: int,
-    listeners: Sequence[socket.socket],
-    log_json: bool = False,
-    **how: Any,
-) -> int:
-    """Serve a `SharedEngine` through a front end on each of `listeners` until the end; give the exit code. how: as `Server` takes it."""
-    make = _welcome(serving, engine, num_ranks, how.get("log_level", "info"), log_json)
-    front_ends = FrontEnds(serving.engine, listeners, make)
-    if serving.metrics is not None:
-        serving.metrics.elsewhere = front_ends.families
-    return EngineServer(serving, front_ends, **how).serve_behind()
 
 
 def _welcome(
