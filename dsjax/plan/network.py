@@ -14,8 +14,12 @@ from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, 
 _REFERENCE_LATENCY = 2e-6
 """Of the network on which the fixed part was measured: InfiniBand, one way."""
 NCCL_TESTS = (
-    "all_reduce_perf of nccl-tests, up to 16 KB between two hosts: 31 µs over ConnectX-7 (NVIDIA/dgx-spark-playbooks pull request 103), "
-    "19 µs of one A100 a host over HDR (NVIDIA/nccl-tests issue 150), 75 µs of H100 hosts (NVIDIA/nccl issue 1453)"
+    "all_reduce_perf of nccl-tests, up to 16 KB between two hosts of one device each: 31 µs over ConnectX-7 "
+    "(NVIDIA/dgx-spark-playbooks pull request 103), 19 µs of one A100 a host over HDR (NVIDIA/nccl-tests issue 150)"
+)
+NCCL_TESTS_HOSTS = (
+    "all_reduce_perf of nccl-tests, small sizes over hosts of 8 H100: 75 µs out of place, 62 in place (NVIDIA/nccl issue 1453); low "
+    "end: that of hosts with one device each"
 )
 
 
@@ -236,7 +240,9 @@ def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | N
     if domains == 1:
         return time + assumed(8e-6, 4e-6, 15e-6, "all-reduce, fixed part", "small all-reduces within a host", "s")
     away = size * (2 / near * (domains - 1) / domains) / (normal_shares()[0] * cluster.network_bandwidth)
-    time = time + away + measured(31e-6, 19e-6, 75e-6, "all-reduce between hosts, fixed part", NCCL_TESTS, "s")
+    # Ranks of a host that has several go first through its own link, which is the larger part of the fixed time.
+    fixed, source = ((68e-6, 31e-6, 75e-6), NCCL_TESTS_HOSTS) if near > 1 else ((31e-6, 19e-6, 75e-6), NCCL_TESTS)
+    time = time + away + measured(*fixed, "all-reduce between hosts, fixed part", source, "s")
     hops = 2 * math.ceil(math.log2(domains))
     time = time + network_latency(cluster) * hops - 2 * _REFERENCE_LATENCY
     return time
