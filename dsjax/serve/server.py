@@ -186,6 +186,8 @@ def bind_shared(host: str, port: int, count: int) -> list[socket.socket]:
     """
     if not hasattr(socket, "SO_REUSEPORT"):
         raise UserError("--api-server-count above 1 needs SO_REUSEPORT, which this system has not; leave it out")
+    if port:
+        bind(host, port).close()  # a socket that shares would be let in beside another server's that do
     found: list[socket.socket] = []
     while len(found) < count:
         found.append(bind(host, port, shared=True))

@@ -13,7 +13,6 @@ import threading
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from live_server import LiveServer, wait_until
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,8 +33,10 @@ from test_openai_client import (
     test_stop_strings_end_the_text,
 )
 
+from dsjax.errors import UserError
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
+from dsjax.serve.server import bind_shared
 
 pytestmark = pytest.mark.slow
 
@@ -226,41 +227,68 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
 
 
 SCRIPT = """
-import sys
-from live_server import FakeExecutor, LLMEngine, SchedulerConfig, Serving, SharedEngine, EngineServer, bind_shared, tiny_tokenizer
-executor = FakeExecutor(step_seconds=0.02)
+import io, sys, types
+from live_server import FakeExecutor, LLMEngine, SchedulerConfig, bind_shared, tiny_tokenizer
+from rich.console import Console
+from test_command_line import FACTS
+from dsjax.serve.command import serve_model
+from dsjax.serve.logs import configure_logging
+
+configure_logging("error")
+executor = FakeExecutor(num_ranks=2)
 engine = LLMEngine(executor, tiny_tokenizer(), SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32))
-serving = Serving(SharedEngine(engine), ("tiny",), "tiny", 128)
-listeners = bind_shared("127.0.0.1", 0, 1)
-port = listeners[0].getsockname()[1]
-ready = lambda: print(port, *(link.process.pid for link in serving.front_ends.links), flush=True)
-server = EngineServer.over(serving, engine, 1, listeners, shutdown_timeout=5, log_level="error", on_ready=ready)
-sys.exit(server.serve_behind())
+executor.warm_up = lambda progress: None
+listeners = bind_shared("127.0.0.1", 0, 2)
+print(listeners[0].getsockname()[1], flush=True)
+model = types.SimpleNamespace(engine=engine, facts=FACTS)
+console = Console(file=io.StringIO())
+sys.exit(serve_model(model, console, listeners[0], ("tiny",), 5.0, "error", front_end_listeners=listeners))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_when_the_engine_s_process_ends_all_end(number):
+    """Through the command's own `serve_model`."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent / "engine"), str(here.parents[2])])
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )
     try:
-        port, *children = map(int, process.stdout.readline().split())
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none").completions.create(
-            model="tiny", prompt="a"
-        )
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        wait_until(lambda: is_ready(url), 60)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 2
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).status_code == 200
         process.send_signal(number)
         assert process.wait(20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-        wait_until(lambda: not any(Path(f"/proc/{child}/cmdline").read_bytes() for child in children if alive(child)))
+        wait_until(lambda: not any(alive(child) for child in children))
     finally:
         process.kill()
         process.wait()
 
 
-def alive(pid: int) -> bool:
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def alive(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
     except OSError:
         return False
+
+
+def test_a_port_that_another_server_has_is_refused():
+    first = bind_shared("127.0.0.1", 0, 2)
+    assert len({socket.getsockname() for socket in first}) == 1
+    for socket in first:
+        socket.listen()
+    with pytest.raises(UserError, match="Address already in use"):
+        bind_shared("127.0.0.1", first[0].getsockname()[1], 2)
+    for socket in first:
+        socket.close()
