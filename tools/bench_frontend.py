@@ -2,17 +2,22 @@
 
     python tools/bench_frontend.py --streams 256 --tokens 64
     python tools/bench_frontend.py --endpoint chat --profile cpu.txt
+    python tools/bench_frontend.py --api-server-count 2 --step-ms 0
 
 The real server, engine and scheduler, over an executor that sleeps for a step and then gives every row the same token; the client is a
 process of its own. Processor time is read, so that what else runs on the machine counts little: of the event loop's thread (text,
 JSON, HTTP), of all the server's threads, and of the client. Beside them stands `LLMEngine` alone on the same work, as
 `LLM.generate` runs it. Given is the least over the rounds.
+
+With `--api-server-count` the server is as many front ends and the engine's process, whose times are told apart: with cores enough,
+events a second are bounded by the busiest of them.
 """
 
 import argparse
 import asyncio
 import cProfile
 import multiprocessing
+import os
 import pstats
 import socket
 import sys
@@ -34,9 +39,10 @@ from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, R
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
+from dsjax.serve.front_ends.engine_side import EngineServer, SharedEngine
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.server import Server, bind
+from dsjax.serve.server import Server, bind, bind_shared
 from dsjax.serve.serving import Serving
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
@@ -104,13 +110,14 @@ def offline(args: argparse.Namespace) -> float:
     return (time.thread_time() - began) / (args.streams * args.tokens)
 
 
-def serve(args: argparse.Namespace, listener: socket.socket, answers: Connection) -> None:
-    """Serve until killed; tell the processor times, of the event loop's thread and of the process, whenever asked."""
+def serve(args: argparse.Namespace, listeners: list[socket.socket], answers: Connection) -> None:
+    """Serve until killed; tell the processor times, of the event loop's thread, the process and its front ends, whenever asked."""
     metrics = Metrics("demo", args.ranks, 512)
-    serving = Serving(
-        AsyncEngine(make_engine(args, args.step_ms / 1e3)), ("demo",), "demo", 512, ServeOptions(), metrics=metrics
-    )
-    server = Server(serving, shutdown_timeout=1.0, log_level=args.log_level, on_ready=lambda: answers.send("ready"))
+    engine, several = make_engine(args, args.step_ms / 1e3), len(listeners) > 1
+    kind = SharedEngine if several else AsyncEngine
+    serving = Serving(kind(engine), ("demo",), "demo", 512, ServeOptions(), metrics=metrics)
+    how = {"shutdown_timeout": 1.0, "log_level": args.log_level, "on_ready": lambda: answers.send("ready")}
+    server = EngineServer.over(serving, engine, args.ranks, listeners, **how) if several else Server(serving, **how)
     profile = cProfile.Profile() if args.profile else None
 
     def tell() -> None:
@@ -119,54 +126,64 @@ def serve(args: argparse.Namespace, listener: socket.socket, answers: Connection
             server.handle_exit(15, None)
         elif profile is not None:
             (profile.enable if question == "begin" else profile.disable)()
-        answers.send((time.thread_time(), time.process_time()))
+        links = serving.front_ends.links if several else ()
+        answers.send(
+            (time.thread_time(), time.process_time(), *(_processor_seconds(link.process.pid) for link in links))
+        )
 
     async def startup(sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().add_reader(answers.fileno(), tell)
-        await Server.startup(server, sockets)
+        await type(server).startup(server, sockets)
 
     server.startup = startup
-    server.serve_on(listener)
+    server.serve_behind() if several else server.serve_on(listeners[0])
     if profile is not None:
         with open(args.profile, "w") as file:
             pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(45)
 
 
-async def load(args: argparse.Namespace, url: str) -> float:
-    """Stream all requests at once; give the client's processor seconds."""
+def _processor_seconds(pid: int) -> float:
+    """Of another process, as Linux counts them, in hundredths of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def load(args: argparse.Namespace, url: str) -> tuple[float, float]:
+    """Stream all requests at once; give the client's processor seconds, and the seconds that passed."""
     async with open_session(None) as session:
         client = Client(session, Target(url, args.endpoint, "demo", ignore_eos=True))
         requests = [BenchRequest(f"{index}: {PROMPT}", 20, args.tokens) for index in range(args.streams)]
-        began = time.process_time()
+        began, started = time.process_time(), time.perf_counter()
         result = await run_load(client, requests, [0.0] * args.streams, None)
     errors = [record.error for record in result.records if record.error is not None]
     if errors:
         sys.exit(f"{len(errors)} of {args.streams} requests failed: {errors[0]}")
-    return time.process_time() - began
+    return time.process_time() - began, time.perf_counter() - started
 
 
-def online(args: argparse.Namespace) -> list[tuple[float, float, float]]:
-    """For each round the processor seconds of the event loop's thread, of the whole server, of the client."""
-    listener = bind("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+def online(args: argparse.Namespace) -> list[tuple[float, ...]]:
+    """For each round: seconds that passed; processor seconds of the client, of the event loop's thread, its process, each front end."""
+    count = args.api_server_count
+    listeners = bind_shared("127.0.0.1", 0, count) if count > 1 else [bind("127.0.0.1", 0)]
+    url = f"http://127.0.0.1:{listeners[0].getsockname()[1]}"
     spawn = multiprocessing.get_context("fork")
     here, there = spawn.Pipe()
-    server = spawn.Process(target=serve, args=(args, listener, there), daemon=True)
+    server = spawn.Process(target=serve, args=(args, listeners, there))
     server.start()
     here.recv()
     found = []
     for number in range(args.rounds + 1):
         before = _ask(here, "begin")
-        client = run(load(args, url))
+        client, passed = run(load(args, url))
         after = _ask(here, "pause")
         if number:  # the first one warms up
-            found.append((after[0] - before[0], after[1] - before[1], client))
+            found.append((passed, client, *(b - a for a, b in zip(before, after, strict=True))))
     _ask(here, "end")
     server.join(10)
     return found
 
 
-def _ask(answers: Connection, question: str) -> tuple[float, float]:
+def _ask(answers: Connection, question: str) -> tuple[float, ...]:
     answers.send(question)
     return answers.recv()
 
@@ -180,6 +197,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--step-ms", type=float, default=60.0, help="what the device takes for a step")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--api-server-count", type=int, default=1, help="front ends, as of dsjax serve")
     parser.add_argument("--log-level", default="info")
     parser.add_argument(
         "--profile", metavar="FILE", help="write cProfile's table of the event loop's thread; distorts the times"
@@ -188,11 +206,18 @@ def main() -> None:
     # The server is forked: it must not share what offline has filled.
     rounds = online(args)
     tokens = args.streams * args.tokens
-    loop, server, client = (min(column) / tokens * 1e6 for column in zip(*rounds, strict=True))
+    passed, client, loop, server, *front_ends = (min(column) / tokens * 1e6 for column in zip(*rounds, strict=True))
     alone = min(offline(args) for _ in range(args.rounds)) * 1e6
     print(f"{args.streams} streams of {args.tokens} tokens over {args.ranks} ranks, /v1/{args.endpoint}")
     print("processor time, microseconds a token:")
     print(f"  server {server:6.1f}, of it the event loop {loop:.1f}; LLMEngine alone {alone:.1f}; client {client:.1f}")
+    if front_ends:
+        whole = sum(front_ends)
+        print(f"  front ends together {whole:.1f}; of each {', '.join(f'{each:.1f}' for each in front_ends)}")
+        for count in sorted({1, 2, args.api_server_count, 8}):
+            bound = 1e6 / max(whole / count, server)
+            print(f"  with a core for each process, {count} front ends: at most {bound:,.0f} events/s")
+    print(f"events a second, as measured with the client on the same cores: {1e6 / passed:,.0f}")
 
 
 if __name__ == "__main__":

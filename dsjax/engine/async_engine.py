@@ -40,16 +40,17 @@ class AsyncEngine:
         step_started: when the step under way began, on the monotonic clock; None between steps.
     """
 
-    def __init__(self, engine: LLMEngine):
-        self.tokenizer = engine.tokenizer
+    def __init__(self, engine: LLMEngine | None):
+        """engine: None where another process has it (`dsjax/serve/front_ends`)."""
+        self.tokenizer = engine and engine.tokenizer
         self.error: BaseException | None = None
         self.on_death: Callable[[], None] | None = None
         self.observers: list[EngineObserver] = []
         self.step_started: float | None = None
         self._closing = False
-        self._core = engine.core
-        self._inputs = engine.inputs
-        self._outputs = engine.outputs
+        self._core = engine and engine.core
+        self._inputs = engine and engine.inputs
+        self._outputs = engine and engine.outputs
         self._streams: dict[str, OutputStream] = {}
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -139,9 +140,19 @@ class AsyncEngine:
         for each in prepared:
             self._outputs.add(each)
             self._streams[each.request_id] = stream
+        try:
+            await self._admit(prepared)
+        except BaseException:  # refused, or nobody waits any more
+            self.abort(ids)
+            raise
+        return stream
+
+    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
+        self._enqueue([request for each in prepared for request in each.completions])
+
+    def _enqueue(self, requests: Sequence[Request]) -> None:
         self._queued = _plus(self._queued, requests)
         self._commands.put(lambda: self._add(requests))
-        return stream
 
     async def call(self, function: Callable[[EngineCore], Result]) -> Result:
         """Run `function(core)` in the engine's thread, between two steps, and give its result, or raise its error.

@@ -33,7 +33,12 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Makes requests. Has no other state than the generator of seeds for requests without one."""
+    """Makes requests. Has no other state than the generator of seeds for requests without one.
+
+    Attributes:
+        config, vocab_size, eos_token_ids: as given.
+        rules: makes what changes a request's logits.
+    """
 
     def __init__(
         self,
@@ -44,11 +49,15 @@ class InputProcessor:
         seed: int = 0,
     ):
         self._tokenizer = tokenizer
-        self._config = scheduler_config
-        self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(eos_token_ids)
+        self.config = scheduler_config
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
-        self._rules = RuleMaker(tokenizer, vocab_size, eos_token_ids)
+        self.rules = RuleMaker(tokenizer, vocab_size, eos_token_ids)
+
+    def draw_seed(self) -> int:
+        """A uint32, for a request without a seed or for another process's processor."""
+        return self._seeds.getrandbits(32)
 
     def prepare(
         self,
@@ -71,8 +80,8 @@ class InputProcessor:
         text, token_ids = self._tokens(prompt)
         stop_ids = self._stop_ids(params)
         max_tokens = self._max_tokens(len(token_ids), params)
-        rules = self._rules.make(params, stop_ids)
-        base_seed = self._seeds.getrandbits(32) if params.seed is None else _uint32(params.seed)
+        rules = self.rules.make(params, stop_ids)
+        base_seed = self.draw_seed() if params.seed is None else _uint32(params.seed)
         completions = [
             Request(
                 request_id=request_id if params.n == 1 else f"{index}_{request_id}",
@@ -90,8 +99,8 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
-        if self._config.prefix_caching:
-            hashes = extend_hashes(completions[0], self._config.page_size)
+        if self.config.prefix_caching:
+            hashes = extend_hashes(completions[0], self.config.page_size)
             for other in completions[1:]:
                 other.page_hashes = list(hashes)
         return PreparedRequest(request_id, text, token_ids, params, completions)
@@ -115,9 +124,9 @@ class InputProcessor:
             raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
         for position, token_id in enumerate(token_ids):
             # A device would clamp a wrong id and go on, so it must not get there.
-            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise PromptError(
-                    f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self._vocab_size - 1}"
+                    f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self.vocab_size - 1}"
                 )
         if not token_ids:
             raise PromptError("the prompt is empty, expected at least one token")
@@ -126,14 +135,14 @@ class InputProcessor:
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         if params.stop and self._tokenizer is None:
             raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
-        return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self._eos_token_ids)
+        return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         if params.max_tokens is not None:
-            self._config.check_fits(num_prompt_tokens, params.max_tokens)
+            self.config.check_fits(num_prompt_tokens, params.max_tokens)
             return params.max_tokens
-        self._config.check_fits(num_prompt_tokens, max(1, params.min_tokens))
-        return self._config.max_request_len - num_prompt_tokens
+        self.config.check_fits(num_prompt_tokens, max(1, params.min_tokens))
+        return self.config.max_request_len - num_prompt_tokens
 
 
 def _uint32(seed: int) -> int:

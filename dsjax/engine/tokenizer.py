@@ -41,7 +41,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
         self._backend = backend
-        config = dict(config or {})
+        self._config = config = dict(config or {})
         _check_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -80,6 +80,15 @@ class Tokenizer:
         if template_path.is_file():
             config["chat_template"] = template_path.read_text(encoding="utf-8")
         return cls(backend, config)
+
+    def to_texts(self) -> tuple[str, dict[str, Any]]:
+        """What `from_texts` makes the same tokenizer of: `tokenizer.json`'s text, and the configuration with its template."""
+        return self._backend.to_str(), self._config
+
+    @classmethod
+    def from_texts(cls, backend: str, config: Mapping[str, Any]) -> "Tokenizer":
+        """Of what `to_texts` gave, in another process."""
+        return cls(tokenizers.Tokenizer.from_str(backend), config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the begin-of-sequence token in front where the tokenizer's configuration says so.

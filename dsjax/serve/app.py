@@ -1,13 +1,14 @@
 """The FastAPI application: routes, guards before them, and every exception as an error in OpenAI's shape."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from dsjax.errors import UserError
 from dsjax.serve.bodies import ClientGoneError, error_response
@@ -23,8 +24,11 @@ from dsjax.serve.serving import Serving
 logger = logging.getLogger(__name__)
 
 
-def create_app(serving: Serving) -> FastAPI:
-    """Make the application. `Server` starts the engine's thread once it is ready; the application ends it at its own end."""
+def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | None = None) -> FastAPI:
+    """Make the application. `Server` starts the engine's thread once it is ready; the application ends it at its own end.
+
+    before_routes: a middleware between the guards and the routes.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -40,6 +44,8 @@ def create_app(serving: Serving) -> FastAPI:
     create_page_routes(app, serving)
     if serving.metrics is not None:
         create_metrics_routes(app, serving)
+    if before_routes is not None:
+        app.add_middleware(before_routes)
     # The last one added is the first to see a request: its id, its key, its body.
     app.add_middleware(BodyLimits, options=serving.options)
     app.add_middleware(Keys, options=serving.options)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -40,6 +40,14 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get to finish after SIGINT or SIGTERM.", min=0)
     ] = 10.0,
+    api_server_count: Annotated[
+        int,
+        typer.Option(
+            help="Processes that speak HTTP, tokenise and write text, on one port, in front of the engine's.",
+            min=1,
+            max=64,
+        ),
+    ] = 1,
     api_key: Annotated[
         list[str] | None, typer.Option(help="Key that clients must send; several may be given.", envvar="DSJAX_API_KEY")
     ] = None,
@@ -86,7 +94,7 @@ def serve(
 ) -> None:
     """Serve a model behind OpenAI's API."""
     from dsjax.serve.logs import configure_logging
-    from dsjax.serve.server import bind
+    from dsjax.serve.server import bind, bind_shared
 
     options = ServeOptions(
         api_keys=read_keys(api_key or (), api_key_file or ()),
@@ -103,7 +111,9 @@ def serve(
     )
     configure_logging(log_level, as_json=log_json)
     group_options = host_options(args)
-    listener = bind(host, port)
+    leads = group_options is None or group_options.is_leader
+    listeners = bind_shared(host, port, api_server_count) if leads and api_server_count > 1 else [bind(host, port)]
+    listener = listeners[0]
     console = Console()
     if group_options is not None and not group_options.is_leader:
         from dsjax.serve.headless import Headless
@@ -123,6 +133,8 @@ def serve(
         log_level,
         options,
         orders_by_priority=args.scheduling_policy == "priority",
+        front_end_listeners=listeners if len(listeners) > 1 else (),
+        log_json=log_json,
     )
     if code:
         raise typer.Exit(code)
@@ -138,10 +150,16 @@ def serve_model(
     options: ServeOptions | None = None,
     *,
     orders_by_priority: bool = False,
+    front_end_listeners: Sequence[socket.socket] = (),
+    log_json: bool = False,
 ) -> int:
-    """Serve a loaded model until the end, listening while it warms up; give the process's exit code."""
+    """Serve a loaded model until the end, listening while it warms up; give the process's exit code.
+
+    front_end_listeners: one for each process that is to speak HTTP; none: this one does, on `listener`.
+    """
     from dsjax.engine.async_engine import AsyncEngine
     from dsjax.serve.device_memory import device_memory
+    from dsjax.serve.front_ends.engine_side import EngineServer, SharedEngine
     from dsjax.serve.metrics import Metrics
     from dsjax.serve.server import Server
     from dsjax.serve.serving import Serving
@@ -167,7 +185,8 @@ def serve_model(
         page_bytes=facts.page_bytes,
         device_memory=device_memory,
     )
-    engine, group = AsyncEngine(model.engine), getattr(model, "group", None)
+    engine = SharedEngine(model.engine) if front_end_listeners else AsyncEngine(model.engine)
+    group = getattr(model, "group", None)
     if group is not None:
         group.on_lost = engine.fail
     serving = Serving(
@@ -181,12 +200,14 @@ def serve_model(
         orders_by_priority=orders_by_priority,
     )
     host, port = listener.getsockname()[:2]
-    server = Server(
-        serving,
-        shutdown_timeout=shutdown_timeout,
-        log_level=log_level,
-        warm_up=warm_up,
-        on_ready=lambda: show_url(console, host, port, names),
-        before_exit=lambda code: group and group.leave("its engine has failed" if code else None),
-    )
-    return server.serve_on(listener)
+    how = {
+        "shutdown_timeout": shutdown_timeout,
+        "log_level": log_level,
+        "warm_up": warm_up,
+        "on_ready": lambda: show_url(console, host, port, names),
+        "before_exit": lambda code: group and group.leave("its engine has failed" if code else None),
+    }
+    if front_end_listeners:
+        shared = EngineServer.over(serving, model.engine, facts.dp_ranks, front_end_listeners, log_json, **how)
+        return shared.serve_behind()
+    return Server(serving, **how).serve_on(listener)

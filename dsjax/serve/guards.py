@@ -70,6 +70,8 @@ class ResponseCounts:
             raise
 
     def _count(self, scope: Scope, status: int) -> None:
+        if scope.get("state", {}).get("forwarded"):
+            return  # the process that it went to counts it
         path = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if scope["method"] in _METHODS else "other"  # a client can make any up
         self._metrics.on_response(path, method, status)

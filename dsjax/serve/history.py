@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dsjax.engine.rank import RankLoad
-from dsjax.serve.metrics_families import Registry
+from dsjax.serve.metrics_families import Family
 from dsjax.serve.schemas import HistoryBody
 
 INTERVAL_SECONDS = 2.0
@@ -31,13 +31,18 @@ class History:
     of two points around an idle time are equal, and the first step after it has a point of its own before it.
 
     Args:
-        registry: of `Metrics`, whose sums and histograms are read.
+        families: of `Metrics`, whose sums and histograms are read.
         loads: gives the ranks' load as last known.
         clock: seconds.
     """
 
-    def __init__(self, registry: Registry, loads: Callable[[], Sequence[RankLoad]], clock: Callable[[], float]):
-        self._registry, self._loads, self._clock = registry, loads, clock
+    def __init__(
+        self,
+        families: Callable[[], Sequence[Family]],
+        loads: Callable[[], Sequence[RankLoad]],
+        clock: Callable[[], float],
+    ):
+        self._families, self._loads, self._clock = families, loads, clock
         self._points: deque[_Point] = deque()
 
     def note(self) -> None:
@@ -78,7 +83,7 @@ class History:
         }
 
     def _read(self, now: float) -> _Point:
-        families = {family.name: family for family in self._registry.families}
+        families = {family.name: family for family in self._families()}
 
         def total(name: str) -> float:
             return sum(value for _, _, value in families[name].samples())

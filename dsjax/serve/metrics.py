@@ -11,7 +11,7 @@ from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
 from dsjax.serve.history import History
 from dsjax.serve.metrics_experts import BalanceMetrics, ExpertMetrics
-from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Registry, Total, exposition
+from dsjax.serve.metrics_families import Counter, Family, Gauge, Histogram, Labels, Registry, Total, exposition
 from dsjax.serve.metrics_requests import RequestMetrics
 from dsjax.serve.metrics_tiers import TierMetrics
 
@@ -116,7 +116,8 @@ class Metrics:
         self._balance = BalanceMetrics(registry, model_name)
         self._drafts = DraftMetrics(registry, model_name, most_drafts)
         self._preemptions.add((model_name,), 0)
-        self.history = History(registry, lambda: self._loads, clock)
+        self.elsewhere: Callable[[Sequence[Family]], Sequence[Family]] | None = None
+        self.history = History(self.families, lambda: self._loads, clock)
 
     # What the engine tells.
 
@@ -179,7 +180,12 @@ class Metrics:
 
     def render(self, names: Iterable[str] = (), *, openmetrics: bool = False) -> bytes:
         """The exposition, of everything or of the samples with these names; unknown names give nothing."""
-        return exposition(self.registry.families, frozenset(names), openmetrics=openmetrics)
+        return exposition(self.families(), frozenset(names), openmetrics=openmetrics)
+
+    def families(self) -> Sequence[Family]:
+        """All families; what other processes have counted is in them where there are any."""
+        own = self.registry.families
+        return own if self.elsewhere is None else self.elsewhere(own)
 
     def _add_loads(self, labels: tuple[str, str]) -> None:
         def gauge(name: str, documentation: str, value: Callable[[RankLoad], float]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from dsjax.errors import UserError
 from dsjax.serve.app import create_app
@@ -46,6 +47,7 @@ class Server(uvicorn.Server):
         on_ready: called once requests are admitted.
         before_exit: called with the exit code where the process ends without Python's own end, because a thread hangs in a step or a
             compilation.
+        before_routes: as of `create_app`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Server(uvicorn.Server):
         warm_up: Callable[[Callable[[], None]], None] | None = None,
         on_ready: Callable[[], None] = lambda: None,
         before_exit: Callable[[int], None] = lambda code: None,
+        before_routes: Callable[[ASGIApp], ASGIApp] | None = None,
     ):
         self._serving = serving
         self._engine = serving.engine
@@ -70,7 +73,7 @@ class Server(uvicorn.Server):
         serving.phase = Phase.WARMING_UP
         serving.engine.on_death = self._stop
         config = uvicorn.Config(
-            RequestLog(create_app(serving)),
+            RequestLog(create_app(serving, before_routes)),
             log_level=log_level,
             log_config=None,  # `configure_logging` is for the process's start alone
             access_log=False,
@@ -104,7 +107,7 @@ class Server(uvicorn.Server):
         settle_collector()
         self._engine.start()
         self._watch_steps(asyncio.get_running_loop())
-        self._serving.phase = Phase.READY
+        self._serving.enter(Phase.READY)
         self._on_ready()
 
     def _run_warm_up(self) -> None:
@@ -138,7 +141,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Admit no more, wait for what runs, end what is left, close the door."""
-        self._serving.phase = Phase.CLOSING
+        self._serving.enter(Phase.CLOSING)
         deadline = time.monotonic() + self._shutdown_timeout
         while (self._engine.num_unfinished or self._warming) and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -175,8 +178,27 @@ class Server(uvicorn.Server):
         os._exit(self.exit_code)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_shared(host: str, port: int, count: int) -> list[socket.socket]:
+    """As `bind`, so many sockets of one address, over which the system spreads connections.
+
+    Raises:
+        UserError: the address cannot be had, or the system cannot share one.
+    """
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise UserError("--api-server-count above 1 needs SO_REUSEPORT, which this system has not; leave it out")
+    if port:
+        bind(host, port).close()  # a socket that shares would be let in beside another server's that do
+    found: list[socket.socket] = []
+    while len(found) < count:
+        found.append(bind(host, port, shared=True))
+        port = found[0].getsockname()[1]
+    return found
+
+
+def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     """Take the address before the model is loaded, so that a wrong one is known at once. Port 0 takes a free one.
+
+    shared: let further sockets of this process have it too.
 
     Raises:
         UserError: the address cannot be had.
@@ -184,6 +206,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:

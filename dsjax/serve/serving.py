@@ -23,6 +23,7 @@ from dsjax.serve.tool_calls import ToolFormat
 
 if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
     from dsjax.engine.loading import EngineFacts
+    from dsjax.serve.front_ends.engine_side import FrontEnds
 
 Answer = TypeVar("Answer")
 Submit = Callable[[str, Sequence[Prompt], SamplingParams, str | None], Awaitable[OutputStream]]
@@ -67,7 +68,7 @@ class QueueGate:
         tokens = completions * sum(
             len(prompt) // _CHARACTERS_PER_TOKEN if isinstance(prompt, str) else len(prompt) for prompt in prompts
         )
-        self._check(requests, tokens)
+        self.check(requests, tokens)
         self._entering_requests += requests
         self._entering_tokens += tokens
         try:
@@ -76,7 +77,8 @@ class QueueGate:
             self._entering_requests -= requests
             self._entering_tokens -= tokens
 
-    def _check(self, requests: int, tokens: int) -> None:
+    def check(self, requests: int, tokens: int) -> None:
+        """Raise a 429 where so many more may not wait."""
         # What would wait alone may always come in: a limit below one request's size must not refuse it for ever.
         waiting = self._engine.num_waiting + self._entering_requests
         if waiting and self._most_requests is not None and waiting + requests > self._most_requests:
@@ -99,6 +101,8 @@ class Serving:
         facts: of the loaded model; None where a test serves without one.
         metrics: told of every step and output, and of requests that were turned away.
         orders_by_priority: whether the scheduler heeds `priority`.
+        front_ends: the processes that speak to clients, where this is the engine's process behind them.
+        on_phase: told of each phase that the server enters.
     """
 
     engine: AsyncEngine
@@ -110,6 +114,8 @@ class Serving:
     metrics: Metrics | None = None
     orders_by_priority: bool = False
     phase: Phase = Phase.READY
+    front_ends: "FrontEnds | None" = None
+    on_phase: Callable[[Phase], None] = lambda phase: None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self):
@@ -121,6 +127,11 @@ class Serving:
         self.tool_format = ToolFormat.choose(self.options.tool_call_parser, tokenizer)
         self.expert_counts: ExpertCounts | None = None  # the last ones that were recorded
         self._under_way: dict[str, list[OutputStream]] = {}
+
+    def enter(self, phase: Phase) -> None:
+        """Be in another phase."""
+        self.phase = phase
+        self.on_phase(phase)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with.

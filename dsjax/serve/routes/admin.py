@@ -42,7 +42,8 @@ def admin_routes(serving: Serving) -> APIRouter:
         """End requests; their clients get an error."""
         if (body.request_id is None) != body.abort_all:
             raise ApiError(400, "found both or none, expected request_id or abort_all: true", param="request_id")
-        return {"aborted": serving.abort(body.request_id)}
+        elsewhere = await serving.front_ends.abort(body.request_id) if serving.front_ends is not None else 0
+        return {"aborted": serving.abort(body.request_id) + elsewhere}
 
     @router.post("/start_profile", responses=documented)
     async def start_profile() -> State:

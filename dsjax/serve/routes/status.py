@@ -101,6 +101,8 @@ async def _refresh_loads(serving: Any) -> None:
 
     Where the engine does not answer soon, because a step takes long or it is dead, the last known loads stand.
     """
+    if getattr(serving, "front_ends", None) is not None:
+        await serving.front_ends.gather()
     with contextlib.suppress(EngineDeadError, TimeoutError):
         found = serving.engine.call(lambda core: (core.loads(), core.balance(), core.disk()))
         loads, balance, disk = await asyncio.wait_for(found, _LOADS_SECONDS)

@@ -15,13 +15,14 @@ from tiny_tokenizer import tiny_tokenizer
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.serve.front_ends.engine_side import EngineServer, SharedEngine
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.server import Server, bind
+from dsjax.serve.server import Server, bind, bind_shared
 from dsjax.serve.serving import Phase, Serving
 
 
 class LiveServer:
-    """A server in a thread; `executor` is the fake device under it."""
+    """A server in a thread; `executor` is the fake device under it. front_ends: processes before it; 0: it speaks HTTP itself."""
 
     def __init__(
         self,
@@ -33,23 +34,34 @@ class LiveServer:
         warm_up=None,
         executor=None,
         metrics=None,
+        front_ends=0,
         **sizes,
     ):
         self.executor = executor or FakeExecutor(**sizes)
         config = SchedulerConfig.from_limits(self.executor.limits, max_num_batched_tokens=32)
         self.llm_engine = LLMEngine(self.executor, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
-        self.engine = AsyncEngine(self.llm_engine)
+        self.engine = (SharedEngine if front_ends else AsyncEngine)(self.llm_engine)
         self.serving = Serving(
             self.engine, ("tiny", "alias"), "tiny", config.max_model_len, options or ServeOptions(), metrics=metrics
         )
-        self.server = Server(self.serving, shutdown_timeout=shutdown_timeout, log_level="error", warm_up=warm_up)
-        listener = bind("127.0.0.1", 0)
+        how = {"shutdown_timeout": shutdown_timeout, "log_level": "error", "warm_up": warm_up}
+        if front_ends:
+            listeners = bind_shared("127.0.0.1", 0, front_ends)
+            listener = listeners[0]
+            self.server = EngineServer.over(
+                self.serving, self.llm_engine, self.executor.limits.num_ranks, listeners, **how
+            )
+        else:
+            listener = bind("127.0.0.1", 0)
+            self.server = Server(self.serving, **how)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.exit_code: int | None = None
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve, args=(listener,), daemon=True)
         self._thread.start()
-        wait_until(lambda: self.server.started and (warm_up or self.serving.phase is Phase.READY))
+        wait_until(
+            lambda: self.server.started and (warm_up or self.serving.phase is Phase.READY), 60 if front_ends else 10
+        )
 
     @property
     def pages_in_use(self) -> int:
@@ -71,7 +83,8 @@ class LiveServer:
 
     def _serve(self, listener) -> None:
         try:
-            self.exit_code = self.server.serve_on(listener)
+            behind = isinstance(self.server, EngineServer)
+            self.exit_code = self.server.serve_behind() if behind else self.server.serve_on(listener)
         except Exception as error:
             self.failure = error
 

@@ -1,0 +1,1 @@
+"""Several HTTP processes in front of one engine: `--api-server-count`. `docs/serving.md` has the design."""

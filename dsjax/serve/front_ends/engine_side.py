@@ -1,0 +1,520 @@
+"""The engine's process: `SharedEngine` hands each front end its tokens, and `FrontEnds` starts them, restarts them, and asks them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.engine import LLMEngine
+from dsjax.engine.request import FinishReason, Request
+from dsjax.engine.scheduler import Update
+from dsjax.engine.stats import StepStats
+from dsjax.errors import UserError
+from dsjax.serve.errors import ApiError
+from dsjax.serve.front_ends.messages import (
+    MOST_UNSENT_BYTES,
+    Abort,
+    AbortById,
+    Add,
+    Channel,
+    Count,
+    End,
+    EndStreams,
+    Failed,
+    FromFrontEnd,
+    Gather,
+    Hello,
+    More,
+    NewRequest,
+    PhaseIs,
+    Snapshot,
+    Tokens,
+    UpdateEntry,
+    Verdict,
+    Welcome,
+)
+from dsjax.serve.metrics_families import Family, summed
+from dsjax.serve.server import Server
+from dsjax.serve.serving import Phase, QueueGate, Serving
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 1.0
+_GATHER_SECONDS = 2.0
+_END_SECONDS = 8.0
+_MOST_FAILED_STARTS = 3
+_RESTART_SECONDS = 0.5
+
+
+class SharedEngine(AsyncEngine):
+    """The engine for requests that other processes have checked: it follows no text, and passes tokens on."""
+
+    def __init__(self, engine: LLMEngine):
+        super().__init__(engine)
+        self.rules = engine.inputs.rules
+        self.front_ends: FrontEnds | None = None
+        # By the core's id: where a completion came from, its handle there, and whether its first token was told of.
+        self._owners: dict[str, _Owner] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that have not ended."""
+        return len(self._owners)
+
+    def admit(self, link: FrontEnd, request: NewRequest, requests: Sequence[Request]) -> None:
+        """Queue the completions of a front end's request."""
+        for (handle, request_id, _), one in zip(request.completions, requests, strict=True):
+            link.requests[handle] = one
+            self._owners[request_id] = _Owner(link, handle)
+        self._enqueue(requests)
+
+    def drop(self, link: FrontEnd, handles: Iterable[int]) -> list[Request]:
+        """End completions that nobody waits for; give those that had not ended."""
+        ended = [one for handle in handles if (one := link.requests.pop(handle, None)) is not None]
+        for one in ended:
+            self._owners.pop(one.request_id, None)
+        self._abort_completions([one.request_id for one in ended])
+        return ended
+
+    def abort_all(self) -> None:
+        """End every request; each client gets an error from its front end."""
+        self.front_ends.tell(EndStreams())
+        for link in self.front_ends.links:
+            self.drop(link, list(link.requests))
+
+    async def shutdown(self, timeout: float = 10.0) -> None:
+        """End the front ends, then the engine's thread."""
+        self._closing = True
+        await self.front_ends.end()
+        await super().shutdown(timeout)
+
+    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+        told: dict[FrontEnd, list[UpdateEntry]] = {}
+        for update in updates:
+            owner = self._owners.get(update.request.request_id)
+            if owner is None:
+                continue
+            told.setdefault(owner.link, []).append(owner.entry(update))
+            if update.finish_reason is not None:
+                del self._owners[update.request.request_id]
+                owner.link.requests.pop(owner.handle, None)
+        for link, entries in told.items():
+            link.send(Tokens(entries))
+        if stats is not None:
+            for observer in self.observers:
+                observer.on_step(stats)
+
+    def _die(self, error: BaseException) -> None:
+        self._owners.clear()
+        self.front_ends.fail()
+        super()._die(error)
+
+
+class _Owner:
+    """Where a completion came from."""
+
+    __slots__ = ("handle", "link", "told_first")
+
+    def __init__(self, link: FrontEnd, handle: int):
+        self.link, self.handle, self.told_first = link, handle, False
+
+    def entry(self, update: Update) -> UpdateEntry:
+        """An update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
+        request, result, reason = update
+        told = reason.value if reason is not None else None
+        if result is None:
+            return self.handle, None, told, _more(request)
+        plain = result.finite and result.error is None and result.scores is None and result.prompt_scores is None
+        first = not self.told_first and bool(result.token_ids)
+        self.told_first |= first
+        if plain and not first and reason is None:
+            return self.handle, result.token_ids, None, None
+        more = _more(request)
+        more.finite, more.error = result.finite, result.error
+        more.scores, more.prompt_scores = result.scores, result.prompt_scores
+        return self.handle, result.token_ids, told, more
+
+
+def _more(request: Request) -> More:
+    return More(
+        rank=request.rank,
+        scheduled=request.first_scheduled_time,
+        first_token=request.first_token_time,
+        finished=request.finish_time,
+        cached=request.num_cached_tokens,
+        preemptions=request.num_preemptions,
+    )
+
+
+class FrontEnd:
+    """One front end, from its start to its end; `FrontEnds` makes another in its place.
+
+    Attributes:
+        requests: its completions that have not ended, by their handles.
+        samples: its counters and histograms, as it last told them.
+    """
+
+    def __init__(self, index: int, process: subprocess.Popen, channel: Channel):
+        self.index, self.process, self.channel = index, process, channel
+        self.requests: dict[int, Request] = {}
+        self.samples: list = []
+        self.listens = asyncio.Event()
+        self.waiting: dict[int, asyncio.Future] = {}
+        self.preparing: dict[int, bool] = {}
+        """Handles whose rules are being made; whether they were aborted meanwhile."""
+
+    def send(self, message: Any) -> None:
+        """Tell it something. One that has not read for long hangs, and is killed: its end is then noticed as any other."""
+        self.channel.send(message)
+        if self.channel.unsent > MOST_UNSENT_BYTES:
+            logger.error("front end %d does not read what it is told; it is ended", self.index)
+            self.process.kill()
+
+
+class FrontEnds:
+    """All front ends: one listening socket for each, which stays open in this process, so that a successor finds what waits there."""
+
+    def __init__(
+        self, engine: SharedEngine, listeners: Sequence[socket.socket], welcome: Callable[[int, str], Welcome]
+    ):
+        self.engine, self._listeners, self._welcome = engine, list(listeners), welcome
+        self._links: dict[int, FrontEnd] = {}
+        self._numbers = itertools.count(1)
+        self._departed: dict[tuple[str, str, tuple[str, ...]], float] = {}
+        self._phase = Phase.WARMING_UP
+        self._ending = False
+        self._tasks: set[asyncio.Task] = set()
+        self._gate: QueueGate | None = None
+        self.address = ""
+        self.failure: str | None = None
+        engine.front_ends = self
+
+    @property
+    def links(self) -> list[FrontEnd]:
+        """Those that live."""
+        return list(self._links.values())
+
+    def bound_by(self, serving: Serving) -> None:
+        """Turn requests away as `serving`'s options say, whichever front end they come from."""
+        options = serving.options
+        if options.max_queued_requests is not None or options.max_queued_tokens is not None:
+            self._gate = QueueGate(self.engine, options, lambda code, error: error)
+
+    async def start(self, address: str) -> None:
+        """Start all, and wait until each listens. address: of the engine's own server, for what only that can answer.
+
+        Raises:
+            UserError: one of them does not come up.
+        """
+        self.address = address
+        for index in range(len(self._listeners)):
+            self._spawn(self._keep(index))
+        while not all(k in self._links and self._links[k].listens.is_set() for k in range(len(self._listeners))):
+            if self.failure is not None:
+                raise UserError(self.failure)
+            if self._ending:
+                return
+            await asyncio.sleep(0.02)
+        self._spawn(self._gather_often())
+
+    def tell(self, message: Any) -> None:
+        """Tell all."""
+        for link in self.links:
+            link.send(message)
+
+    def fail(self) -> None:
+        """Tell all that the engine has failed: each tells its clients, and ends."""
+        self._ending = True
+        self.tell(Failed())
+
+    def enter(self, phase: Phase) -> None:
+        """Tell all where in its life the server is."""
+        self._phase = phase
+        self.tell(PhaseIs(phase.value))
+
+    async def abort(self, request_id: str | None) -> int:
+        """End the requests of an id, or all, wherever they are; give how many there were."""
+        counts = await self._ask(lambda number: AbortById(number, request_id))
+        return sum(counts)
+
+    async def gather(self) -> None:
+        """Ask all for their counters."""
+        await self._ask(Gather)
+
+    def families(self, own: Sequence[Family]) -> list[Family]:
+        """The engine's own families, with what all front ends, those that have gone too, have counted added to them."""
+        snapshots = [[(*key, value) for key, value in self._departed.items()]]
+        return summed(own, snapshots + [link.samples for link in self.links])
+
+    async def end(self) -> None:
+        """Have all close their doors and end; whoever takes too long is killed."""
+        self._ending = True
+        self.tell(End())
+        deadline = time.monotonic() + _END_SECONDS
+        links = self.links
+        while any(link.process.poll() is None for link in links) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.kill()
+        for task in self._tasks:
+            task.cancel()
+        for listener in self._listeners:
+            listener.close()
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        self._ending = True
+        for link in self.links:
+            if link.process.poll() is None:
+                link.process.kill()
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep(self, index: int) -> None:
+        """Keep one front end running: a new one whenever it dies, unless it dies again and again before it listens."""
+        failed = 0
+        while not self._ending:
+            link = await self._launch(index)
+            await self._serve(link)
+            if self._ending:
+                return
+            failed = 0 if link.listens.is_set() else failed + 1
+            logger.error("front end %d has ended (%s); another takes its place", index, _how(link.process))
+            if failed == _MOST_FAILED_STARTS:
+                self.failure = f"front end {index} ended {failed} times before it listened; its own messages say why"
+                if self.engine.on_death is not None and self._phase is not Phase.WARMING_UP:
+                    self.engine.fail(UserError(self.failure))
+                return
+            await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _launch(self, index: int) -> FrontEnd:
+        here, there = socket.socketpair()
+        listener = self._listeners[index]
+        passed = (there.fileno(), listener.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dsjax.serve.front_ends", *map(str, passed)],
+            pass_fds=passed,
+            stdin=subprocess.DEVNULL,
+        )
+        there.close()
+        reader, writer = await asyncio.open_connection(sock=here)
+        link = self._links[index] = FrontEnd(index, process, Channel(reader, writer, FromFrontEnd))
+        link.send(self._welcome(index, self.address))
+        link.send(PhaseIs(self._phase.value))
+        return link
+
+    async def _serve(self, link: FrontEnd) -> None:
+        """Do what a front end says until it is gone; then end what was its."""
+        try:
+            async for message in link.channel.messages():
+                self._receive(link, message)
+        finally:
+            link.channel.close()
+            ended = self.engine.drop(link, list(link.requests))
+            for future in link.waiting.values():
+                future.cancel()
+            for name, suffix, labels, value in link.samples:
+                key = (name, suffix, tuple(labels))
+                self._departed[key] = self._departed.get(key, 0) + value
+            link.samples = []
+            if not self._ending:
+                for observer in self.engine.observers if ended else ():
+                    observer.on_ended(ended, FinishReason.ABORT)
+                link.process.kill()
+            await asyncio.to_thread(link.process.wait)
+
+    def _receive(self, link: FrontEnd, message: Any) -> None:
+        match message:
+            case Add():
+                self._add(link, message)
+            case Abort():
+                for handle in message.handles:
+                    if handle in link.preparing:
+                        link.preparing[handle] = True
+                self.engine.drop(link, message.handles)
+            case Snapshot():
+                link.samples = message.samples
+                self._settle(link, message.number, len(message.samples))
+            case Count():
+                self._settle(link, message.number, message.count)
+            case Hello():
+                link.listens.set()
+
+    def _add(self, link: FrontEnd, message: Add) -> None:
+        refusal = self._refusal(message)
+        if message.number:
+            link.send(Verdict(message.number, refusal))
+        if refusal is not None:
+            return
+        for one in message.requests:
+            params = one.sampling_params()
+            if params.structured_outputs is None:
+                self._admit(link, one, params)
+            else:  # a grammar takes long to compile
+                link.preparing.update(dict.fromkeys((handle for handle, _, _ in one.completions), False))
+                self._spawn(self._admit_slowly(link, one, params))
+
+    def _refusal(self, message: Add) -> str | None:
+        if self._gate is None:
+            return None
+        try:
+            requests = sum(len(one.completions) for one in message.requests)
+            tokens = sum(len(one.completions) * len(one.token_ids) for one in message.requests)
+            self._gate.check(requests, tokens)
+        except ApiError as error:
+            return error.message
+        return None
+
+    def _admit(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
+        rules = self.engine.rules.make(params, frozenset(one.stop_ids))
+        self.engine.admit(link, one, one.requests(params, rules))
+
+    async def _admit_slowly(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
+        rules = await asyncio.to_thread(self.engine.rules.make, params, frozenset(one.stop_ids))
+        aborted = [link.preparing.pop(handle) for handle, _, _ in one.completions]
+        if self._links.get(link.index) is not link or link.process.poll() is not None:
+            return
+        self.engine.admit(link, one, one.requests(params, rules))
+        self.engine.drop(link, [h for (h, _, _), gone in zip(one.completions, aborted, strict=True) if gone])
+
+    async def _ask(self, question: Callable[[int], Any]) -> list[Any]:
+        """Ask all; give the answers that come in time."""
+        futures = []
+        for link in self.links:
+            number = next(self._numbers)
+            future = link.waiting[number] = asyncio.get_running_loop().create_future()
+            futures.append(future)
+            link.send(question(number))
+        if futures:
+            await asyncio.wait(futures, timeout=_ANSWER_SECONDS)
+        return [f.result() for f in futures if f.done() and not f.cancelled()]
+
+    def _settle(self, link: FrontEnd, number: int, answer: Any) -> None:
+        future = link.waiting.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    async def _gather_often(self) -> None:
+        """So that little of what a front end has counted is lost when it dies, and the page's history has it."""
+        while True:
+            await asyncio.sleep(_GATHER_SECONDS)
+            await self.gather()
+
+
+def _how(process: subprocess.Popen) -> str:
+    code = process.poll()
+    if code is None:
+        return "its channel has closed"
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+class EngineServer(Server):
+    """The engine's own server, on a private socket, which front ends alone reach: metrics, admin routes, what needs the engine.
+
+    It has the whole life of a `Server` (warm-up, signals, drain, a dead engine), and tells the front ends of each phase.
+    """
+
+    def __init__(self, serving: Serving, front_ends: FrontEnds, **options: Any):
+        self._front_ends = front_ends
+        serving.front_ends = front_ends
+        serving.on_phase = front_ends.enter
+        front_ends.bound_by(serving)
+        super().__init__(serving, **options)
+
+    @classmethod
+    def over(
+        cls,
+        serving: Serving,
+        engine: LLMEngine,
+        num_ranks: int,
+        listeners: Sequence[socket.socket],
+        log_json: bool = False,
+        **how: Any,
+    ) -> EngineServer:
+        """A server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
+        make = _welcome(serving, engine, num_ranks, how.get("log_level", "info"), log_json)
+        front_ends = FrontEnds(serving.engine, listeners, make)
+        if serving.metrics is not None:
+            serving.metrics.elsewhere = front_ends.families
+        return cls(serving, front_ends, **how)
+
+    def serve_behind(self) -> int:
+        """Serve until the end; give the exit code. The socket lies in a folder that only this user can enter."""
+        folder = tempfile.mkdtemp(prefix="dsjax-")
+        try:
+            self._address = str(Path(folder) / "engine")
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(self._address)
+            return self.serve_on(listener)
+        finally:
+            self._front_ends.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _become_ready(self) -> None:
+        try:
+            await self._front_ends.start(self._address)
+        except UserError as error:
+            self._warm_up_error = error
+            self.should_exit = True
+            return
+        await super()._become_ready()
+
+    def _exit(self) -> None:
+        self._front_ends.kill()
+        with contextlib.suppress(OSError):
+            os.unlink(self._address)
+            os.rmdir(os.path.dirname(self._address))
+        super()._exit()
+
+
+def _welcome(
+    serving: Serving, engine: LLMEngine, num_ranks: int, log_level: str, log_json: bool
+) -> Callable[[int, str], Welcome]:
+    """A function that makes what a front end has to know, for each anew."""
+    inputs, tokenizer = engine.inputs, engine.tokenizer
+    options = serving.options
+    limited = options.max_queued_requests is not None or options.max_queued_tokens is not None
+    # Limits are the engine's to check, for all front ends together; it alone steps, and profiles.
+    own = dataclasses.replace(
+        options, max_queued_requests=None, max_queued_tokens=None, step_timeout=0.0, profile_dir=None
+    )
+    starts = itertools.count()
+
+    def make(index: int, address: str) -> Welcome:
+        return Welcome(
+            options=dataclasses.asdict(own),
+            scheduler=dataclasses.asdict(inputs.config),
+            tokenizer=None if tokenizer is None else tokenizer.to_texts(),
+            vocab_size=inputs.vocab_size,
+            eos_token_ids=list(inputs.eos_token_ids),
+            seed=inputs.draw_seed() + next(starts),
+            model_names=list(serving.model_names),
+            model_root=serving.model_root,
+            max_model_len=serving.max_model_len,
+            num_ranks=num_ranks,
+            orders_by_priority=serving.orders_by_priority,
+            created=serving.created,
+            limited=limited,
+            log_level=log_level,
+            log_json=log_json,
+            engine_address=address,
+        )
+
+    return make

@@ -1,0 +1,323 @@
+"""One front end: the whole HTTP server, tokeniser and text, over an engine in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import httpx
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.executor import RowResult
+from dsjax.engine.input_processor import InputProcessor, PreparedRequest
+from dsjax.engine.output_processor import OutputProcessor
+from dsjax.engine.output_stream import EngineDeadError
+from dsjax.engine.request import Request
+from dsjax.engine.scheduler import SchedulerConfig, Update
+from dsjax.engine.speculative import SpeculativeConfig
+from dsjax.engine.tokenizer import Tokenizer
+from dsjax.serve.bodies import error_response
+from dsjax.serve.errors import ApiError
+from dsjax.serve.front_ends.messages import (
+    Abort,
+    AbortById,
+    Add,
+    Channel,
+    Count,
+    End,
+    EndStreams,
+    Failed,
+    FromEngine,
+    Gather,
+    Hello,
+    More,
+    NewRequest,
+    PhaseIs,
+    Snapshot,
+    Tokens,
+    UpdateEntry,
+    Verdict,
+    Welcome,
+    finish_reason,
+    read_first,
+)
+from dsjax.serve.guards import ADMIN_PATHS
+from dsjax.serve.logs import configure_logging
+from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions
+from dsjax.serve.server import Server, settle_collector
+from dsjax.serve.serving import Phase, Serving
+
+logger = logging.getLogger(__name__)
+
+FORWARDED = ADMIN_PATHS | {"/metrics", "/history", "/server_info", "/get_load"}
+"""Paths that the engine's own server answers: it has the steps, the cache and the sums of all front ends."""
+_RETRY_SECONDS = 2
+_HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te"})
+
+
+class RemoteEngine(AsyncEngine):
+    """`AsyncEngine` for a front end: the same streams, texts and observers, over a channel in place of a thread."""
+
+    channel: Channel
+    """Set before clients come."""
+    on_refused: Callable[[str], None] = staticmethod(lambda code: None)
+
+    def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
+        super().__init__(None)
+        self.tokenizer = tokenizer
+        speculation = welcome.scheduler.pop("speculation")
+        if speculation is not None:
+            speculation = SpeculativeConfig(**speculation)
+        config = SchedulerConfig(**welcome.scheduler, speculation=speculation)
+        self._inputs = InputProcessor(tokenizer, config, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
+        self._outputs = OutputProcessor(tokenizer)
+        self._limited = welcome.limited
+        self._handles = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self._by_handle: dict[int, Request] = {}
+        self._handle_of: dict[str, int] = {}
+        self._verdicts: dict[int, asyncio.Future] = {}
+        self._gone = False
+
+    num_waiting = waiting_tokens = 0
+    """What waits is the engine's to know, which admits for all front ends together."""
+
+    @property
+    def running(self) -> bool:
+        """No thread of this process is in a step."""
+        return False
+
+    def running_requests(self) -> list[list[Request]]:
+        """None: the engine's process has them."""
+        return []
+
+    def start(self) -> None:
+        """Nothing to start but what `submit` needs."""
+        self._loop = asyncio.get_running_loop()
+
+    async def call(self, function: Any) -> Any:
+        """Refuse: the core is in another process, whose server answers what needs it."""
+        raise EngineDeadError("the engine is in another process")
+
+    async def shutdown(self, timeout: float = 10.0) -> None:
+        """End what is left."""
+        self._closing = self._gone = True
+        self.abort_all()
+        self.channel.close()
+
+    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
+        sent = []
+        for each in prepared:
+            handles = [next(self._handles) for _ in each.completions]
+            for handle, request in zip(handles, each.completions, strict=True):
+                self._by_handle[handle] = request
+                self._handle_of[request.request_id] = handle
+            sent.append(NewRequest.of(each, handles[0]))
+        number = next(self._numbers) if self._limited else 0
+        if number:
+            verdict = self._verdicts[number] = asyncio.get_running_loop().create_future()
+        self.channel.send(Add(number, sent))
+        if number:
+            refusal = await verdict
+            if refusal is not None:
+                for each in prepared:
+                    self._forget_handles(request.request_id for request in each.completions)
+                self.on_refused("queue_full")
+                raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
+
+    def settle(self, verdict: Verdict) -> None:
+        """Let a request that waits for its admission go on."""
+        future = self._verdicts.pop(verdict.number, None)
+        if future is not None and not future.done():
+            future.set_result(verdict.refusal)
+
+    def enter(self, entries: Sequence[UpdateEntry]) -> None:
+        """Enter what a step did, as the engine's thread hands it over where both are one process."""
+        updates = []
+        for handle, token_ids, reason, more in entries:
+            request = self._by_handle.get(handle)
+            if request is None:
+                continue
+            reason = finish_reason(reason)
+            result = None
+            if token_ids is not None:
+                result = RowResult(token_ids) if more is None else _result(token_ids, more)
+                request.token_ids.extend(token_ids)
+            if more is not None:
+                _note(request, more)
+            if reason is not None:
+                request.finish_reason = reason
+                self._forget_handles([request.request_id])
+            updates.append(Update(request, result, reason))
+        self._deliver(updates, None)
+
+    def lose(self) -> None:
+        """The engine has failed, or its process is gone."""
+        if not self._gone:
+            self._gone = True
+            for future in self._verdicts.values():
+                if not future.done():
+                    future.set_exception(EngineDeadError("the engine has failed"))
+            self._die(EngineDeadError("the engine has failed"))
+
+    def _abort_completions(self, completion_ids: Sequence[str]) -> None:
+        handles = [self._handle_of[i] for i in completion_ids if i in self._handle_of]
+        if handles:
+            self.channel.send(Abort(handles))
+        self._forget_handles(completion_ids)
+
+    def _forget_handles(self, completion_ids: Any) -> None:
+        for completion_id in completion_ids:
+            handle = self._handle_of.pop(completion_id, None)
+            self._by_handle.pop(handle, None)
+
+
+def _result(token_ids: list[int], more: More) -> RowResult:
+    scores = [tuple(entry) for entry in more.scores] if more.scores is not None else None
+    prompt_scores = [tuple(entry) for entry in more.prompt_scores] if more.prompt_scores is not None else None
+    return RowResult(token_ids, more.finite, scores, prompt_scores, more.error)
+
+
+def _note(request: Request, more: More) -> None:
+    """What metrics and the log read of a request."""
+    request.rank, request.num_cached_tokens, request.num_preemptions = more.rank, more.cached, more.preemptions
+    request.first_scheduled_time, request.first_token_time = more.scheduled, more.first_token
+    request.finish_time = more.finished
+
+
+class Forwarding:
+    """ASGI middleware: what only the engine's own server can answer is asked there, with the client's headers and body."""
+
+    def __init__(self, app: ASGIApp, address: str, timeout: float):
+        self._app = app
+        transport = httpx.AsyncHTTPTransport(uds=address)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=timeout + 60)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, to the application or to the engine."""
+        if scope["type"] != "http" or (scope["path"].rstrip("/") or "/") not in FORWARDED:
+            await self._app(scope, receive, send)
+            return
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        state = scope["state"]
+        state["forwarded"] = True
+        headers = [(n, v) for n, v in scope["headers"] if n not in _HOP_BY_HOP and n != b"x-request-id"]
+        headers.append((b"x-request-id", state["request_id"].encode()))
+        query = scope["query_string"].decode("latin-1")
+        path = scope["path"] + (f"?{query}" if query else "")
+        try:
+            answer = await self._client.request(scope["method"], path, headers=headers, content=body)
+        except httpx.HTTPError:
+            error = ApiError(503, "the engine's process does not answer", type="server_error", code="not_ready")
+            await error_response(error)(scope, receive, send)
+            return
+        kept = [(name, value) for name, value in answer.headers.raw if name.lower() not in _HOP_BY_HOP]
+        kept = [(name, value) for name, value in kept if name.lower() not in (b"content-encoding", b"date", b"server")]
+        kept.append((b"content-length", str(len(answer.content)).encode()))
+        await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+        await send({"type": "http.response.body", "body": answer.content})
+
+
+class FrontEndServer(Server):
+    """A `Server` whose life the engine's process decides. Signals of a terminal reach it too; it leaves them to that process."""
+
+    def __init__(self, serving: Serving, engine: RemoteEngine, end: socket.socket, **options: Any):
+        super().__init__(serving, **options)
+        self._remote, self._end = engine, end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Speak to the engine's process, then to clients."""
+        reader, writer = await asyncio.open_connection(sock=self._end)
+        self._channel = self._remote.channel = Channel(reader, writer, FromEngine)
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Do nothing."""
+
+    async def _become_ready(self) -> None:
+        settle_collector()
+        self._remote.start()
+        self._channel.send(Hello())
+        async for message in self._channel.messages():
+            self._receive(message)
+        self._remote.lose()  # sets `should_exit`
+
+    def _receive(self, message: Any) -> None:
+        match message:
+            case Tokens():
+                self._remote.enter(message.updates)
+            case Verdict():
+                self._remote.settle(message)
+            case PhaseIs():
+                self._serving.phase = Phase(message.phase)
+            case Gather():
+                self._channel.send(Snapshot(message.number, self._samples()))
+            case AbortById():
+                self._channel.send(Count(message.number, self._serving.abort(message.request_id)))
+            case EndStreams():
+                self._remote.abort_all()
+            case End():
+                self.should_exit = True
+            case Failed():
+                self._remote.lose()
+
+    def _samples(self) -> list[tuple[str, str, tuple[str, ...], float]]:
+        return [
+            (family.name, suffix, labels, value)
+            for family in self._serving.metrics.registry.families
+            if family.kind != "gauge"
+            for suffix, labels, value in family.samples()
+            if value
+        ]
+
+
+def run(channel_fd: int, listener_fd: int) -> int:
+    """Serve on an inherited listening socket for the engine at the other end of an inherited channel; give the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until uvicorn takes it
+    end = socket.socket(fileno=channel_fd)
+    listener = socket.socket(fileno=listener_fd)
+    try:
+        told = read_first(end)
+    except EOFError:
+        return 1
+    configure_logging(told.log_level, as_json=told.log_json)
+    tokenizer = None if told.tokenizer is None else Tokenizer.from_texts(*told.tokenizer)
+    engine = RemoteEngine(told, tokenizer)
+    options = ServeOptions(**{**told.options, "api_keys": tuple(told.options["api_keys"])})
+    metrics = Metrics(told.model_names[0], told.num_ranks, told.max_model_len)
+    serving = Serving(
+        engine,
+        tuple(told.model_names),
+        told.model_root,
+        told.max_model_len,
+        options,
+        metrics=metrics,
+        orders_by_priority=told.orders_by_priority,
+        created=told.created,
+    )
+    engine.on_refused = metrics.on_rejected
+    server = FrontEndServer(
+        serving,
+        engine,
+        end,
+        shutdown_timeout=0.0,
+        log_level=told.log_level,
+        before_routes=functools.partial(Forwarding, address=told.engine_address, timeout=options.request_timeout),
+    )
+    return server.serve_on(listener)

@@ -1,0 +1,318 @@
+"""What a front end and the engine's process tell each other: MessagePack on a socket pair, each message behind its length."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from dsjax.engine.input_processor import PreparedRequest
+from dsjax.engine.request import FinishReason, Request
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.errors import UserError
+
+_LENGTH = 4
+MOST_UNSENT_BYTES = 64 << 20
+"""Of messages that a front end does not read. One that is so far behind hangs, and is ended."""
+_TEXT_ALONE = (
+    "n",
+    "seed",
+    "stop",
+    "max_tokens",
+    "detokenize",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "output_kind",
+)
+"""Sampling parameters that a front end acts upon itself, or that travel as fields of their own."""
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class NewRequest(msgspec.Struct, array_like=True):
+    """One prompt and its completions, as the engine's core needs them. completions: handle, id and seed of each.
+
+    A handle is the front end's number for a completion; all later messages name it by that. cache_salt and session are
+    bytes, because text that JSON allows may not be UTF-8.
+    """
+
+    completions: list[tuple[int, str, int]]
+    token_ids: list[int]
+    max_tokens: int
+    params: dict[str, Any]
+    stop_ids: list[int]
+    arrival_time: float
+    priority: int
+    cache_salt: bytes | None
+    session: bytes | None
+    page_hashes: list[bytes]
+
+    @classmethod
+    def of(cls, prepared: PreparedRequest, first_handle: int) -> NewRequest:
+        """Of a request that a front end has checked; its completions get consecutive handles."""
+        first = prepared.completions[0]
+        return cls(
+            [(first_handle + k, r.request_id, r.seed) for k, r in enumerate(prepared.completions)],
+            prepared.prompt_token_ids,
+            first.max_tokens,
+            _params_to_wire(prepared.params),
+            sorted(first.stop_ids),
+            first.arrival_time,
+            first.priority,
+            _to_bytes(first.cache_salt),
+            _to_bytes(first.session),
+            first.page_hashes,
+        )
+
+    def sampling_params(self) -> SamplingParams:
+        """Of all its completions together."""
+        return _params_from_wire(self.params, len(self.completions), self.max_tokens)
+
+    def requests(self, params: SamplingParams, rules: list) -> list[Request]:
+        """What the core is given; rules: one of each completion."""
+        stop_ids = frozenset(self.stop_ids)
+        salt, session = _to_text(self.cache_salt), _to_text(self.session)
+        return [
+            Request(
+                request_id,
+                list(self.token_ids),
+                len(self.token_ids),
+                params,
+                self.max_tokens,
+                seed,
+                stop_ids,
+                self.arrival_time,
+                self.priority,
+                salt,
+                session,
+                rules[k],
+                page_hashes=list(self.page_hashes),
+            )
+            for k, (_, request_id, seed) in enumerate(self.completions)
+        ]
+
+
+class More(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What few updates have: a result that is no plain token, and what became of the request. Times are of the monotonic clock."""
+
+    finite: bool = True
+    error: str | None = None
+    scores: list | None = None
+    prompt_scores: list | None = None
+    rank: int = -1
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    cached: int | None = None
+    preemptions: int = 0
+
+
+UpdateEntry = tuple[int, list[int] | None, str | None, More | None]
+"""(handle, tokens or None for no result, finish reason, what else there is)."""
+
+
+# From a front end.
+
+
+class Hello(_Message):
+    """It listens."""
+
+
+class Add(_Message):
+    """Requests that are admitted together or not at all. number: of the answer that is waited for; 0: none is."""
+
+    number: int
+    requests: list[NewRequest]
+
+
+class Abort(_Message):
+    """Nobody waits for these any more."""
+
+    handles: list[int]
+
+
+class Snapshot(_Message):
+    """Its counters and histograms: (family, what follows its name, label values, value) of each sample that is not 0."""
+
+    number: int
+    samples: list[tuple[str, str, tuple[str, ...], float]]
+
+
+class Count(_Message):
+    """How many requests an `AbortById` has ended."""
+
+    number: int
+    count: int
+
+
+# From the engine's process.
+
+
+class Welcome(_Message):
+    """Everything that a front end has to know. tokenizer: the text of `tokenizer.json`, and its configuration."""
+
+    options: dict[str, Any]
+    scheduler: dict[str, Any]
+    tokenizer: tuple[str, dict[str, Any]] | None
+    vocab_size: int
+    eos_token_ids: list[int]
+    seed: int
+    model_names: list[str]
+    model_root: str
+    max_model_len: int
+    num_ranks: int
+    orders_by_priority: bool
+    created: int
+    limited: bool
+    log_level: str
+    log_json: bool
+    engine_address: str
+
+
+class PhaseIs(_Message):
+    """Where in its life the server is."""
+
+    phase: str
+
+
+class Tokens(_Message):
+    """What a step did to this front end's requests."""
+
+    updates: list[UpdateEntry]
+
+
+class Verdict(_Message):
+    """On an `Add`: refusal says why it was turned away; None: it was not."""
+
+    number: int
+    refusal: str | None
+
+
+class Gather(_Message):
+    """Send a `Snapshot`."""
+
+    number: int
+
+
+class AbortById(_Message):
+    """End the requests that a client knows under this id, or all; their clients get an error."""
+
+    number: int
+    request_id: str | None
+
+
+class EndStreams(_Message):
+    """The server has waited long enough: end what still runs with an error."""
+
+
+class End(_Message):
+    """Close the door and end the process."""
+
+
+class Failed(_Message):
+    """The engine has failed."""
+
+
+FromFrontEnd = Hello | Add | Abort | Snapshot | Count
+FromEngine = Welcome | PhaseIs | Tokens | Verdict | Gather | AbortById | EndStreams | End | Failed
+
+
+class Channel:
+    """One end of the socket pair. Messages are sent whole and in order, and received one by one."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any):
+        self._reader, self._writer = reader, writer
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(receives)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the other end has not taken yet."""
+        return self._writer.transport.get_write_buffer_size()
+
+    def send(self, message: _Message) -> None:
+        """Hand a message to the socket; one that the other end can no longer take is dropped.
+
+        Raises:
+            UserError: it holds a string that is no text.
+        """
+        if self._writer.is_closing():
+            return
+        try:
+            body = self._encoder.encode(message)
+        except UnicodeEncodeError as error:
+            raise UserError("a string of the request holds half a surrogate pair, which is no text") from error
+        self._writer.write(len(body).to_bytes(_LENGTH, "little") + body)
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """Until the other end closes."""
+        try:
+            while True:
+                length = int.from_bytes(await self._reader.readexactly(_LENGTH), "little")
+                yield self._decoder.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def close(self) -> None:
+        """Close this end; what was sent still arrives."""
+        self._writer.close()
+
+
+def read_first(end: socket.socket) -> Any:
+    """The engine's first message, before there is an event loop to read the others.
+
+    Raises:
+        EOFError: the engine's process has gone.
+    """
+
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = end.recv(count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    return msgspec.msgpack.decode(exactly(int.from_bytes(exactly(_LENGTH), "little")), type=FromEngine)
+
+
+def finish_reason(text: str | None) -> FinishReason | None:
+    """Of an `UpdateEntry`."""
+    return None if text is None else FinishReason(text)
+
+
+def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
+    found = {}
+    for field in dataclasses.fields(SamplingParams):
+        value = getattr(params, field.name)
+        if field.name not in _TEXT_ALONE and value != field.default:
+            found[field.name] = value
+    if params.structured_outputs is not None:
+        found["structured_outputs"] = {
+            field.name: value
+            for field in dataclasses.fields(StructuredOutputs)
+            if (value := getattr(params.structured_outputs, field.name)) is not None
+        }
+    return found
+
+
+def _params_from_wire(found: dict[str, Any], completions: int, max_tokens: int) -> SamplingParams:
+    form = found.pop("structured_outputs", None)
+    structured = None if form is None else StructuredOutputs(**form)
+    return SamplingParams(n=completions, max_tokens=max_tokens, structured_outputs=structured, **found)
+
+
+def _to_bytes(text: str | None) -> bytes | None:
+    return None if text is None else text.encode("utf-8", "surrogatepass")
+
+
+def _to_text(data: bytes | None) -> str | None:
+    return None if data is None else data.decode("utf-8", "surrogatepass")

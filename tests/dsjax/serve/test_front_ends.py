@@ -1,0 +1,294 @@
+"""Two front ends over one engine do what one process does: tests of the other files, over such a server; and what is new with them.
+
+The imported tests run here with this file's `server` and `start_server`.
+"""
+# ruff: noqa: F401
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from live_server import LiveServer, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from scripted_executor import ScriptedExecutor, tool_tokenizer
+from test_admin import test_a_flushed_cache_gives_no_hits, test_a_request_can_be_aborted_by_either_of_its_ids
+from test_lifecycle import (
+    test_a_signal_lets_running_requests_finish_and_admits_no_more,
+    test_after_the_shutdown_timeout_what_still_runs_ends_with_an_error,
+    test_when_the_engine_dies_every_client_hears_of_it_and_the_exit_code_is_1,
+)
+from test_openai_client import (
+    client,
+    test_64_clients_at_once_streamed_and_not_get_the_engine_s_own_text,
+    test_a_stream_of_several_prompts_and_choices_is_the_whole_answer_in_pieces,
+    test_chat_logprobs_have_exact_bytes_and_as_many_alternatives_as_asked,
+    test_completion_logprobs_have_openai_s_shape,
+    test_seed_makes_sampled_text_repeatable_and_choices_differ,
+    test_stop_strings_end_the_text,
+)
+
+from dsjax.errors import UserError
+from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions
+from dsjax.serve.server import bind_shared
+
+pytestmark = pytest.mark.slow
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+SHORT = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+ADMIN = {"Authorization": "Bearer root"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    live = LiveServer(
+        front_ends=2,
+        num_ranks=4,
+        max_rows_decode=8,
+        max_chunk=16,
+        pages_per_rank=257,
+        max_model_len=512,
+        options=ServeOptions(admin_api_key="root"),
+        metrics=Metrics("tiny", 4, 512),
+    )
+    yield live
+    wait_until(lambda: live.pages_in_use == 0 and live.engine.num_unfinished == 0)
+    live.signal()
+    assert live.join(20) == 0
+
+
+@pytest.fixture(autouse=True)
+def at_full_speed(request):
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").executor.step_seconds = 0
+
+
+@pytest.fixture
+def start_server():
+    """Starts servers with one front end, which is as far from the engine as two, or with as many as a test wants."""
+    started: list[LiveServer] = []
+
+    def start(front_ends=1, **options) -> LiveServer:
+        started.append(LiveServer(front_ends=front_ends, **options))
+        return started[-1]
+
+    yield start
+    for live in started:
+        if live.exit_code is None and live.failure is None:
+            live.executor.step_seconds = 0
+            live.signal()
+            live.join(20)
+
+
+def processes(server) -> list[subprocess.Popen]:
+    return [link.process for link in server.serving.front_ends.links]
+
+
+def total(server, name: str, **labels: str) -> float:
+    """The sum over ranks, as a scrape shows it."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(server.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def test_both_processes_serve_and_neither_has_loaded_jax(server):
+    seen = set()
+    for link in server.serving.front_ends.links:
+        maps = Path(f"/proc/{link.process.pid}/maps").read_text()
+        assert "jaxlib" not in maps
+    before = {link.index: sum(s[3] for s in link.samples) for link in server.serving.front_ends.links}
+    for _ in range(24):  # a connection each, which the system spreads
+        assert server.post("/v1/completions", SHORT).status_code == 200
+    server.get("/metrics")
+    for link in server.serving.front_ends.links:
+        if sum(s[3] for s in link.samples) > before[link.index]:
+            seen.add(link.index)
+    assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_metrics_are_those_of_all_processes_together(server, stream):
+    names = ("vllm:generation_tokens_total", "vllm:request_success_total", "vllm:e2e_request_latency_seconds_count")
+    before = [total(server, name) for name in names]
+    answered = total(server, "http_requests_total", handler="/v1/completions")
+    for _ in range(8):
+        server.post("/v1/completions", {**SHORT, "n": 2, "stream": stream})
+    assert [total(server, name) - b for name, b in zip(names, before, strict=True)] == [96, 16, 16]
+    assert total(server, "http_requests_total", handler="/v1/completions") - answered == 8
+    assert server.get("/history").json()["points"][-1]["generation_tokens"] == total(server, names[0])
+
+
+def test_a_client_that_leaves_frees_its_pages_and_is_counted(start_server):
+    server = start_server(step_seconds=0.02, metrics=Metrics("tiny", 1, 128))
+    with httpx.stream("POST", server.url + "/v1/completions", json={**LONG, "stream": True}, timeout=20) as answer:
+        next(answer.iter_lines())
+        assert server.pages_in_use > 0
+    wait_until(lambda: server.pages_in_use == 0)
+    assert server.engine.num_unfinished == 0
+    assert total(server, "vllm:request_success_total", finished_reason="abort") == 1
+
+
+def test_tool_calls_prompt_logprobs_and_structured_output_come_through(start_server):
+    tokenizer = tool_tokenizer()
+    said = (
+        "</think>ok<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+    server = start_server(executor=ScriptedExecutor(tokenizer, said), tokenizer=tokenizer, eos=(tokenizer.eos_id,))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 60}
+    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    server.executor.script = ""
+    echo = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}
+    scores = server.post("/v1/completions", echo).json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert scores == [None, *(-float(k) for k in range(1, len(scores)))]
+    form = {"prompt": "ab", "max_tokens": 40, "structured_outputs": {"regex": "[0-9]{3}-[0-9]{4}"}, "n": 2}
+    for choice in server.post("/v1/completions", form).json()["choices"]:
+        assert re.fullmatch("[0-9]{3}-[0-9]{4}", choice["text"])
+    wrong = server.post("/v1/completions", {**form, "structured_outputs": {"regex": "("}})
+    assert wrong.status_code == 400
+
+
+def test_what_waits_is_limited_over_all_processes(start_server):
+    """One slot, two places in the queue: of eight at once three are taken, whichever process they come to."""
+    options = ServeOptions(max_queued_requests=2, max_queued_tokens=6)
+    metrics = Metrics("tiny", 1, 128)
+    server = start_server(front_ends=2, step_seconds=0.05, max_rows_decode=1, options=options, metrics=metrics)
+    answers: list[httpx.Response] = []
+    first = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", {**SHORT, "max_tokens": 60})))
+    first.start()
+    wait_until(lambda: server.pages_in_use > 0)
+    threads = [threading.Thread(target=lambda: answers.append(server.post("/v1/completions", SHORT))) for _ in range(7)]
+    for thread in threads:
+        thread.start()
+    for thread in [first, *threads]:
+        thread.join(30)
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 5
+    assert all(answer.json()["error"]["code"] == "queue_full" and answer.headers["retry-after"] for answer in refused)
+    assert total(server, "dsjax_requests_rejected_total", reason="queue_full") == 5
+
+
+def test_keys_are_asked_for_by_every_process_and_for_what_is_forwarded(start_server):
+    server = start_server(options=ServeOptions(api_keys=("one",), admin_api_key="root"))
+    for _ in range(6):
+        assert server.get("/v1/models").status_code == 401
+        assert server.get("/server_info").status_code == 401
+        assert server.post("/flush_cache", headers={"Authorization": "Bearer one"}).status_code == 401
+    info = server.get("/server_info", headers=ADMIN).json()
+    assert info["admin"]
+    assert info["options"]["num_api_keys"] == 1
+    assert server.post("/flush_cache", headers=ADMIN).status_code == 200
+    assert server.get("/ready").status_code == 200
+
+
+def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_back(start_server):
+    server = start_server(front_ends=2, step_seconds=0.02, metrics=Metrics("tiny", 1, 128))
+    for _ in range(4):
+        server.post("/v1/completions", SHORT)
+    made = total(server, "vllm:generation_tokens_total")
+    answers: list[str] = []
+
+    def read() -> None:
+        try:
+            with httpx.stream("POST", server.url + "/v1/completions", json={**LONG, "stream": True}, timeout=30) as got:
+                answers.append("".join(got.iter_text()))
+        except httpx.HTTPError as error:
+            answers.append(type(error).__name__)
+
+    threads = [threading.Thread(target=read) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.engine.num_unfinished == 12)
+    (victim, other) = server.serving.front_ends.links
+    lost = len(victim.requests)
+    os.kill(victim.process.pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(30)
+    assert sum(text.endswith("data: [DONE]\n\n") for text in answers) == 12 - lost
+    wait_until(lambda: server.pages_in_use == 0 and server.engine.num_unfinished == 0)
+    # What waits for a successor's door is served: the listening socket never closed.
+    wait_until(lambda: all(link.listens.is_set() for link in server.serving.front_ends.links), 30)
+    assert victim.process.pid not in {process.pid for process in processes(server)}
+    assert other in server.serving.front_ends.links
+    for _ in range(12):
+        assert server.post("/v1/completions", SHORT).status_code == 200
+    assert total(server, "vllm:generation_tokens_total") >= made, "what the dead one had counted is kept"
+
+
+SCRIPT = """
+import io, sys, types
+from live_server import FakeExecutor, LLMEngine, SchedulerConfig, bind_shared, tiny_tokenizer
+from rich.console import Console
+from test_command_line import FACTS
+from dsjax.serve.command import serve_model
+from dsjax.serve.logs import configure_logging
+
+configure_logging("error")
+executor = FakeExecutor(num_ranks=2)
+engine = LLMEngine(executor, tiny_tokenizer(), SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32))
+executor.warm_up = lambda progress: None
+listeners = bind_shared("127.0.0.1", 0, 2)
+print(listeners[0].getsockname()[1], flush=True)
+model = types.SimpleNamespace(engine=engine, facts=FACTS)
+console = Console(file=io.StringIO())
+sys.exit(serve_model(model, console, listeners[0], ("tiny",), 5.0, "error", front_end_listeners=listeners))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_when_the_engine_s_process_ends_all_end(number):
+    """Through the command's own `serve_model`."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "engine"), str(here.parents[2])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    try:
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        wait_until(lambda: is_ready(url), 60)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 2
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).status_code == 200
+        process.send_signal(number)
+        assert process.wait(20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+        wait_until(lambda: not any(alive(child) for child in children))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_port_that_another_server_has_is_refused():
+    first = bind_shared("127.0.0.1", 0, 2)
+    assert len({socket.getsockname() for socket in first}) == 1
+    for socket in first:
+        socket.listen()
+    with pytest.raises(UserError, match="Address already in use"):
+        bind_shared("127.0.0.1", first[0].getsockname()[1], 2)
+    for socket in first:
+        socket.close()
