@@ -1,6 +1,8 @@
 """`dsjax plan`: a cluster, a workload and objectives in, a layout out, with figures that can be checked."""
 
 import dataclasses
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -49,13 +51,24 @@ def plan(
     measured: Annotated[
         Path | None, typer.Option(help="JSON of dsjax bench modules: its times in place of published tables.")
     ] = None,
+    network: Annotated[
+        Path | None,
+        typer.Option(help="JSON of dsjax bench network: its times of collectives in place of assumptions about links."),
+    ] = None,
     precision: Annotated[
         str, typer.Option(help="fp8, bf16 or nvfp4; auto: fp8, or what --measured was taken with.")
     ] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Latent cache: auto, bf16 or fp8.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Latent cache: auto, bf16 or fp8.")] = "auto",
     mtp: Annotated[int, typer.Option(help="Tokens drafted by the MTP module a step.")] = 0,
     mtp_acceptance: Annotated[float, typer.Option(help="Chance that a draft is accepted.")] = 0.85,
     redundant_experts: Annotated[int | None, typer.Option(help="Physical minus logical; default: tried.")] = None,
+    enable_shared_experts_fusion: Annotated[
+        bool,
+        typer.Option(
+            "--enable-shared-experts-fusion",
+            help="The shared expert is one more routed one, with a copy on each device.",
+        ),
+    ] = False,
     expert_skew: Annotated[
         str,
         typer.Option(
@@ -140,7 +153,13 @@ def plan(
     rows: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 8,
     pareto: Annotated[Path | None, typer.Option(help="Write the Pareto front: .html, or a picture.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for the sweeps' pictures.")] = None,
-    recipe_file: Annotated[Path | None, typer.Option("--recipe", help="Write the winner's recipe as JSON.")] = None,
+    recipe_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            help="Write the winner's recipe: FILE.json, or a folder with a kustomize overlay for Kubernetes.",
+        ),
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
     ] = None,
@@ -152,6 +171,7 @@ def plan(
     from dsjax.plan.explain import EXPLAINED
     from dsjax.plan.explain import explain as derive
     from dsjax.plan.measured import read_measured
+    from dsjax.plan.measured_network import check_device, read_network
     from dsjax.plan.operator_tables import operator_tables
     from dsjax.plan.own_cluster import choose_precision, find_cluster
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
@@ -199,6 +219,10 @@ def plan(
     config = load_config(model)
     modules = read_measured(measured, config) if measured else None
     found = find_cluster(cluster, modules)
+    if network is not None:
+        timed = read_network(network)
+        check_device(timed, found.hardware, found.name)
+        found = dataclasses.replace(found, measured=timed)
     if price_per_hour is not None:
         if not price_per_hour > 0:
             raise UserError(f"--price-per-hour is {price_per_hour:g}, expected more than 0")
@@ -218,7 +242,7 @@ def plan(
         work,
         guide(Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput), slos, work),
         Options(
-            choose_precision(precision, kv_dtype, modules),
+            serving.precision(choose_precision(precision, kv_cache_dtype, modules)),
             mtp,
             mtp_acceptance,
             redundant_experts,
@@ -241,6 +265,7 @@ def plan(
                 decode_instances,
             ),
             max_devices_per_instance,
+            enable_shared_experts_fusion,
         ),
     )
     console = report_console()
@@ -286,8 +311,13 @@ def plan(
             plots.mkdir(parents=True, exist_ok=True)
             for swept in sweeps:
                 draw_sweep(swept, plots / f"{swept.quantity}.png")
-    if recipe_file and answer.winner:
+    if recipe_file and answer.winner and recipe_file.suffix == ".json":
         write_json(recipe_file, recipe(model, question, answer.winner))
+    elif recipe_file and answer.winner:
+        from dsjax.plan.kubernetes import write_overlay
+
+        with writing(recipe_file):
+            write_overlay(recipe_file, model, question, answer.winner, shlex.join(["dsjax", *sys.argv[1:]]))
     if json_file is not None:
         write_json(
             json_file,

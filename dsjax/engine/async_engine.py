@@ -212,7 +212,7 @@ class AsyncEngine:
                     self._between_steps.popleft()()
                 if self._ending:
                     self._core.finish()
-                    self._core.executor.shutdown()
+                    self._core.shutdown()
                     return
                 if self._core.has_unfinished:
                     self._step()

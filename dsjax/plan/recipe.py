@@ -8,9 +8,10 @@ import shlex
 from typing import Any
 
 from dsjax.plan.candidate import Candidate
+from dsjax.plan.cold_start import cold_start, host_bytes
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
-from dsjax.plan.precision import FP8_BLOCK
+from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.search import Question
 
 
@@ -44,10 +45,14 @@ def serve_options(
         found["--speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": options.drafts})
     if options.precision.linear == FP8_BLOCK:
         found["--weights"] = "fp8"
+    if options.precision.cache < BF16:
+        found["--kv-cache-dtype"] = "fp8"
     if instance.layout.mesh.ep_size > 1 and options.precision.wire < 2:
         found["--dispatch-wire"] = "fp8"
     if options.dispatch != "deepep":
         found["--dispatch"] = options.dispatch
+    if instance.layout.fused:
+        found["--enable-shared-experts-fusion"] = ""
     if instance.layout.redundant and instance.places_by_load and dsjax_engine().balances:
         found["--enable-eplb"] = ""
         found["--eplb-config"] = json.dumps({"num_redundant_experts": instance.layout.redundant})
@@ -161,4 +166,6 @@ def _service(
         "devices_each": instance.layout.devices,
         "command": command(options),
         "options": options,
+        "weight_bytes_per_host": host_bytes(instance),
+        "cold_start_s": cold_start(instance).to_json(),
     }

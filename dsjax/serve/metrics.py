@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
@@ -12,6 +13,7 @@ from dsjax.serve.history import History
 from dsjax.serve.metrics_experts import BalanceMetrics, ExpertMetrics
 from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Registry, Total, exposition
 from dsjax.serve.metrics_requests import RequestMetrics
+from dsjax.serve.metrics_tiers import TierMetrics
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -30,6 +32,7 @@ class Metrics:
         max_model_len: bound of the histograms of numbers of tokens.
         experts_per_device: physical experts of one device; 0 for a model without experts.
         most_drafts: tokens that are drafted for a row at most; 0: speculative decoding is off, and its metrics have no sample.
+        page_bytes: of a page of the cache, on all devices of a DP rank.
         clock: seconds, of the same clock as `Request.arrival_time`.
     """
 
@@ -41,6 +44,7 @@ class Metrics:
         *,
         experts_per_device: int = 0,
         most_drafts: int = 0,
+        page_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         device_memory: Callable[[], Iterable[tuple[str, int, int]]] = lambda: (),
     ):
@@ -52,6 +56,7 @@ class Metrics:
         labels = ("model_name", "engine")
         self._requests = RequestMetrics(self.registry, self._ranks, max_model_len, clock)
         self._add_loads(labels)
+        self._tiers = TierMetrics(self.registry, self._ranks, lambda: self._loads, page_bytes)
         registry = self.registry
         self._preemptions = Counter(
             registry, "vllm:num_preemptions", "Requests that had to give back their pages, on all ranks.", labels[:1]
@@ -131,12 +136,17 @@ class Metrics:
         self._compilations = stats.compilations_after_warm_up
         self._experts.enter(stats.experts)
         self._balance.enter(stats.balance)
+        self._tiers.enter(stats.disk, stats.page_waits)
         if stats.drafts is not None:
             self._drafts.enter(stats.drafts)
 
     def show_loads(self, loads: Sequence[RankLoad]) -> None:
         """Replace the ranks' loads that the gauges show."""
         self._loads = loads
+
+    def show_disk(self, counts: DiskCounts | None) -> None:
+        """Replace what the disk below the cache has done, and holds."""
+        self._tiers.enter(counts)
 
     def show_exchange_share(self, share: float | None) -> None:
         """Show what the last profile said, until the next one; None: it saw no operation."""
@@ -194,23 +204,6 @@ class Metrics:
         gauge(
             "dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages
         )
-        self._add_host_pages(labels)
-
-    def _add_host_pages(self, labels: tuple[str, str]) -> None:
-        def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
-            return lambda: [
-                (self._ranks[load.rank], getattr(load.host, field)) for load in self._loads if load.host is not None
-            ]
-
-        name = "dsjax_rank_host_pages"
-        Gauge(self.registry, name, "Pages that host memory has room for.", labels, read("usable_pages"))
-        Gauge(self.registry, f"{name}_used", "Pages in host memory.", labels, read("used_pages"))
-        for what, documentation in (
-            ("stored", "Pages that went from the device to host memory."),
-            ("fetched", "Pages that came back from there."),
-            ("evicted", "Pages that were dropped there because others needed the room."),
-        ):
-            Total(self.registry, f"{name}_{what}", documentation, labels, read(what))
 
 
 class DraftMetrics:

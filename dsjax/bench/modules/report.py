@@ -111,14 +111,14 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
         "format": FORMAT,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "versions": versions(),
         "device": device.to_json(),
         "ceilings": ceilings.to_json(),
         "model": model,
         "widths": widths(setting.config),
         "dtype": str(setting.dtype),
         "weights": setting.weights,
-        "kv_dtype": str(step.cache_dtype),
+        "kv_cache_dtype": str(step.cache_dtype),
         "kernels": step.kernels.names(step.prefill_form, step.decode_form),
         "page_size": step.page_size,
         "max_model_len": setting.max_model_len,
@@ -126,7 +126,8 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
     }
 
 
-def _versions() -> Mapping[str, str]:
+def versions() -> Mapping[str, str]:
+    """Of what the figures hang on beside the device."""
     import importlib.metadata
 
     try:

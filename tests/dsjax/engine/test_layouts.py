@@ -61,6 +61,27 @@ def test_layouts_with_plain_kernels_give_it_too(checkpoint, one_device, layout, 
     assert difference(answer(checkpoint, layout, dispatch, prefill, decode, kernels="plain"), one_device) is None
 
 
+@pytest.fixture(scope="module")
+def one_device_with_an_fp8_cache(checkpoint):
+    return answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatch", "prefill", "decode"),
+    [
+        ("dp=1", "auto", "CC", "CC"),
+        ("dp=8", "padded", "CC", "A_CC_ME"),
+        ("dp=2,tp=4", "ragged", "A_CC_ME", "AM_CC_ME"),
+    ],
+)
+def test_layouts_give_it_with_an_fp8_cache_too(
+    checkpoint, one_device_with_an_fp8_cache, layout, dispatch, prefill, decode
+):
+    # Exact while no entry lies within float32's rounding of the middle between two FP8 numbers: none of these does.
+    found = answer(checkpoint, layout, dispatch, prefill, decode, kv_cache_dtype="fp8")
+    assert difference(found, one_device_with_an_fp8_cache) is None
+
+
 @pytest.mark.parametrize("layout", ["dp=1", "dp=4,tp=8"])
 def test_prompts_and_decodes_in_one_launch_change_nothing(checkpoint, one_device, layout):
     assert difference(answer(checkpoint, layout, "padded", "CC", "A_CC_ME", mixed=True), one_device) is None
@@ -73,6 +94,17 @@ def test_redundant_experts_change_nothing(checkpoint, one_device):
 
 def test_experts_that_do_not_divide_are_filled_up_with_redundant_ones(checkpoint, one_device):
     found = answer(checkpoint, "dp=12", "padded", "CC", "A_CC_ME", redundant_experts=4)
+    assert difference(found, one_device) is None
+
+
+FUSED = {"dp=1": "gather", "dp=8": "padded", "tp=8,ep=1": "padded", "dp=8,ep=2": "gather", "dp=16,tp=2,ep=8": "ragged"}
+
+
+@pytest.mark.parametrize("layout", FUSED)
+def test_the_shared_expert_as_a_routed_one_changes_nothing(checkpoint, one_device, layout):
+    found = answer(
+        checkpoint, layout, FUSED[layout], "CC", "A_CC_ME", redundant_experts=8, enable_shared_experts_fusion=True
+    )
     assert difference(found, one_device) is None
 
 
