@@ -129,6 +129,64 @@ def prefill_table() -> str:
     return "\n".join(rows)
 
 
+PORTS = (1, 3, 8)
+"""25 Gb/s ports of a host: what the plan says in one place, in another, and one for each GPU."""
+WRITTEN = ("dp=32", "dp=16,tp=2", "dp=8,tp=4", "dp=4,tp=8", "dp=16", "dp=8,tp=2", "tp=16,ep=1")
+
+
+def ported(ports: int):
+    return dataclasses.replace(CLUSTER, nics_per_host=ports)
+
+
+def written_first_token() -> str:
+    """Seconds of a step in which each replica computes one prompt of 512 tokens, in bf16, by ports of a host; FP8 beside."""
+    rows = [
+        "| layout | bf16, one port: TTFT, s | three ports | eight | FP8, one port |",
+        "|---|---|---|---|---|",
+    ]
+    work = Workload(Lengths(512), Lengths(OUTPUT))
+    for mesh in WRITTEN:
+        layout = parse_layout(mesh, 0, CONFIG)
+        cells = []
+        for name, ports in (*(("bf16", p) for p in PORTS), ("fp8", 1)):
+            instance = Instance(CONFIG, ported(ports), layout, Options(PRECISIONS[name]), work)
+            if not instance.max_batch:
+                cells.append(f"no room for one request ({gb(instance.memory.weights_total)} of weights)")
+                continue
+            cells.append(ranged(instance.prefill_step(512.0), 1, 2))
+        rows.append(f"| `{layout}` | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def written_decode() -> str:
+    """The 200 sessions in bf16: how many the caches hold, and a step with as many of them as fit."""
+    rows = [
+        "| layout | sessions of 32 K held in bf16 | TPOT, ms, one port | tokens/s, one port | three ports | eight | FP8, one port: held, tokens/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    work = Workload(Lengths(CONTEXT - OUTPUT / 2), Lengths(OUTPUT))
+    for mesh in WRITTEN:
+        layout = parse_layout(mesh, 0, CONFIG)
+        count = DEVICES // layout.devices
+        replicas = layout.mesh.dp_size * count
+        found = {}
+        for name, ports in (*(("bf16", p) for p in PORTS), ("fp8", 1)):
+            instance = Instance(CONFIG, ported(ports), layout, Options(PRECISIONS[name]), work)
+            held = min(SESSIONS, instance.max_batch * replicas)
+            found[name, ports] = (held, held and instance.tpot(held / replicas))
+        held, step = found["bf16", 1]
+        fp8_held, fp8_step = found["fp8", 1]
+        beside = f"{fp8_held}, {ranged(fp8_held / fp8_step)}" if fp8_held else "none"
+        if not held:
+            rows.append(f"| {count} × `{layout}` | none: no room beside the weights | | | | | {beside} |")
+            continue
+        rates = " | ".join(ranged(h / s) for h, s in (found["bf16", p] for p in PORTS))
+        rows.append(
+            f"| {count} × `{layout}` | {held}{' of 200' if held < SESSIONS else ''} | {ranged(step, 1e3, 0)} | {rates} | {beside} |"
+        )
+    return "\n".join(rows)
+
+
 def serving() -> tuple[str, Question, object]:
     question = Question(
         CONFIG,
@@ -213,8 +271,24 @@ the ranges of the assumptions of [plan.md](plan.md). Made by `python tools/h20_s
 | weights a GPU | 42.1 GB "in bf16" | 75.1 GB in bf16, 39.5 GB in FP8 (exact) | 42.1 GB is what **FP8 with 32 redundant experts** takes: 9 experts a layer and GPU instead of 8. In bf16 the same placement is {gb(sum(weight_bytes(CONFIG, parse_layout("dp=32", 32, CONFIG), PRECISIONS["bf16"]).values()))} |
 | cache a GPU | 25.6 GB | {gb(total / DEVICES)} on average, {gb(full * CONTEXT * token)} on the fullest (exact) | 25.6 GB is 200 × 32,768 × 61 × (2 × 512) × 2 B ÷ 32 = {gb(SESSIONS * CONTEXT * wrong / DEVICES)}: keys and values of 512 each. MLA keeps one latent of 512 and 64 rotary values: {token:,} B a token, not {wrong:,}. 200 sessions on 32 replicas are 6.25: some hold 7 |
 | operations a token | 69.5 "TFLOPs" | {(linear + attention) / 1e9:,.0f} GFLOP at 32 K context (exact): {linear / 1e9:.2f} linear and head, {attention / 1e9:,.0f} attention | 69.5 is near the linear part in **G**FLOP (our reading; the plan does not derive it): the unit is off by 1,000, and attention, {attention / linear:.1f} times the linear part at this length, is missing |
-| TTFT | 0.21 – 0.37 s | not below {least:.2f} s, with all 32 GPUs on one prompt at their peak (exact); estimates below | a 32 K prompt is {(prompt + naive) / 1e15:.2f} PFLOP, of which attention {naive / (prompt + naive):.0%}; 32 H20 have {DEVICES * CHIP.fp8_flops / 1e15:.1f} PFLOP/s in FP8 and half in bf16 |
+| TTFT | 0.21 – 0.37 s, for 512 tokens | for 512 tokens in bf16 see [below](#the-plan-as-it-is-written); for a prompt of 32 K not below {least:.2f} s, with all 32 GPUs on one prompt at their peak (exact); estimates below | a 32 K prompt is {(prompt + naive) / 1e15:.2f} PFLOP, of which attention {naive / (prompt + naive):.0%}; 32 H20 have {DEVICES * CHIP.fp8_flops / 1e15:.1f} PFLOP/s in FP8 and half in bf16 |
 | tokens/s | 35,000 – 45,000, goal 50,000 | at most {ceiling:,.0f} (exact bound), about {best:,.0f} (estimate) | attention in bf16 alone: {attention / 1e9:,.0f} GFLOP a token, {DEVICES * CHIP.bf16_flops / 1e12:,.0f} TFLOP/s in all. No batch, layout or network changes this |
+
+## The plan as it is written
+
+It forbids quantisation, so that the numbers to be checked are those of bf16; a host has one 25 Gb/s port in one place and three links in another,
+never eight cards; and its TTFT of 0.21 to 0.37 s is for prompts of 512 tokens. A step in which each replica computes one of them:
+
+{written_first_token()}
+
+The launches of a prefill step alone take 83 ms in published engines. What crosses a host's one port decides all but `tp=16`, which holds next to no
+session beside its weights in bf16; with three links `tp=16` and with a card a GPU `dp=4,tp=8` is as fast as the plan says, with one port none that holds the sessions is.
+
+Decode with as many of the 200 sessions of 32 K as the caches hold in bf16, nothing being prefilled:
+
+{written_decode()}
+
+What follows reckons with FP8 weights and one card a GPU where it does not say otherwise: the most favourable reading.
 
 ## Weights
 

@@ -34,15 +34,21 @@ What the errors say:
 - **The expert balancer's gain** is 10 % underestimated in prefill and 20 % in decode (not counted: the data's skew is not known). It was
   12 and 36 % while the share that a balancer takes away was assumed; now the published policy is run, and compared with a static placement.
 - **TTFT (8)** was 48 to 71 % too low. Four mechanisms were missing; none of them has a number from a TTFT:
-  - *A cold engine.* The P99 is 2.0 s with 8 users, whose 7,400 prompt tokens take 0.3 s. By the benchmark's published script each user sends ten
-    requests, so that the first of each, a tenth of all, are those above the P90. Counted is the TTFT of the other nine tenths: ten times the
-    mean, less the P99, ÷ 9. With 64 users the first prompts need two steps, so that their mean is below the P99 and the 166 ms are a lower bound
+  - *A cold engine.* The P99 is 2.0 s with 8 users, whose 7,400 prompt tokens take 0.3 s. By the benchmark's published script each user
+    sends ten
+    requests, so that the first of each, a tenth of all, are those above the P90. Counted is the TTFT of the other nine tenths: ten times
+    the
+    mean, less the P99, ÷ 9. With 64 users the first prompts need two steps, so that their mean is below the P99 and the 166 ms are a
+    lower bound
     (about 250 ms if the first step ended half way). The mean over all requests stands beside it, 26 to 57 % too low, and is not counted.
-  - *Launches.* SGLang logged 82.6 ms for a prefill of one token, 23.1 ms with a CUDA graph (sgl-project/sglang pull request 12160): Python starts the
+  - *Launches.* SGLang logged 82.6 ms for a prefill of one token, 23.1 ms with a CUDA graph (sgl-project/sglang pull request 12160):
+    Python starts the
     kernels of a prefill step one by one. The model had 9 ms. dsjax's step is one compiled program, and is priced as such.
-  - *Steps planned ahead.* With overlapped scheduling a request that comes during a step waits for the next one too, which was planned without it.
+  - *Steps planned ahead.* With overlapped scheduling a request that comes during a step waits for the next one too, which was planned
+    without it.
   - *The front door*, 10 ms (3 – 30), assumed.
-- What remains at 8 to 32 users, 12 to 17 % too low, is of the size of the front door's range, and of the P99 not being the mean of the first.
+- What remains at 8 to 32 users, 12 to 17 % too low, is of the size of the front door's range, and of the P99 not being the mean of the
+  first.
 - Point 1 is a day's average of a service with changing load; the prediction is what a saturated system computes. The batch of
   point 7's decode is not given.
 
@@ -61,7 +67,8 @@ those commits they scored 26.7 %, with 4 of 10 inside. The table is made by the 
 - whatever is looked up grows with its sizes (`dsjax/plan/curves.py`);
 - a step with prompts reads the weights once;
 - a sum between hosts takes time to start, which H and I showed to be missing. It was then looked for and found in published runs of
-  nccl-tests; no number of H and I was used. Where a host has several devices of the sum, the run on such hosts counts (62 to 75 µs), not that of
+  nccl-tests; no number of H and I was used. Where a host has several devices of the sum, the run on such hosts counts (62 to 75 µs), not
+  that of
   hosts with one device each (31 µs);
 - the kernels of a prefill step are started one by one, and steps are planned ahead, as above.
 

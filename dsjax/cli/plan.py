@@ -27,6 +27,21 @@ def plan(
     hosts: Annotated[int | None, typer.Option(help="Another number of hosts than the cluster's.", min=1)] = None,
     input_tokens: Annotated[str, typer.Option("--input", help="Prompt tokens: mean, or mean:variation.")] = "2000",
     output_tokens: Annotated[str, typer.Option("--output", help="Output tokens: mean, or mean:variation.")] = "500",
+    classes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--class",
+            help="NAME=SHARE,INPUT,OUTPUT instead of --input and --output: a mixture of lengths; repeatable: "
+            "short=0.8,512:0.2,256.",
+        ),
+    ] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Percentile that must hold, in ms: ttft-p95=370, tpot-p99=60, e2e-p50=9000, or of a class: short:ttft-p95=370; "
+            "p50, p90, p95 or p99; repeatable. The best deployments are played (--num-prompts, --seed)."
+        ),
+    ] = None,
     concurrency: Annotated[float | None, typer.Option(help="Requests in flight; default: as many as pays.")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests a second that must be kept up with.")] = None,
     prefix_hit: Annotated[float, typer.Option(help="Share of prompt tokens found in the cache.")] = 0.0,
@@ -160,6 +175,7 @@ def plan(
     from dsjax.plan.operator_tables import operator_tables
     from dsjax.plan.own_cluster import choose_precision, find_cluster
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
+    from dsjax.plan.percentiles import Slo, guide, show_within, within
     from dsjax.plan.recipe import published_beside, recipe
     from dsjax.plan.report import show, show_sweep, show_usages, to_json
     from dsjax.plan.search import Question, instances, search, usages
@@ -168,7 +184,7 @@ def plan(
     from dsjax.plan.static import STATIC_MODES, no_room, show_static, static_of
     from dsjax.plan.sweep import read_sweep
     from dsjax.plan.sweep import sweep as run_sweep
-    from dsjax.plan.workload import Lengths, Objective, Options, Pins, Workload
+    from dsjax.plan.workload import Lengths, Objective, Options, Pins, RequestClass, Workload
     from sharding.mesh import MeshSpec
 
     if mode not in (*_MODES, *STATIC_MODES):
@@ -212,17 +228,19 @@ def plan(
             raise UserError(f"--price-per-hour is {price_per_hour:g}, expected more than 0")
         priced = dataclasses.replace(found.hardware, price_per_hour=price_per_hour)
         found = dataclasses.replace(found, hardware=priced)
+    if slo and mode in STATIC_MODES:
+        raise UserError(f"--slo is of a service, --mode {mode} is one batch; give aggregated, separated or both")
+    load = {"concurrency": concurrency, "rate": rate, "prefix_hit": prefix_hit}
+    if classes:
+        work = Workload.of_classes([RequestClass.parse(text) for text in classes], **load)
+    else:
+        work = Workload(Lengths.parse(input_tokens, "--input"), Lengths.parse(output_tokens, "--output"), **load)
+    slos = [Slo.parse(text, work) for text in slo or ()]
     question = Question(
         config,
         found.resized(hosts) if hosts else found,
-        Workload(
-            Lengths.parse(input_tokens, "--input"),
-            Lengths.parse(output_tokens, "--output"),
-            concurrency,
-            rate,
-            prefix_hit,
-        ),
-        Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput),
+        work,
+        guide(Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput), slos, work),
         Options(
             serving.precision(choose_precision(precision, kv_cache_dtype, modules)),
             mtp,
@@ -263,7 +281,9 @@ def plan(
                 json_file, {"model": model, "cluster": found.name, "mode": mode, "ranked": ranked, "compiled": read}
             )
         return
-    answer = search(question)
+    answer, kept = search(question), []
+    if slos:
+        answer, kept = within(answer, slos, num_requests=num_prompts, seed=seed, burstiness=burstiness)
     beside = None
     if serving is not PUBLISHED and not compiled and not measured:
         options = dataclasses.replace(question.options, engine=PUBLISHED, dispatch=dispatch or PUBLISHED.dispatch)
@@ -299,8 +319,17 @@ def plan(
         with writing(recipe_file):
             write_overlay(recipe_file, model, question, answer.winner, shlex.join(["dsjax", *sys.argv[1:]]))
     if json_file is not None:
-        write_json(json_file, {**to_json(answer, model, rows, sweeps, outcomes), "published": beside})
+        write_json(
+            json_file,
+            {
+                **to_json(answer, model, rows, sweeps, outcomes),
+                "published": beside,
+                "percentiles": [one.to_json(slos) for one in kept],
+            },
+        )
         return
+    if slos:
+        show_within(console, kept, slos)
     show(console, answer, model, rows)
     if beside:
         console.print(Text("published: " + beside, "yellow"))

@@ -24,6 +24,10 @@ _DRAWS = 24
 """Layers that are drawn where no trace is given; the busiest rank's mean over them is then within about 3 %."""
 
 
+_MANY_RANKS = 128
+"""Above which a third of the layers is placed, and one layer is moved: a layer of so many ranks is as large a sample."""
+
+
 @dataclass(frozen=True, eq=False)
 class Loads:
     """Tokens of each expert `[layers, experts]`: seen by the balancer, and served with the placement that it makes of them."""
@@ -85,6 +89,8 @@ def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> tuple[Bus
     balanced: experts are placed by what was seen; else as the engine starts, by no load.
     """
     experts = every[0].seen.shape[1]
+    if slots.ranks > _MANY_RANKS:
+        every = tuple(Loads(one.seen[: _DRAWS // 3], one.served[: _DRAWS // 3]) for one in every)
     # Placed together: the policies take all layers at once.
     placed_LP = _balanced(np.concatenate([one.seen for one in every]), slots) if balanced else _static(experts, slots)
     loads_LR = rank_loads(np.concatenate([one.served for one in every]), placed_LP, slots.ranks)
@@ -96,7 +102,7 @@ def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> tuple[Bus
 @functools.lru_cache(maxsize=4096)
 def moved(loads: Loads, slots: Slots) -> float:
     """Of all slots, the share that gets another expert when experts are placed anew by what was served."""
-    few = slice(_DRAWS // 6)  # some thousand slots are enough for a share
+    few = slice(_DRAWS // 6 if slots.ranks <= _MANY_RANKS else 1)  # some thousand slots are enough for a share
     old_LP, new_LP = _balanced(loads.seen[few], slots), _balanced(loads.served[few], slots)
     hosts = slots.hosts if by_host("auto", slots.groups, slots.hosts) else 1
     kept_LP = keep_in_place(old_LP, new_LP, slots.ranks, hosts)

@@ -23,9 +23,11 @@ def serve_options(
     prefill_only: an instance that makes no more than first tokens, of as many prompts at once as fill its step.
     """
     work, options = instance.workload, instance.options
-    length = math.ceil(
-        work.input.mean * (1 + 3 * work.input.variation) + work.output.mean * (1 + 3 * work.output.variation)
+    longest = (
+        one.input.mean * (1 + 3 * one.input.variation) + one.output.mean * (1 + 3 * one.output.variation)
+        for one in work.kinds
     )
+    length = math.ceil(max(longest))
     if prefill_only:
         batch = prefill_tokens / work.computed
     seqs = max(1, math.ceil(batch))
@@ -139,6 +141,10 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
             "concurrency": work.concurrency,
             "requests_per_s": work.rate,
             "prefix_hit": work.prefix_hit,
+            "classes": [
+                {"name": k.name, "share": k.share, "input_tokens": k.input.mean, "output_tokens": k.output.mean}
+                for k in work.classes
+            ],
         },
         "objective": {
             "ttft_s": objective.ttft,

@@ -66,7 +66,8 @@ class Plan:
 
     frontier: of candidates that keep the TTFT's objective; late: those that would be on it if they did.
     considered: layouts looked at; fitting, too_large: those with and without room for one request beside the weights. every: all
-    candidates, not only the best of each layout, where none meets the objectives.
+    candidates, not only the best of each layout, where none meets the objectives. unkept: some meet them, but when played none kept
+    the percentiles that were asked for.
     """
 
     question: Question
@@ -78,6 +79,7 @@ class Plan:
     fitting: list[Instance]
     too_large: list[Instance]
     every: list[Candidate]
+    unkept: bool = False
 
     @property
     def usages(self) -> list[Usage]:

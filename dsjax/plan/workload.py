@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dsjax.config import ModelConfig
@@ -52,10 +53,47 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class RequestClass:
+    """Requests of one kind: their share of all, and their lengths."""
+
+    name: str
+    share: float
+    input: Lengths
+    output: Lengths
+
+    @classmethod
+    def parse(cls, text: str) -> RequestClass:
+        """`short=0.8,512:0.2,256`: name, share of all requests, prompt and output tokens.
+
+        Raises:
+            UserError: anything else.
+        """
+        name, _, rest = text.partition("=")
+        numbers = rest.split(",")
+        try:
+            share = float(numbers[0])
+        except ValueError:
+            share = 0.0
+        if not name or ":" in name or len(numbers) != 3 or not 0 < share <= 1:
+            raise UserError(
+                f"--class is {text!r}, expected NAME=SHARE,INPUT,OUTPUT with a share above 0 and at most 1: short=0.8,512:0.2,256"
+            )
+        return cls(name, share, *(Lengths.parse(number, "--class") for number in numbers[1:]))
+
+
+def mixed(lengths: Sequence[tuple[float, Lengths]]) -> Lengths:
+    """Mean and variation of lengths that are mixed by these shares."""
+    mean = sum(share * one.mean for share, one in lengths)
+    square = sum(share * one.mean**2 * (1 + one.variation**2) for share, one in lengths)
+    return Lengths(mean, max(0.0, square / mean**2 - 1) ** 0.5)
+
+
+@dataclass(frozen=True)
 class Workload:
     """Requests. concurrency: in flight at once; rate: requests a second; at most one of them, none asks for the most.
 
-    prefix_hit: share of a prompt's tokens that are found in the cache.
+    prefix_hit: share of a prompt's tokens that are found in the cache. classes: of which the lengths are a mixture; mean values
+    know its mean and variation, the simulation draws each request from one.
     """
 
     input: Lengths
@@ -63,6 +101,25 @@ class Workload:
     concurrency: float | None = None
     rate: float | None = None
     prefix_hit: float = 0.0
+    classes: tuple[RequestClass, ...] = ()
+
+    @classmethod
+    def of_classes(cls, classes: Sequence[RequestClass], **others) -> Workload:
+        """A mixture of classes.
+
+        Raises:
+            UserError: shares that are not all requests, or a name given twice.
+        """
+        total = sum(one.share for one in classes)
+        if abs(total - 1) > 1e-6 or len({one.name for one in classes}) < len(classes):
+            raise UserError(f"--class has shares of {total:g} together; expected 1 in all, and each name once")
+        lengths = (mixed([(one.share, getattr(one, side)) for one in classes]) for side in ("input", "output"))
+        return cls(*lengths, classes=tuple(classes), **others)
+
+    @property
+    def kinds(self) -> tuple[RequestClass, ...]:
+        """The classes; one without a name where there are none."""
+        return self.classes or (RequestClass("", 1.0, self.input, self.output),)
 
     def __post_init__(self):
         if self.concurrency is not None and self.rate is not None:
@@ -208,9 +265,10 @@ class Options:
             fp8_cache=self.precision.cache < 2,
             dispatch=self.dispatch,
         )
-        if workload.held > config.max_position_embeddings:
+        longest = max(one.input.mean + one.output.mean for one in workload.kinds)
+        if longest > config.max_position_embeddings:
             raise UserError(
-                f"--input and --output are {workload.held:g} tokens together, but the model has positions for "
+                f"--input and --output are {longest:g} tokens together, but the model has positions for "
                 f"{config.max_position_embeddings}; give shorter ones"
             )
         if self.drafts and not config.num_nextn_predict_layers:

@@ -73,7 +73,7 @@ def _engine(instance: Instance, batch: float, tokens: float, longest: int, *, on
     work = instance.workload
     seqs = max(1, math.ceil(batch))
     step_tokens = max(seqs, math.ceil(tokens))
-    prices = Fastest(instance.step_models(), step_tokens, 0 if one_token else instance.options.drafts)
+    prices = _prices(instance, step_tokens, 0 if one_token else instance.options.drafts)
     cache = int(instance.memory.cache_tokens.value)
     return Engine(
         prices,
@@ -86,6 +86,14 @@ def _engine(instance: Instance, batch: float, tokens: float, longest: int, *, on
         one_token=one_token,
         made=1.0 if one_token else instance.options.tokens_a_step.value,
     )
+
+
+def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest:
+    """Made once for all loads that an instance is played under."""
+    key = ("prices", most_tokens, drafts)
+    if key not in instance.steps:
+        instance.steps[key] = Fastest(instance.step_models(), most_tokens, drafts)
+    return instance.steps[key]
 
 
 class Aggregated:
@@ -124,7 +132,7 @@ class Separated:
             for _ in range(candidate.prefill_count)
         ]
         seqs = max(1, math.ceil(candidate.batch))
-        prices = Fastest(candidate.decode.step_models(), seqs, candidate.decode.options.drafts)
+        prices = _prices(candidate.decode, seqs, candidate.decode.options.drafts)
         replicas = candidate.decode.replicas
         self._decode = [
             _Clocked(

@@ -32,24 +32,26 @@ class Load:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: seconds of its arrival, prompt tokens of which the first `shared` are in the cache, output tokens."""
+    """One request: seconds of its arrival, prompt tokens of which the first `shared` are in the cache, output tokens, its class."""
 
     arrival: float
     prompt: int
     shared: int
     output: int
+    kind: str = ""
 
 
 def requests(load: Load, work: Workload, longest: int, seed: int) -> Iterator[Asked]:
     """Endless; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
-    times, prompts, outputs = (np.random.default_rng((seed, stream)) for stream in range(3))
-    now = 0.0
+    times, prompts, outputs, kinds = (np.random.default_rng((seed, stream)) for stream in range(4))
+    now, shares = 0.0, [one.share for one in work.kinds]
     while True:
         if load.rate is not None:
             now += _gap(load, times)
-        output = min(_length(work.output, outputs), longest - 2)
-        prompt = min(_length(work.input, prompts), longest - output)
-        yield Asked(now, prompt, math.floor(prompt * work.prefix_hit), output)
+        kind = work.kinds[int(kinds.choice(len(shares), p=shares)) if work.classes else 0]
+        output = min(_length(kind.output, outputs), longest - 2)
+        prompt = min(_length(kind.input, prompts), longest - output)
+        yield Asked(now, prompt, math.floor(prompt * work.prefix_hit), output, kind.name)
 
 
 def _gap(load: Load, times: np.random.Generator) -> float:

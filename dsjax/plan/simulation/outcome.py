@@ -61,12 +61,38 @@ class Played:
 
 
 @dataclass(frozen=True)
+class Waits:
+    """What some of the requests waited: for the first token, for each further one (None where outputs have one), and in all."""
+
+    requests: int
+    ttft: Spread
+    tpot: Spread | None
+    e2e: Spread
+
+    @classmethod
+    def of(cls, served: Sequence[Served]) -> Waits:
+        """Of at least one request."""
+        return cls(
+            len(served),
+            Spread.of([one.ttft + _FRONT for one in served]),
+            Spread.of([one.tpot for one in served if one.tpot is not None]),
+            Spread.of([one.finished - one.arrival + _FRONT for one in served]),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        tpot = self.tpot and self.tpot.to_json()
+        return {"requests": self.requests, "ttft_s": self.ttft.to_json(), "tpot_s": tpot, "e2e_s": self.e2e.to_json()}
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One load on one candidate, the whole deployment.
 
     ttft, tpot: over requests; itl: over tokens, the time of the step that made each; None where outputs have one token.
     requests_per_s: that ended from the first measured one's arrival to the last one's end. tokens_per_s: output tokens. goodput:
     requests a second that kept every objective; kept: their share. mean_ttft, mean_tpot: the mean-value answer at the same load.
+    e2e: from asking to the last token. classes: of each class of the workload that was asked for, by name.
     """
 
     load: Load
@@ -79,6 +105,8 @@ class Outcome:
     kept: float
     mean_ttft: Figure
     mean_tpot: Figure
+    e2e: Spread
+    classes: dict[str, Waits]
 
     @property
     def goodput(self) -> float:
@@ -107,6 +135,8 @@ class Outcome:
             "ttft_s": self.ttft.to_json(),
             "tpot_s": self.tpot and self.tpot.to_json(),
             "itl_s": self.itl and self.itl.to_json(),
+            "e2e_s": self.e2e.to_json(),
+            "classes": {name: waits.to_json() for name, waits in self.classes.items()},
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.tokens_per_s,
             "goodput_requests_per_s": self.goodput,
@@ -124,17 +154,21 @@ def outcome(load: Load, instances: int, played: Played, objective: Objective, ca
     spoken = sum(decodes for begin, _, decodes in gaps if began <= begin <= ended)
     ends = sum(began <= end <= ended for end in played.finishes)
     answer = mean_value(candidate, load)
+    every = Waits.of(measured)
+    kinds = {one.name: [s for s in measured if s.asked.kind == one.name] for one in candidate.decode.workload.classes}
     return Outcome(
         load,
-        len(measured),
-        Spread.of([served.ttft + _FRONT for served in measured]),
-        Spread.of([served.tpot for served in measured if served.tpot is not None]),
+        every.requests,
+        every.ttft,
+        every.tpot,
         Spread.of([seconds for seconds, _ in steps], [decodes for _, decodes in steps]),
         ends / (ended - began) * instances,
         (spoken + ends) / (ended - began) * instances,
         sum(_keeps(served, objective) for served in measured) / len(measured),
         answer.ttft,
         answer.tpot,
+        every.e2e,
+        {name: Waits.of(served) for name, served in kinds.items() if served},
     )
 
 

@@ -71,9 +71,27 @@ def show_simulation(console: Console, candidate: Candidate, found: list[Outcome]
             f"{one.kept:.0%}",
         )
     console.print(table)
+    if found[0].classes:
+        _show_classes(console, found)
     for one in found:
         for text in one.disagreements():
             console.print(f"{one.load}: {text}", style="yellow", highlight=False)
+
+
+def _show_classes(console: Console, found: list[Outcome]) -> None:
+    table = Table(title="by class of request; milliseconds: P50/P95/P99", title_justify="left")
+    table.add_column("class")
+    for name in ("load", "requests", "TTFT", "TPOT", "end to end"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found:
+        for name, waits in one.classes.items():
+            spreads = ((waits.ttft, 0), (waits.tpot, 1), (waits.e2e, 0))
+            columns = [
+                "–" if s is None else "/".join(f"{v * 1e3:,.{digits}f}" for v in (s.p50, s.p95, s.p99))
+                for s, digits in spreads
+            ]
+            table.add_row(name, f"{one.load.rate or one.load.concurrency:.3g}", str(waits.requests), *columns)
+    console.print(table)
 
 
 def _percentiles(spread: Spread | None, digits: int) -> str:

@@ -56,6 +56,8 @@ def test_the_studys_tables_are_what_the_model_says_now(study):
     page = (ROOT / "docs" / "h20-32.md").read_text(encoding="utf-8")
     assert study.decode_table()[0] in page
     assert study.prefill_table() in page
+    assert study.written_first_token() in page
+    assert study.written_decode() in page
 
 
 def test_pictures_of_the_study_are_there():

@@ -1,0 +1,167 @@
+"""Objectives as percentiles, of all requests or of one class: deployments are played, and loaded as far as they keep them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsjax.errors import UserError
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.search import Plan
+from dsjax.plan.simulation.load import Load
+from dsjax.plan.simulation.outcome import Outcome
+from dsjax.plan.simulation.run import loads, simulate
+from dsjax.plan.workload import Objective, Workload
+
+METRICS, PERCENTILES = ("ttft", "tpot", "e2e"), ("p50", "p90", "p95", "p99")
+_PLAYED, _HALVINGS = 4, 5
+"""Deployments that are played, best mean values first; and how often the load of each is halved towards what it keeps."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """One bound: `metric` of METRICS, `percentile` of PERCENTILES, seconds; of: a class of requests, or `` for all of them."""
+
+    metric: str
+    percentile: str
+    seconds: float
+    of: str = ""
+
+    @classmethod
+    def parse(cls, text: str, work: Workload) -> Slo:
+        """`ttft-p95=370`, or `long:e2e-p99=20000` for a class of the workload; milliseconds.
+
+        Raises:
+            UserError: anything else, or no such class.
+        """
+        name, _, value = text.partition("=")
+        of, _, bound = name.rpartition(":")
+        metric, _, percentile = bound.partition("-")
+        try:
+            seconds = float(value) / 1e3
+        except ValueError:
+            seconds = 0.0
+        if metric not in METRICS or percentile not in PERCENTILES or not seconds > 0:
+            raise UserError(
+                f"--slo is {text!r}, expected a metric ({', '.join(METRICS)}), a percentile ({', '.join(PERCENTILES)}) and milliseconds: "
+                "ttft-p95=370; with a class of --class before it: long:ttft-p95=900"
+            )
+        names = [one.name for one in work.classes]
+        if of and of not in names:
+            raise UserError(
+                f"--slo {text} is of class {of!r}; expected one that --class names: {', '.join(names) or 'there is none'}"
+            )
+        return cls(metric, percentile, seconds, of)
+
+    def __str__(self) -> str:
+        named = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}[self.metric]
+        return f"{self.percentile.upper()} of {named}{f' of {self.of}' if self.of else ''} within {self.seconds * 1e3:,.0f} ms"
+
+    def found(self, outcome: Outcome) -> float:
+        """Seconds that were played; 0 where outputs have one token and no time between tokens."""
+        spread = getattr(outcome.classes[self.of] if self.of else outcome, self.metric)
+        return getattr(spread, self.percentile) if spread else 0.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A deployment at the largest load that was found to keep every bound; broken: those that no load kept, at the smallest one."""
+
+    candidate: Candidate
+    outcome: Outcome
+    broken: tuple[Slo, ...]
+
+    def to_json(self, slos: list[Slo]) -> dict[str, Any]:
+        """Stable fields."""
+        return {
+            "deployment": self.candidate.name(),
+            "requests_per_s": self.outcome.load.rate,
+            "concurrency": self.outcome.load.concurrency,
+            "output_tokens_per_s": self.outcome.tokens_per_s,
+            "kept": not self.broken,
+            "objectives": [
+                {
+                    "metric": slo.metric,
+                    "percentile": slo.percentile,
+                    "class": slo.of or None,
+                    "bound_s": slo.seconds,
+                    "played_s": slo.found(self.outcome),
+                }
+                for slo in slos
+            ],
+        }
+
+
+def guide(objective: Objective, slos: list[Slo], work: Workload) -> Objective:
+    """Bounds on means with which the search finds deployments worth playing.
+
+    A mean is below a high percentile of the same times. A bound on a P50 says nothing of the mean, and one on the end-to-end time
+    leaves open how it is divided: it bounds a token's.
+    """
+    for slo in slos:
+        if slo.percentile == "p50":
+            continue
+        name, bound = slo.metric, slo.seconds
+        if name == "e2e":
+            kind = next((one for one in work.kinds if one.name == slo.of), None)
+            name, bound = "tpot", bound / (kind.output if kind else work.output).mean
+        objective = dataclasses.replace(objective, **{name: min(bound, getattr(objective, name) or bound)})
+    return objective
+
+
+def within(
+    plan: Plan, slos: list[Slo], *, num_requests: int, seed: int, burstiness: float = 1.0, played: int = _PLAYED
+) -> tuple[Plan, list[Kept]]:
+    """The plan with deployments that keep every bound before the others, and what was played, most tokens a second first.
+
+    The first `played` of the plan are played: at the question's own rate or concurrency, or else at the largest share of the rate that
+    they promise with which the bounds hold, found by bisection.
+    """
+    kept = [_kept(candidate, slos, num_requests, seed, burstiness) for candidate in plan.ranked[:played]]
+    kept.sort(key=lambda one: (bool(one.broken), -one.outcome.tokens_per_s))
+    good = [one.candidate for one in kept if not one.broken]
+    rest = [c for c in plan.ranked if c not in good]
+    missed = plan.missed if good else [*plan.ranked, *plan.missed]
+    return dataclasses.replace(plan, ranked=[*good, *rest] if good else [], missed=missed, unkept=not good), kept
+
+
+def _kept(candidate: Candidate, slos: list[Slo], num_requests: int, seed: int, burstiness: float) -> Kept:
+    def play(load: Load) -> tuple[Outcome, tuple[Slo, ...]]:
+        found = simulate(candidate, load, Objective(), num_requests=num_requests, seed=seed)
+        return found, tuple(slo for slo in slos if slo.found(found) > slo.seconds)
+
+    work = candidate.decode.workload
+    if work.rate is not None or work.concurrency is not None:
+        return Kept(candidate, *play(loads(candidate, burstiness)[0]))
+    most = candidate.throughput.value / work.output.mean
+    low, high, best = 0.0, 1.0, None
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        found, broken = play(Load(share * most, None, burstiness))
+        low, high = (low, share) if broken else (share, high)
+        best = Kept(candidate, found, broken) if not broken or best is None or best.broken else best
+    return best
+
+
+def show_within(console: Console, kept: list[Kept], slos: list[Slo]) -> None:
+    """What was played, and where no load keeps a bound."""
+    table = Table(title="percentiles, played: the largest load that keeps them", title_justify="left")
+    table.add_column("deployment")
+    for name in ("load", "tokens/s", *(str(slo) for slo in slos)):
+        table.add_column(name, justify="right")
+    for one in kept:
+        found = [f"{slo.found(one.outcome) * 1e3:,.0f}{' ✗' if slo in one.broken else ''}" for slo in slos]
+        table.add_row(one.candidate.name(), str(one.outcome.load), f"{one.outcome.tokens_per_s:,.0f}", *found)
+    console.print(table)
+    if kept and all(one.broken for one in kept):
+        nearest = min(kept, key=lambda one: max(slo.found(one.outcome) / slo.seconds for slo in one.broken))
+        broken = ", ".join(f"{slo} ({slo.found(nearest.outcome) * 1e3:,.0f} ms)" for slo in nearest.broken)
+        name = nearest.candidate.name()
+        console.print(
+            Text(f"none of those played keeps every percentile; {name} comes nearest, without {broken}", "yellow")
+        )

@@ -1,0 +1,113 @@
+"""Objectives as percentiles, and workloads of several classes of requests."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.errors import UserError
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.percentiles import Slo, guide, within
+from dsjax.plan.search import Question, search
+from dsjax.plan.simulation.load import Load, requests
+from dsjax.plan.workload import Objective, Options, RequestClass, Workload
+
+TWO = Workload.of_classes([RequestClass.parse("short=0.8,512:0.2,64"), RequestClass.parse("long=0.2,4096,128")])
+
+
+def test_a_mixture_has_the_moments_of_what_is_drawn_from_it():
+    source = requests(Load(10.0, None), TWO, 10**6, seed=0)
+    drawn = [next(source) for _ in range(20_000)]
+    prompts = np.array([one.prompt for one in drawn])
+    # 20,000 draws: standard errors below 1 %.
+    assert prompts.mean() == pytest.approx(TWO.input.mean, rel=0.03)
+    assert prompts.std() / prompts.mean() == pytest.approx(TWO.input.variation, rel=0.03)
+    assert np.mean([one.kind == "long" for one in drawn]) == pytest.approx(0.2, abs=0.01)
+    assert {one.prompt for one in drawn if one.kind == "long"} == {4096}
+
+
+@pytest.mark.parametrize("text", ["ttft=3", "ttft-p42=3", "ttft-p95", "ttft-p95=-1", "other:ttft-p95=3", "rate-p95=1"])
+def test_a_percentile_that_cannot_be_read_is_refused(text):
+    with pytest.raises(UserError, match="--slo"):
+        Slo.parse(text, TWO)
+
+
+@pytest.mark.parametrize("text", ["short", "a=0.5,10", "a=2,10,10", "=1,2,3", "a:b=1,2,3"])
+def test_a_class_that_cannot_be_read_is_refused(text):
+    with pytest.raises(UserError, match="--class"):
+        RequestClass.parse(text)
+
+
+def test_shares_must_be_all_requests():
+    with pytest.raises(UserError, match="expected 1 in all"):
+        Workload.of_classes([RequestClass.parse("short=0.5,512,64")])
+
+
+def test_the_search_is_guided_by_bounds_on_means_and_never_by_a_median():
+    slos = [Slo.parse(text, TWO) for text in ("long:ttft-p95=900", "ttft-p50=100", "e2e-p99=7680")]
+    found = guide(Objective(ttft=2.0), slos, TWO)
+    assert found.ttft == 0.9
+    assert found.tpot == pytest.approx(7.68 / TWO.output.mean)
+
+
+@pytest.fixture(scope="module")
+def plan(v3):
+    options = Options(mesh=parse_layout("dp=8", 0, v3).mesh, redundant=0, modes=("aggregated",))
+    return search(Question(v3, load_cluster("h200-8"), TWO, Objective(tpot=0.06), options))
+
+
+def test_the_load_is_the_largest_that_keeps_the_percentile_of_the_class(plan):
+    loads = []
+    for bound in (2000, 600):
+        slos = [Slo.parse(f"long:ttft-p95={bound}", TWO)]
+        answer, kept = within(plan, slos, num_requests=150, seed=0, played=1)
+        assert answer.winner is kept[0].candidate
+        assert kept[0].outcome.classes["long"].ttft.p95 <= bound / 1e3
+        assert kept[0].outcome.classes["short"].ttft.p50 < kept[0].outcome.classes["long"].ttft.p50
+        loads.append(kept[0].outcome.load.rate)
+    assert loads[1] < loads[0]
+
+
+def test_what_no_load_keeps_leaves_no_winner_and_says_what_breaks(plan):
+    slos = [Slo.parse("ttft-p50=5", TWO)]
+    answer, kept = within(plan, slos, num_requests=30, seed=0, played=1)
+    assert answer.winner is None
+    assert kept[0].broken == tuple(slos)
+    assert answer.missed[0] is kept[0].candidate
+
+
+def test_the_command_plays_what_it_plans():
+    words = [
+        "plan",
+        "--cluster",
+        "h200-8",
+        "--engine",
+        "published",
+        "--mesh",
+        "dp=8",
+        "--redundant-experts",
+        "0",
+        "--class",
+        "short=0.8,512,64",
+    ]
+    words += [
+        "--class",
+        "long=0.2,4096,128",
+        "--slo",
+        "long:ttft-p95=1500",
+        "--rate",
+        "2",
+        "--num-prompts",
+        "60",
+        "--json",
+        "-",
+    ]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)
+    assert answer["percentiles"][0]["objectives"][0]["class"] == "long"
+    assert answer["percentiles"][0]["kept"]
+    assert [one["name"] for one in answer["winner"]["workload"]["classes"]] == ["short", "long"]
