@@ -33,7 +33,7 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Makes requests. Has no other state than the generator of seeds for requests without one."""
+    """Makes requests. Has no other state than the generator of seeds for requests without one, and the sizes of now."""
 
     def __init__(
         self,
@@ -49,6 +49,10 @@ class InputProcessor:
         self._eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
         self._rules = RuleMaker(tokenizer, vocab_size, eos_token_ids)
+
+    def change(self, scheduler_config: SchedulerConfig) -> None:
+        """Admit what another scheduler's sizes have room for, from now on."""
+        self._config = scheduler_config
 
     def prepare(
         self,

@@ -55,7 +55,7 @@ class Told:
         self.events.append(("launch", command))
         self.launched += 1
         if self.launched == self.fails_at:
-            raise RuntimeError("the device is gone")
+            raise ValueError("it cannot be laid out")
         return Pending(self.launched, command)
 
     def wait(self, pending):
@@ -185,11 +185,11 @@ def test_a_command_that_the_leader_cannot_launch_ends_all():
     pair.inner.fails_at = 2
     pair.groups[0].lost_by = lambda error: None
     pair.leader.launch(step(1))
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with pytest.raises(ValueError, match="it cannot be laid out"):
         pair.leader.launch(step(2))
     pair.join()
     assert isinstance(pair.error, GroupError)
-    assert "process 0 has ended the group: a command could not be launched (RuntimeError)" in str(pair.error)
+    assert "process 0 has ended the group: a command could not be launched (ValueError)" in str(pair.error)
 
 
 def test_what_fails_because_a_member_is_gone_names_it():
@@ -197,7 +197,7 @@ def test_what_fails_because_a_member_is_gone_names_it():
     pending = pair.leader.launch(step(1))
 
     def fail(pending):
-        pair.groups[0].on_lost = lambda error: None
+        pair.groups[0].on_change = lambda error: None
         pair.groups[0]._lose(pair.groups[0].members[1])
         raise RuntimeError("Gloo: connection closed by peer")
 
