@@ -104,6 +104,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         if self._core.generations is not None:
             self._core.generations.wake = self._look_at_processes
+            self._look_at_processes()  # one may have gone since it was loaded
         self._thread = threading.Thread(target=self._run, name="dsjax-engine", daemon=True)
         self._thread.start()
 

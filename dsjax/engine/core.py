@@ -13,10 +13,15 @@ from dsjax.engine.request import Request, Status
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig, Update
 from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
 from dsjax.engine.step_writer import StepWriter, clear_command
+from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
     from dsjax.engine.expert_balancer import ExpertBalancer
     from dsjax.engine.generations import Generation, Generations
+
+
+class ChangeUnderWayError(UserError):
+    """Another mesh was asked for while the mesh is being changed."""
 
 
 class _Totals(NamedTuple):

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.executor import Executor, ExecutorAround
 from dsjax.engine.leader import LeaderExecutor
 from dsjax.engine.loading import EngineFacts, LoadedModel, load_model
@@ -54,10 +55,6 @@ class ChangeCounts:
     changes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     last_seconds: float = 0.0
-
-
-class ChangeUnderWayError(UserError):
-    """The mesh is being changed already."""
 
 
 class Generations:
@@ -272,4 +269,4 @@ def _inside(executor: Any, kind: type) -> Any:
     return None
 
 
-__all__ = ["ChangeUnderWayError", "Generation", "Generations", "load_generation", "mesh_of", "release"]
+__all__ = ["Generation", "Generations", "load_generation", "mesh_of", "release"]

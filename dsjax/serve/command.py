@@ -165,10 +165,9 @@ def serve_model(
         experts_per_device=facts.physical_experts_per_device,
         most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
         device_memory=device_memory,
+        generations=model.engine.core.generations,
     )
     engine, group = AsyncEngine(model.engine), getattr(model, "group", None)
-    if group is not None:
-        group.on_lost = engine.fail
     serving = Serving(
         engine,
         names,
@@ -179,6 +178,7 @@ def serve_model(
         metrics=metrics,
         orders_by_priority=orders_by_priority,
     )
+    engine.on_change.append(serving.on_change)
     host, port = listener.getsockname()[:2]
     server = Server(
         serving,

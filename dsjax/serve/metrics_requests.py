@@ -101,6 +101,10 @@ class RequestMetrics:
         )
         self._output_length = histogram("vllm:request_generation_tokens", "Tokens made for a completion.", counts)
         self._max_tokens = histogram("vllm:request_params_max_tokens", "The most tokens it could have made.", counts)
+        self.begin(ranks)
+
+    def begin(self, ranks: Sequence[Labels]) -> None:
+        """Show these ranks, with 0."""
         for rank in ranks:
             for each in (self._prompt_tokens, self._prompt_cached, self._queries, self._hits):
                 each.add(rank, 0)

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from layouts import write_checkpoint
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.generations import ChangeUnderWayError
 from dsjax.engine.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.engine.sampling_params import OutputKind
 from dsjax.engine.scheduler import SchedulerConfig
