@@ -217,14 +217,6 @@ class AsyncEngine:
             stream.put(EngineClosingError("the server is shutting down"))
         self.abort(list(self._streams))
 
-    def fail(self, error: Exception) -> None:
-        """End every request with an error, for one that the engine's thread need not see: a step may never return. From any thread."""
-        if self._loop is None:
-            return
-        logger.error("%s", error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._die, error)
-
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
         self._closing = True

@@ -190,6 +190,10 @@ class Executor(Protocol):
     def counts(self) -> ExecutorCounts:
         """What the last step did, and what happened since the start."""
 
+    @property
+    def recording(self) -> bool:
+        """Whether the experts' load is recorded."""
+
     def set_recording(self, on: bool) -> None:
         """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
 
@@ -231,6 +235,11 @@ class ExecutorAround:
     def counts(self) -> ExecutorCounts:
         """The inner executor's."""
         return self.inner.counts()
+
+    @property
+    def recording(self) -> bool:
+        """The inner executor's."""
+        return self.inner.recording
 
     def set_recording(self, on: bool) -> None:
         """As of the inner executor: whether experts' load is recorded."""

@@ -90,7 +90,8 @@ class Follower:
                 if self.group.announcements is None or (found is None and isinstance(error, GroupError)):
                     raise  # the group has not formed
                 failure = error
-            self.phase = "regrouping"
+            if executor is not None or failure is not None:
+                self.phase = "regrouping"
             if failure is not None:
                 _log.warning("Process 0 is waited for, as this generation has failed here: %s", failure)
             following = self._next(None if failure is None else self._patience(seconds))

@@ -157,6 +157,7 @@ class Generations:
 
     def _make(self, kind: str, reason: str) -> Generation:
         began, self.phase = time.monotonic(), "giving up the old mesh"
+        recording = self._executor.recording
         broken = kind in ("loss", "failure")
         try:
             release(self._executor)
@@ -176,6 +177,8 @@ class Generations:
         finally:
             self.phase, self._asked = None, False
         self._executor, self.facts = loaded.executor, loaded.facts
+        if recording:
+            loaded.executor.set_recording(True)
         seconds = time.monotonic() - began
         self.counts.changes[kind] += 1
         self.counts.seconds += seconds
@@ -208,7 +211,7 @@ class Generations:
         try:
             return largest_mesh(self._args, self._config, self._weights, self.wanted, self._devices())
         except NoMeshError as error:
-            raise GroupError(f"{error}; start all processes again") from error
+            raise UserError(f"{error}; start all processes again") from error
 
     def _devices(self) -> list[jax.Device]:
         """Of processes that live, by process and id."""

@@ -44,17 +44,17 @@ def join_group(args: EngineArgs, options: HostOptions | None):
         emulate_devices(devices)
         return None
     emulate_devices(-(-devices // options.num_processes))
-    _bound_collectives(2 * options.heartbeat_timeout)
+    _bound_collectives(options.heartbeat_timeout)
     from dsjax.hosts.group import HostGroup
 
     return HostGroup.start(options, lambda: _alike(args, devices, options))
 
 
 def _bound_collectives(seconds: int) -> None:
-    """Have a collective of the CPU platform fail when another process has not come to it for so long: it may hang.
+    """Have a collective of the CPU platform fail when another process has not come to it for so long: it hangs.
 
-    That must be longer than the time by which processes can be apart in a step. Nobody compiles between two collectives: after a
-    compilation at first use all wait for all (`Programs`), without a limit.
+    Nobody compiles between two collectives: after a compilation at first use all wait for all (`Programs`), without a limit. Where
+    a process was only late, all go on in a new generation.
     """
     flag = "--xla_cpu_collective_timeout_seconds"
     flags = os.environ.get("XLA_FLAGS", "")

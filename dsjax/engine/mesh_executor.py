@@ -183,6 +183,11 @@ class MeshExecutor:
         late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
         return ExecutorCounts(self._padding, late, self._recorder.counts())
 
+    @property
+    def recording(self) -> bool:
+        """Whether the experts' load is recorded."""
+        return self._recorder.on
+
     def set_recording(self, on: bool) -> None:
         """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
         self._recorder.on = on

@@ -36,7 +36,7 @@ class Group:
         self, command: list[str], count: int, *, options: dict[int, list[str]] | None = None, timeout: int = 20
     ):
         port = free_port()
-        environment = {
+        self._environment = environment = {
             **os.environ,
             "XLA_FLAGS": _FLAGS,
             "PYTHONPATH": str(ROOT),
@@ -46,21 +46,34 @@ class Group:
         }
         environment.pop("PJRT_NPROC", None)
         self.output = [""] * count
-        self.processes = []
+        self.processes, self._arguments, self._threads = [], [], []
         for index in range(count):
             own = ["--coordinator-address", f"127.0.0.1:{port}", "--num-processes", str(count)]
             own += ["--process-id", str(index), "--start-timeout", str(timeout), "--heartbeat-timeout", "5"]
             arguments = [sys.executable, *command, *own, *(options or {}).get(index, [])]
-            process = subprocess.Popen(
-                arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment
-            )
-            self.processes.append(process)
-        self._threads = [threading.Thread(target=self._read, args=(index,), daemon=True) for index in range(count)]
-        for thread in self._threads:
-            thread.start()
+            self._arguments.append(arguments)
+            self.processes.append(self._start(index))
+            self._threads.append(self._reader(index))
 
-    def _read(self, index: int) -> None:
-        for line in self.processes[index].stdout:
+    def start_again(self, index: int) -> None:
+        """Start a process that has ended with the same command, as its supervisor does. What it prints begins anew."""
+        self.processes[index].wait()
+        self._threads[index].join(5)
+        self.output[index] = ""
+        self.processes[index] = self._start(index)
+        self._threads[index] = self._reader(index)
+
+    def _start(self, index: int) -> subprocess.Popen:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(self._arguments[index], cwd=ROOT, env=self._environment, **pipes)
+
+    def _reader(self, index: int) -> threading.Thread:
+        thread = threading.Thread(target=self._read, args=(index, self.processes[index].stdout), daemon=True)
+        thread.start()
+        return thread
+
+    def _read(self, index: int, lines) -> None:
+        for line in lines:
             self.output[index] += line
 
     def wait_for(self, index: int, text: str, seconds: float = 120) -> None:
