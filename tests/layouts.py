@@ -69,13 +69,29 @@ TINY = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+BLOCK = 128
+"""Side of the square blocks of FP8 weights that share a scale."""
+
+
+def wide(tp: int) -> dict:
+    """What to change in ``TINY`` for FP8 weights: every width that ``tp`` devices share is whole blocks on each of them."""
+    if tp == 1:
+        return {}
+    of_head = BLOCK * tp // TINY["num_attention_heads"]
+    heads = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), of_head)
+    return heads | dict.fromkeys(("intermediate_size", "moe_intermediate_size"), BLOCK * tp)
+
+
 LENGTHS = (1, 3, 7, 12, 16, 17, 30, 41)
 NEW_TOKENS = 64
 
 
-def write_checkpoint(directory: Path, seed: int = 7, *, mtp: bool = False) -> Path:
-    """A float32 checkpoint of ``TINY`` in Hugging Face's form, its correction bias partly negative; ``mtp``: with an MTP module."""
-    fields = TINY | {"num_nextn_predict_layers": int(mtp)}
+def write_checkpoint(directory: Path, seed: int = 7, *, mtp: bool = False, **changed) -> Path:
+    """A float32 checkpoint of ``TINY`` in Hugging Face's form, its correction bias partly negative.
+
+    mtp: with an MTP module. changed: fields of ``TINY``.
+    """
+    fields = TINY | {"num_nextn_predict_layers": int(mtp)} | changed
     config = ModelConfig.from_dict(fields)
     tensors = hf_tensors(config, RandomWeights(seed, bias_center=-0.2))
     assert tensors.keys() == expected_shapes(config).keys()

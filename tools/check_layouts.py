@@ -2,14 +2,18 @@
 
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
+    python tools/check_layouts.py dp=32 --dispatch ragged --forms CC/A_CC_ME CD/CD      # and these dispatches and pairs of forms only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
     python tools/check_layouts.py --eplb dp=8 dp=4,tp=2 dp=32 dp=32,ep=8    # each run twice, once with experts that move beneath it
+    python tools/check_layouts.py --eplb --skip-plain dp=8                # only the runs beneath which experts move
+    python tools/check_layouts.py --kv-cache-dtype fp8 dp=8 dp=2,tp=4       # with an FP8 cache, held to one device with such a cache
     python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
 
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
 ``--eplb`` experts are placed anew every four steps, at least three times, on as many redundant slots as the EP group has ranks (meshes
-whose devices hold all experts are left out): none of them may change a token. The tests run a covering part of this; the whole
-takes about a quarter of an hour on 2 cores for each of the four. Exits 1 if any run differs.
+whose devices hold all experts are left out): none of them may change a token. With ``--weights fp8`` the model is as wide as the
+largest ``tp`` of these layouts asks for; with ``--kv-cache-dtype fp8`` pairs of forms that cannot read such a cache are left out. The
+tests run a covering part of this; the whole takes about a quarter of an hour on 2 cores for each of the four. Exits 1 if any run differs.
 """
 
 import argparse
@@ -37,7 +41,11 @@ NAMES = {"speculative_config": "speculative", "async_scheduling": "synchronous",
 def main() -> int:
     """Run the sweep and print what each run found."""
     emulate_devices(32)
-    from layouts import DISPATCHES, FORMS, LAYOUTS, answer, difference, write_checkpoint
+    import numpy as np
+    from layouts import DISPATCHES, FORMS, LAYOUTS, answer, difference, wide, write_checkpoint
+
+    from dsjax.model.forms import reads
+    from sharding.fp8 import E4M3
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
@@ -46,21 +54,47 @@ def main() -> int:
         "--no-async-scheduling", action="store_true", help="each run without asynchronous scheduling too"
     )
     parser.add_argument("--eplb", action="store_true", help="each run with experts that follow the load too")
+    parser.add_argument(
+        "--skip-plain",
+        action="store_true",
+        help="of these only the runs that have all that was asked for: not the plain ones, which another sweep holds",
+    )
     parser.add_argument("--weights", default="auto", help="as of dsjax serve, of one device too")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device always has the plain forms")
+    pairs = {"/".join(pair): pair for pair in FORMS}
+    parser.add_argument("--dispatch", nargs="+", choices=DISPATCHES, default=DISPATCHES, help="these dispatches only")
+    parser.add_argument(
+        "--forms",
+        nargs="+",
+        choices=pairs,
+        default=list(pairs),
+        help="these pairs of forms only: of prefill and of decode",
+    )
     args = parser.parse_args()
     chosen = args.layouts or LAYOUTS
     specs = {layout: MeshSpec.parse(layout) for layout in chosen}
     with tempfile.TemporaryDirectory() as folder:
-        directory = write_checkpoint(Path(folder), mtp=True)
-        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", weights=args.weights)
+        widest = max(spec.tp_size for spec in specs.values()) if args.weights == "fp8" else 1
+        directory = write_checkpoint(Path(folder), mtp=True, **wide(widest))
+        kept = {"weights": args.weights, "kv_cache_dtype": args.kv_cache_dtype}
+        reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", **kept)
         variants = [
             {**drafting, **scheduling, **balancing}
             for drafting in ({}, *([{"speculative_config": SPECULATION}] if args.speculative else []))
             for scheduling in ({}, *([{"async_scheduling": False}] if args.no_async_scheduling else []))
             for balancing in ({}, *([{"enable_eplb": True}] if args.eplb else []))
         ]
-        layouts = [(layout, dispatch, *forms) for layout in chosen for dispatch in DISPATCHES for forms in FORMS]
+        if args.skip_plain:
+            variants = variants[-1:]  # with all that was asked for
+        cache = E4M3 if args.kv_cache_dtype == "fp8" else np.dtype(np.float32)
+        layouts = [
+            (layout, dispatch, *pairs[forms])
+            for layout in chosen
+            for dispatch in args.dispatch
+            for forms in args.forms
+            if all(reads(form, cache) for form in pairs[forms])
+        ]
         runs = [
             (run, variant)
             for run in layouts
@@ -74,7 +108,7 @@ def main() -> int:
             if balanced := variant.get("enable_eplb"):
                 eplb = {"num_redundant_experts": specs[run[0]].ep_size, "window_size": 4, "step_interval": 4}
                 variant = variant | {"eplb_config": eplb | {"payback": 0}}
-            given = answer(directory, *run, kernels=args.kernels, weights=args.weights, **variant)
+            given = answer(directory, *run, kernels=args.kernels, **kept, **variant)
             found = difference(given, reference)
             if balanced and found is None and given.rebalances < 3:
                 found = f"only {given.rebalances} rebalances"

@@ -37,7 +37,7 @@ def plan(
     precision: Annotated[
         str, typer.Option(help="fp8, bf16 or nvfp4; auto: fp8, or what --measured was taken with.")
     ] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Latent cache: auto, bf16 or fp8.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Latent cache: auto, bf16 or fp8.")] = "auto",
     mtp: Annotated[int, typer.Option(help="Tokens drafted by the MTP module a step.")] = 0,
     mtp_acceptance: Annotated[float, typer.Option(help="Chance that a draft is accepted.")] = 0.85,
     redundant_experts: Annotated[int | None, typer.Option(help="Physical minus logical; default: tried.")] = None,
@@ -200,7 +200,7 @@ def plan(
         ),
         Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput),
         Options(
-            choose_precision(precision, kv_dtype, modules),
+            serving.precision(choose_precision(precision, kv_cache_dtype, modules)),
             mtp,
             mtp_acceptance,
             redundant_experts,

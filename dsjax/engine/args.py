@@ -10,6 +10,7 @@ from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
 
 
@@ -58,7 +59,9 @@ class EngineArgs:
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
     )
     weights: str = option("auto", "auto: in dtype; fp8: FP8 weights stay FP8 in memory", ("auto", "fp8"))
-    kv_dtype: str = option("auto", "of the latent cache; auto: as dtype", ("auto", "float32", "bfloat16"))
+    kv_cache_dtype: str = option(
+        "auto", "of the latent cache; auto: as dtype; fp8: latents in FP8 with scales", KV_CACHE_DTYPES
+    )
     max_model_len: int | None = option(None, "longest prompt + output; default: the model's maximum", least=1)
     max_num_seqs: int | None = option(
         None, "most running requests of a DP rank; default: 256 over all ranks, at least 8 on each", least=1

@@ -16,11 +16,11 @@ from dsjax.engine.expert_location import ExpertLocation
 from dsjax.engine.process import cache_folder
 from dsjax.errors import UserError
 from dsjax.kernels.table import Kernels, choose_kernels
-from dsjax.model.forms import common_layout
+from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.parameters import BLOCK, Weights
 from dsjax.model.step import Step
 from dsjax.model.transformer import parameter_table
-from sharding import MeshError, MeshSpec, Rules
+from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
 from sharding.layer_placement import LayerPlacements
@@ -57,7 +57,8 @@ def make_step(
     platform = mesh.devices.flat[0].platform
     dtype = compute_dtype(args, config, platform)
     weights = weights_format(args, config, dtype, bf16_experts)
-    common_layout(args.mla_prefill, args.mla_decode)
+    cache_dtype = {"auto": dtype, "fp8": fp8.E4M3}.get(args.kv_cache_dtype) or jnp.dtype(args.kv_cache_dtype)
+    cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, cache_dtype)  # that they go together
     check_layout(config, spec, args.num_redundant, weights)
     placement = expert_placement(config, spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
@@ -79,7 +80,7 @@ def make_step(
         placement=placement,
         dispatch=DispatchConfig(method=args.dispatch, wire=args.dispatch_wire, chunk_tokens=args.moe_chunk_tokens),
         dtype=dtype,
-        cache_dtype=dtype if args.kv_dtype == "auto" else jnp.dtype(args.kv_dtype),
+        cache_dtype=cache_dtype,
         prefill_form=args.mla_prefill,
         decode_form=args.mla_decode,
         page_size=args.page_size,

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import UserError
-from dsjax.model.forms import cache_widths
+from dsjax.model.forms import cache_arrays
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.step import Step
 
@@ -22,8 +21,9 @@ HOST_CACHE_BYTES = 2 << 30
 def bytes_per_page(step: Step) -> int:
     """Bytes of one page, all layers, on one device."""
     shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
-    values = sum(math.prod(shape) for shape in cache_widths(step.attention.layout, step.config).values())
-    return values // shards * step.page_size * step.cache_layers * jnp.dtype(step.cache_dtype).itemsize
+    arrays = cache_arrays(step.attention.layout, step.config, step.cache_dtype).values()
+    entry = sum(math.prod(width) * dtype.itemsize for width, dtype in arrays)
+    return entry // shards * step.page_size * step.cache_layers
 
 
 def pages_that_fit(step: Step, wanted: int, pool: Pool | None = None) -> int:
@@ -40,7 +40,7 @@ def pages_that_fit(step: Step, wanted: int, pool: Pool | None = None) -> int:
         left = "" if pool is None else f" ({pool})"
         raise UserError(
             f"the cache has room for {max(pages, 0)} pages of {bytes_per_page(step)} bytes a device, expected at least 2{left}; "
-            "use a mesh of more devices, FP8 weights (--weights fp8), "
+            "use a mesh of more devices, FP8 weights (--weights fp8), an FP8 cache (--kv-cache-dtype fp8), "
             + ("" if pool is None else "a higher --gpu-memory-utilization, a smaller --max-num-batched-tokens, ")
             + "or a smaller --page-size"
         )
@@ -83,10 +83,13 @@ def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
     DP ranks."""
     heads = step.spec.head_axes if step.attention.layout == "decompressed" else None
     sharding = NamedSharding(step.mesh, P(None, step.spec.batch_axes, None, heads))
-    stored = storage_dtype(jnp.dtype(step.cache_dtype), step.mesh.devices.flat[0].platform)
+    platform = step.mesh.devices.flat[0].platform
     lead = (step.cache_layers, step.spec.dp_size * pages, step.page_size)
-    widths = cache_widths(step.attention.layout, step.config)
-    return {name: jax.ShapeDtypeStruct((*lead, *width), stored, sharding=sharding) for name, width in widths.items()}
+    arrays = cache_arrays(step.attention.layout, step.config, step.cache_dtype)
+    return {
+        name: jax.ShapeDtypeStruct((*lead, *width), storage_dtype(dtype, platform), sharding=sharding)
+        for name, (width, dtype) in arrays.items()
+    }
 
 
 def token_slots(step: Step, pages: int) -> int:

@@ -92,6 +92,7 @@ class NativeKernels:
         """Causal attention of each row's queries at ``start …`` over the cache, ``length`` of them; zero for the rest.
 
         cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``; float32 or the bits of bfloat16.
+            Or ``latent`` as the bits of e4m3, with ``scale [L, P, G, M / 128]``, and ``rope`` of bfloat16.
         filled: which cache slots hold something; a query sees those and its own. None: all do.
         scale: of the scores. value_width: U, the width of a result; latent_width: M.
         """
@@ -106,6 +107,7 @@ class NativeKernels:
             jnp.zeros((1,), jnp.float32) if weights is None else weights,
             latent,
             rope,
+            cache.get("scale", jnp.zeros((1,), jnp.float32)),
             layer.astype(jnp.int32),
             start.astype(jnp.int32),
             length.astype(jnp.int32),

@@ -6,7 +6,7 @@ Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -22,11 +22,11 @@ from dsjax.kernels.pallas.heads import absorb
 from dsjax.kernels.pallas.heads import expand as expand_values
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
-from dsjax.model.forms import Form, Layout
+from dsjax.model.forms import Form, Layout, cache_arrays
 from dsjax.model.mla import MLA, Projections
 from dsjax.model.parameters import reinterpret, value_of
 from dsjax.model.softmax import attend_in_blocks
-from sharding import MeshSpec
+from sharding import MeshSpec, fp8
 
 Cache = dict[str, Array]
 
@@ -81,18 +81,21 @@ class PagedAttention:
     def write(self, mla: MLA, cache: Cache, layer: Int[Array, ""], slots: Int[Array, "B T"], p: Projections) -> Cache:
         """Store what this layer's cache keeps of each token."""
         with jax.named_scope("cache_write"):
-            values = self._cached_values(mla, p)
+            values, arrays = self._cached_values(mla, p), self._arrays
             heads = self.spec.head_axes if self.layout == "decompressed" else None
             batch = self.spec.batch_axes
 
             def local(cache, layer, slots, values):
+                values = {name: array[0] for name, array in values.items()}
+                if "scale" in cache:
+                    values["latent"], values["scale"] = fp8.quantise(values["latent"])
                 return {
-                    name: paging.write(array, layer, slots[0], _store(values[name][0], self.cache_dtype, array.dtype))
+                    name: paging.write(array, layer, slots[0], _store(values[name], arrays[name][1], array.dtype))
                     for name, array in cache.items()
                 }
 
             cache_specs = {name: P(None, batch, None, heads) for name in cache}
-            value_specs = {name: P(batch, None, heads) for name in cache}
+            value_specs = {name: P(batch, None, heads) for name in values}
             return self._shard_map(local, (cache_specs, P(), P(batch), value_specs), cache_specs)(
                 cache, layer, slots, values
             )
@@ -212,6 +215,10 @@ class PagedAttention:
             return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(dtype))
         return out if weights else jnp.einsum("brchm,mhu->brchu", out, up_value)
 
+    @property
+    def _arrays(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
+        return cache_arrays(self.layout, self.config, self.cache_dtype)
+
     def _cached_values(self, mla: MLA, p: Projections) -> Cache:
         if self.layout == "split":
             return {"latent": p.latent, "rope": p.k_rope}
@@ -230,6 +237,7 @@ class PagedAttention:
         pages = rows.tables.shape[-1]
         block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
+        arrays = self._arrays
 
         def local(queries, weights, cache, layer, positions, tables, filled):
             # Pages past a row's table are page 0: no query sees their positions.
@@ -240,10 +248,12 @@ class PagedAttention:
 
             def fetch(index):
                 part = pages_of(index)
-                return {
-                    name: reinterpret(paging.read(array, layer, part), self.cache_dtype).astype(queries[0].dtype)
-                    for name, array in cache.items()
+                found = {
+                    name: reinterpret(paging.read(array, layer, part), arrays[name][1]) for name, array in cache.items()
                 }
+                if "scale" in found:
+                    found["latent"] = fp8.dequantise(found["latent"], found.pop("scale"))
+                return {name: array.astype(queries[0].dtype) for name, array in found.items()}
 
             def fetch_filled(index):
                 return paging.read_filled(filled, pages_of(index))

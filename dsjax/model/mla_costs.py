@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
 from dsjax.model.forms import Form
+from sharding import fp8
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,12 @@ def cache_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
 
 
 def cache_bytes(config: ModelConfig, form: Form, itemsize: int = 2, tp: int = 1) -> int:
-    """Bytes that the cache of a form takes for a token in a layer, on one device; `itemsize` 2 is bf16."""
+    """Bytes that the cache of a form takes for a token in a layer, on one device; `itemsize` 2 is bf16.
+
+    1 is FP8 (`cache_arrays` has what it keeps): V3's entry takes 656 bytes then.
+    """
+    if itemsize == 1:
+        return config.kv_lora_rank + 4 * fp8.num_scales(config.kv_lora_rank) + 2 * config.qk_rope_head_dim
     return cache_values(config, form, tp) * itemsize
 
 

@@ -62,7 +62,7 @@ class DryRun:
     context: int
     tokens: float
     weights: str
-    kv_dtype: str
+    kv_cache_dtype: str
     form: str
     wire: str
     temporaries: int
@@ -137,7 +137,7 @@ def _from_json(file: str, written: str, found: Mapping[str, Any]) -> DryRun:
         context=found["context"],
         tokens=found["tokens_per_device"],
         weights=found["weights"],
-        kv_dtype=found["kv_dtype"],
+        kv_cache_dtype=found["kv_cache_dtype"],
         form=found["mla"],
         wire=found["dispatch_wire"],
         temporaries=memory["temporaries"] + max(0, memory["outputs"] - memory["aliased"]) + (memory.get("code") or 0),

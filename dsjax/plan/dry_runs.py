@@ -24,8 +24,8 @@ def refusal(run: DryRun, config: ModelConfig, cluster: Cluster, precision: Preci
     weights = {FP8_BLOCK: "fp8", BF16: "bfloat16"}.get(precision.linear)
     if run.weights != weights or precision.expert != precision.linear:
         return f"its weights are {run.weights}, the plan's precision is {precision.name}"
-    if run.kv_dtype != {BF16: "bfloat16"}.get(precision.cache):
-        return f"its cache is {run.kv_dtype}, the plan's has {precision.cache:g} bytes a value"
+    if run.kv_cache_dtype != ("bfloat16" if precision.cache == BF16 else "float8_e4m3fn"):
+        return f"its cache is {run.kv_cache_dtype}, the plan's has {precision.cache:g} bytes a value"
     return None
 
 

@@ -7,6 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from dsjax.errors import UserError
+from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Engine:
                     f"{flag} is asked for, but dsjax serve {reason}; leave it out, or give --engine published for engines that can"
                 )
 
+    def precision(self, chosen: Precision) -> Precision:
+        """What was chosen, with an FP8 cache as this engine keeps it."""
+        own = self.name == "dsjax" and chosen.cache < BF16
+        return dataclasses.replace(chosen, cache=FP8_CACHE) if own else chosen
+
 
 PUBLISHED = Engine("published", True, True, True, True, True, True, "deepep")
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish."""
@@ -51,7 +57,7 @@ def dsjax_engine() -> Engine:
     from dsjax.engine.args import EngineArgs
 
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
-    cache = fields["kv_dtype"].metadata.get("choices") or ()
+    cache = fields["kv_cache_dtype"].metadata.get("choices") or ()
     return Engine(
         "dsjax",
         balances="enable_eplb" in fields,

@@ -222,7 +222,7 @@ def read_measured(path: str | Path, config: ModelConfig) -> Measured:
 
 
 def _check_rows(path: str | Path, body: Mapping[str, Any]) -> None:
-    needed = {"date", "device", "model", "widths", "weights", "dtype", "kv_dtype", "rows", "ceilings"}
+    needed = {"date", "device", "model", "widths", "weights", "dtype", "kv_cache_dtype", "rows", "ceilings"}
     missing = sorted(needed - body.keys())
     fields = {"module", "variant", "sizes", "median_s", "low_s", "high_s", "once_s"}
     bad = [number for number, row in enumerate(body.get("rows", ())) if fields - row.keys() or not row["median_s"] > 0]

@@ -9,11 +9,12 @@ from dsjax.hardware import Hardware, load_hardware
 from dsjax.hardware.this_machine import cpu_name
 from dsjax.plan.cluster import Cluster, load_cluster
 from dsjax.plan.measured import Measured
-from dsjax.plan.precision import BF16, FP8_BLOCK, Precision, precision
+from dsjax.plan.precision import BF16, FP8_BLOCK, FP8_CACHE, Precision, precision
 
 THIS_MACHINE = "this-machine"
 _DEFAULT = "h100-32"
-_BYTES = {"f32": 4.0, "bf16": BF16, "fp8": FP8_BLOCK, "float32": 4.0, "bfloat16": BF16}
+_BYTES = {"f32": 4.0, "bf16": BF16, "fp8": FP8_BLOCK, "float32": 4.0, "bfloat16": BF16, "float8_e4m3fn": FP8_CACHE}
+_CACHES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 
 
 def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
@@ -88,7 +89,7 @@ def _hardware(measured: Measured) -> Hardware:
 
 
 def choose_precision(name: str, cache: str, measured: Measured | None) -> Precision:
-    """`--precision` and `--kv-dtype`; `auto`: fp8, or the formats of the file, whose times are of nothing else.
+    """`--precision` and `--kv-cache-dtype`; `auto`: fp8, or the formats of the file, whose times are of nothing else.
 
     Raises:
         UserError: an unknown name, or another format than the file's.
@@ -97,11 +98,11 @@ def choose_precision(name: str, cache: str, measured: Measured | None) -> Precis
         return precision("fp8" if name == "auto" else name, cache)
     body = measured.body
     weights = body["weights"]
-    if name not in ("auto", weights) or cache not in ("auto", body["kv_dtype"].replace("bfloat16", "bf16")):
+    if name not in ("auto", weights) or cache not in ("auto", _CACHES.get(body["kv_cache_dtype"])):
         raise UserError(
-            f"--precision {name} with --kv-dtype {cache}, but --measured {measured.path} was taken with {weights} weights and a "
-            f"{body['kv_dtype']} cache; leave both out, or measure again with dsjax bench modules --weights and --kv-dtype"
+            f"--precision {name} with --kv-cache-dtype {cache}, but --measured {measured.path} was taken with {weights} weights and a "
+            f"{body['kv_cache_dtype']} cache; leave both out, or measure again with dsjax bench modules --weights and --kv-cache-dtype"
         )
     expert, linear = (BF16, 4.0) if weights == "mixed" else (_BYTES[weights],) * 2
     kept = f"{weights} weights, {body['dtype']}"
-    return Precision(kept, expert, linear, _BYTES[body["kv_dtype"]], _BYTES[body["dtype"]])
+    return Precision(kept, expert, linear, _BYTES[body["kv_cache_dtype"]], _BYTES[body["dtype"]])

@@ -12,6 +12,9 @@ FP8_BLOCK = 1 + 4 / (128 * 128)
 FP4_BLOCK = 0.5 + 1 / 16
 """Bytes of an NVFP4 weight with its share of the FP8 scale of 16 values."""
 BF16 = 2.0
+FP8_CACHE = 656 / 576
+"""Bytes a value of dsjax's FP8 cache, V3's widths: 512 e4m3 latents, their four float32 scales, 64 rotary values in bf16, as
+FlashMLA has them. Other engines' FP8 caches are taken as one byte a value with one scale for all, as vLLM's and TensorRT-LLM's are."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def precision(name: str, cache: str = "auto") -> Precision:
     """
     if name not in PRECISIONS or cache not in ("auto", "bf16", "fp8"):
         raise UserError(
-            f"--precision {name!r} with --kv-dtype {cache!r}; expected {', '.join(PRECISIONS)}, and auto, bf16 or fp8"
+            f"--precision {name!r} with --kv-cache-dtype {cache!r}; expected {', '.join(PRECISIONS)}, and auto, bf16 or fp8"
         )
     found = PRECISIONS[name]
     if cache == "auto":

@@ -10,7 +10,7 @@ from typing import Any
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
-from dsjax.plan.precision import FP8_BLOCK
+from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.search import Question
 
 
@@ -42,6 +42,8 @@ def serve_options(
         found["--speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": options.drafts})
     if options.precision.linear == FP8_BLOCK:
         found["--weights"] = "fp8"
+    if options.precision.cache < BF16:
+        found["--kv-cache-dtype"] = "fp8"
     if instance.layout.mesh.ep_size > 1 and options.precision.wire < 2:
         found["--dispatch-wire"] = "fp8"
     if options.dispatch != "deepep":

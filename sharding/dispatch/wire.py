@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
-FP8_BLOCK = 128
-FP8_MAX = 448.0
+from sharding import fp8
+
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -42,8 +42,8 @@ class WireFormat:
     @property
     def fields(self) -> tuple[tuple[int, jnp.dtype], ...]:
         """``(count, dtype)`` of payload, scales, weights, ids and extra, in the order they lie in a row."""
-        payload = jnp.float8_e4m3fn if self.fp8 else self.dtype
-        scales = -(-self.width // FP8_BLOCK) if self.fp8 else 0
+        payload = fp8.E4M3 if self.fp8 else self.dtype
+        scales = fp8.num_scales(self.width) if self.fp8 else 0
         # Expert ids fit 16 bits; in 32-bit words that would need pairing, so they stay 32-bit there.
         id_dtype = jnp.int32 if self.word.itemsize == 4 else jnp.int16
         return (
@@ -72,7 +72,7 @@ class WireFormat:
         extra: Int[Array, ""],
     ) -> UInt[Array, "N W"]:
         """Rows, ids, weights and one number (the same in every row) as words ``[N, row_words]``."""
-        payload, scales = _quantise(x_ND) if self.fp8 else (x_ND, None)
+        payload, scales = fp8.quantise(x_ND) if self.fp8 else (x_ND, None)
         values = [payload, scales, weights_NK, ids_NK, jnp.broadcast_to(extra, (x_ND.shape[0], 1))]
         words = [
             _to_words(value.astype(dtype), self.word)
@@ -91,7 +91,7 @@ class WireFormat:
     def payload(self, words: UInt[Array, "*n W"]) -> Float[Array, "*n D"]:
         """The token rows in packed rows, in the compute dtype."""
         payload, scales, *_ = self._split(words)
-        return _dequantise(payload, scales).astype(self.dtype) if self.fp8 else payload
+        return fp8.dequantise(payload, scales).astype(self.dtype) if self.fp8 else payload
 
     def _split(self, words: UInt[Array, "*n W"]) -> list[jax.Array | None]:
         values, at = [], 0
@@ -145,24 +145,3 @@ def _from_words(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
     if ratio > 1:
         words = words.reshape(*words.shape[:-1], -1, ratio)
     return lax.bitcast_convert_type(words, dtype)
-
-
-def _blocks(x_ND: jax.Array) -> jax.Array:
-    """[N, D] as [N, ceil(D / 128), 128], zero-padded."""
-    pad = -x_ND.shape[1] % FP8_BLOCK
-    return jnp.pad(x_ND, ((0, 0), (0, pad))).reshape(x_ND.shape[0], -1, FP8_BLOCK)
-
-
-def _quantise(x_ND: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """e4m3 values and one float32 scale per 1 × 128 block (DeepSeek-V3 report, section 3.3.2); value = e4m3 × scale."""
-    x_NBC = _blocks(x_ND.astype(jnp.float32))
-    largest = jnp.max(jnp.abs(x_NBC), axis=2)
-    scale = jnp.where(largest > 0, largest / FP8_MAX, 1.0)
-    # Above 464 e4m3 has no number but NaN, and a rounded quotient can exceed 448: clip.
-    quantised = jnp.clip(x_NBC / scale[:, :, None], -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
-    return quantised.reshape(x_ND.shape[0], -1)[:, : x_ND.shape[1]], scale
-
-
-def _dequantise(quantised: jax.Array, scale: jax.Array) -> jax.Array:
-    repeated = jnp.repeat(scale, FP8_BLOCK, axis=-1)[..., : quantised.shape[-1]]
-    return quantised.astype(jnp.float32) * repeated

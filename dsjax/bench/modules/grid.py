@@ -15,6 +15,7 @@ from dsjax.bench.modules.launch import launch_cases
 from dsjax.bench.modules.options import GridOptions
 from dsjax.bench.modules.routed import default_experts, expert_cases
 from dsjax.bench.modules.setting import Setting, free_memory
+from dsjax.model.forms import reads
 from dsjax.model.parameter_counts import expert_parameters
 from sharding import MeshSpec
 
@@ -67,6 +68,8 @@ def _attention(setting: Setting, grid: GridOptions, rows: list[int], tokens: lis
     verify = [(count, 1 + grid.drafts, context) for count in rows for context in contexts] if grid.drafts else []
     prefill = [(1, chunk, context) for chunk in chunks for context in sorted({0, *contexts})]
     for form in grid.form_names:
+        if grid.forms is None and not reads(form, setting.step.cache_dtype):
+            continue
         # The step's own forms are timed for their own phase; the others for both.
         quick = grid.quick and {setting.step.decode_form: "decode", setting.step.prefill_form: "prefill"}.get(form)
         if quick != "prefill":

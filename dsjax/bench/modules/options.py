@@ -32,7 +32,9 @@ class ModelOptions(Checked):
     weights: str = option(
         "auto", "how matrices are kept; auto: as dsjax serve", choices=("auto", "f32", "bf16", "mixed", "fp8")
     )
-    kv_dtype: str = option("auto", "of the latent cache; auto: as dtype", choices=("auto", "float32", "bfloat16"))
+    kv_cache_dtype: str = option(
+        "auto", "of the latent cache; auto: as dtype", choices=("auto", "float32", "bfloat16", "fp8")
+    )
     kernels: str = option("auto", "as of dsjax serve", choices=("auto", "plain", "native", "pallas"))
     page_size: int = option(16, "token slots of a page of the cache", least=1)
     max_model_len: int | None = option(None, "positions of a page table; default: the model's, at most 4096", least=16)
@@ -47,7 +49,7 @@ class GridOptions(Checked):
     tokens: str = option("1,8,64,512,4096", "tokens of a DP rank")
     contexts: str = option("128,1024,4096", "positions that are cached before")
     drafts: int = option(0, "time decode attention also with rows that verify so many drafts", least=0)
-    forms: str = option("CD,CC,A_CC,A_CC_ME,AM_CC_ME", "MLA forms")
+    forms: str | None = option(None, "MLA forms, separated by commas; default: all that read such a cache")
     experts: int | None = option(
         None, "experts of the rank; default: all that fit a quarter of memory, else a 32nd", least=1
     )
@@ -93,9 +95,12 @@ class GridOptions(Checked):
 
     @property
     def form_names(self) -> list[str]:
-        """`--forms`."""
-        default = type(self).__dataclass_fields__["forms"].default
-        return ["CC", "A_CC_ME"] if self.quick and self.forms == default else self.forms.split(",")
+        """`--forms`, or all; with `--quick` the engine's own two."""
+        from dsjax.model.forms import FORMS
+
+        if self.forms is not None:
+            return self.forms.split(",")
+        return ["CC", "A_CC_ME"] if self.quick else list(FORMS)
 
 
 @dataclass(frozen=True)

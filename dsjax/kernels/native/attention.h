@@ -12,14 +12,17 @@ constexpr long kBlock = 64;          // context positions taken at once
 constexpr float kUnseen = -3e38f;    // the score of a position that a query does not see
 constexpr long kItemQueries = 48;    // queries (tokens x heads) that share a block's transposed context
 
-// The cache of all layers, [layers, pages, G, *]: of each position a latent [M] and a rotary key [O], float32 or bfloat16.
+// The cache of all layers, [layers, pages, G, *]: of each position a latent [M] and a rotary key [O]; both float32, both bfloat16, or
+// the latent e4m3 with a scale for each kScaled of its values ([ceil(M / kScaled)]) and the rotary key bfloat16.
 struct Cache {
   const void* latent;
   const void* rope;
   long latent_stride, rope_stride;  // elements from one position to the next
-  int bytes;
+  int bytes;                        // of a value of the latent
   long layer, pages, G;
+  const float* scale = nullptr;
 };
+constexpr long kScaled = 128;
 
 // What both forms share. Letters as in docs/glossary.md: R rows, C queries of each, H heads, N and O the widths of a head's
 // query, U of its value, M of the latent.
@@ -64,7 +67,11 @@ struct Attention {
         latent[i] = static_cast<const float*>(cache.latent) + at * cache.latent_stride;
         rope[i] = static_cast<const float*>(cache.rope) + at * cache.rope_stride;
       } else {
-        latent[i] = widen(static_cast<const uint16_t*>(cache.latent) + at * cache.latent_stride, copy + i * M, M);
+        float* own = copy + i * M;
+        if (cache.bytes == 1)
+          latent[i] = dequantise(static_cast<const uint8_t*>(cache.latent) + at * M, cache.scale + at * ((M + kScaled - 1) / kScaled), own);
+        else
+          latent[i] = widen(static_cast<const uint16_t*>(cache.latent) + at * cache.latent_stride, own, M);
         rope[i] = widen(static_cast<const uint16_t*>(cache.rope) + at * cache.rope_stride, copy + kBlock * M + i * O, O);
       }
     }
@@ -81,6 +88,15 @@ struct Attention {
 
   static const float* widen(const uint16_t* from, float* to, long count) {
     for (long i = 0; i < count; i++) to[i] = BFloat16::widen_one(from[i]);
+    return to;
+  }
+
+  const float* dequantise(const uint8_t* from, const float* scale, float* to) const {
+    for (long m = 0; m < M; scale++) {
+      const long end = std::min(m + kScaled, M);
+      for (; m + kLanes <= end; m += kLanes) store(to + m, Float8::widen(from + m) * *scale);
+      for (; m < end; m++) to[m] = Float8::widen_one(from[m]) * *scale;
+    }
     return to;
   }
 

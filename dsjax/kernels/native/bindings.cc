@@ -47,12 +47,13 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer gate_up, ffi::AnyBuffer 
 }
 
 // q_nope [R, C, H, N or M], q_rope [R, C, H, O], weights [M, H, N + U] (or one value, for none), latent [L, P, G, M], rope
-// [L, P, G, O] (the joined layout gives the same array twice: [L, P, G, M + O]), layer [], start [R], length [R],
+// [L, P, G, O] (the joined layout gives the same array twice: [L, P, G, M + O]), the latents' scales [L, P, G, M / 128] (or one value,
+// unless they are one byte wide), layer [], start [R], length [R],
 // tables [R, Pr], filled [P, G] of one byte (or one value, where all is) -> [R, C, H, U or M]. The scale of the scores is one value [].
 template <class Kernel>
 ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q_nope,
                      ffi::Buffer<ffi::F32> q_rope, ffi::Buffer<ffi::F32> weights, ffi::AnyBuffer latent, ffi::AnyBuffer rope,
-                     ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> length,
+                     ffi::Buffer<ffi::F32> latent_scale, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> length,
                      ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::U8> filled, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> scratch,
                      int64_t threads, int64_t latent_width, float scale) {
   auto shape = q_nope.dimensions(), pages = latent.dimensions();
@@ -70,6 +71,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q_nope,
   cache.bytes = bytes_of(latent);
   cache.rope = static_cast<const char*>(rope.untyped_data()) + (joined ? latent_width * cache.bytes : 0);
   cache.latent_stride = pages[3], cache.rope_stride = rope.dimensions()[3];
+  cache.scale = latent_scale.typed_data();
   cache.layer = *layer.typed_data(), cache.pages = pages[1], cache.G = pages[2];
   kernel.start = start.typed_data();
   kernel.length = length.typed_data();
@@ -89,6 +91,7 @@ constexpr auto bind_attention() {
       .Arg<ffi::Buffer<ffi::F32>>()
       .Arg<ffi::AnyBuffer>()
       .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::Buffer<ffi::F32>>()
       .Arg<ffi::Buffer<ffi::S32>>()
       .Arg<ffi::Buffer<ffi::S32>>()
       .Arg<ffi::Buffer<ffi::S32>>()

@@ -85,11 +85,12 @@ void attention(const std::vector<int64_t>& s, float scale, int threads) {
   auto q_rope = read<float>(queries * kernel.O);
   auto weights = read<float>(absorbs ? kernel.M * kernel.H * (kernel.N + kernel.U) : 0);
   auto latent = read<char>(layers * pages * G * kernel.M * bytes);
-  auto rope = read<char>(layers * pages * G * kernel.O * bytes);
+  auto scale_of_latents = read<float>(bytes == 1 ? layers * pages * G * ((kernel.M + kScaled - 1) / kScaled) : 0);
+  auto rope = read<char>(layers * pages * G * kernel.O * std::max<long>(bytes, 2));
   auto start = read<int32_t>(kernel.R), length = read<int32_t>(kernel.R), tables = read<int32_t>(kernel.R * kernel.Pr);
   auto filled = read<uint8_t>(holes ? pages * G : 0);
   kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data(), kernel.weights = absorbs ? weights.data() : nullptr;
-  kernel.cache = {latent.data(), rope.data(), kernel.M, kernel.O, static_cast<int>(bytes), layers - 1, pages, G};
+  kernel.cache = {latent.data(), rope.data(), kernel.M, kernel.O, static_cast<int>(bytes), layers - 1, pages, G, scale_of_latents.data()};
   kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data();
   kernel.filled = holes ? filled.data() : nullptr;
   std::vector<float> out(queries * (absorbs ? kernel.U : kernel.M));

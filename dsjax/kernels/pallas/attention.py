@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
+from sharding import fp8
 
 NOTHING = -1e30
 """The score of what is not seen: finite, so that the difference of two of them is a number."""
@@ -61,7 +62,8 @@ def latent_attention(
 ) -> Float[Array, "R C H M"]:
     """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
 
-    cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``, whose bits mean ``cache_dtype``.
+    cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``, whose bits mean ``cache_dtype``;
+        with FP8 ``scale [L, P, G, M / 128]`` of the latents beside them, and a ``rope`` of bfloat16.
     filled: which slots of the cache hold an entry; a token sees those and its own. None: all of them. scale: of the scores.
     Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the latents, as in the plain form.
     """
@@ -81,7 +83,8 @@ def latent_attention(
         q = q.reshape(R, C * H, q.shape[-1])
         return jnp.pad(q, ((0, 0), (0, pairs - C * H), (0, width - q.shape[-1])))
 
-    flat = [array.reshape(L * P * G, array.shape[-1]) for array in stored]
+    scales = [cache["scale"]] if "scale" in cache else []
+    flat = [array.reshape(L * P * G, array.shape[-1]) for array in (*stored, *scales)]
     holes = [] if filled is None else [filled.reshape(-1).astype(jnp.int8)]
     kernel = partial(
         _kernel,
@@ -91,7 +94,7 @@ def latent_attention(
         pages_of_layer=P,
         pages=pages,
         joined=joined,
-        cache_dtype=cache_dtype,
+        dtypes=(cache_dtype, jnp.bfloat16 if scales else cache_dtype),
         scale=scale * math.log2(math.e),
         positions=tiles.positions,
         splits=splits,
@@ -127,12 +130,17 @@ def latent_attention(
 
 def _kernel(
     layer_ref, start_ref, length_ref, tables_ref, q_latent_ref, q_rope_ref, *refs,
-    heads, widths, page_slots, pages_of_layer, pages, joined, cache_dtype, scale, positions, splits,
+    heads, widths, page_slots, pages_of_layer, pages, joined, dtypes, scale, positions, splits,
 ):  # fmt: skip
-    cached, (*holes, out_ref, peak_ref) = (refs[:1] * 2, refs[1:]) if joined else (refs[:2], refs[2:])
+    cached, refs = (refs[:1] * 2, refs[1:]) if joined else (refs[:2], refs[2:])
+    scaled, (*holes, out_ref, peak_ref) = (refs[0], refs[1:]) if dtypes[0] == fp8.E4M3 else (None, refs)
     tile, split, row = (pl.program_id(axis) for axis in range(3))
-    q_latent, q_rope = q_latent_ref[...], q_rope_ref[...]
-    rows, (wide, narrow) = q_latent.shape[0], (q_latent.shape[1], q_rope.shape[1])
+    (rows, wide), narrow = q_latent_ref.shape, q_rope_ref.shape[1]
+    # FP8 latents are multiplied as they are, those of one scale at a time, and what comes out is scaled.
+    part = wide if scaled is None else min(wide, fp8.BLOCK)
+    parts = range(0, wide, part)
+    q_latent, q_rope = [q_latent_ref[:, at : at + part] for at in parts], q_rope_ref[...]
+    dtype = q_rope.dtype
     start, length, first_page = start_ref[row], length_ref[row], layer_ref[0] * pages_of_layer
     token = (tile * rows + jnp.arange(rows)) // heads
     own = jnp.where(token < length, start + token, -1)  # -1 sees nothing
@@ -140,18 +148,20 @@ def _kernel(
     seen = jnp.where(tile * rows // heads < length, start + last + 1, 0)  # positions that the tile's last token sees
     blocks = (jnp.minimum(seen, pages * page_slots) + positions - 1) // positions
     share = (blocks + splits - 1) // splits
-    precision = lax.Precision.HIGHEST if q_latent.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
-    def columns(ref, index, mask, width, padded, offset):
-        at = jnp.arange(padded)
-        if width < padded:
-            mask, at = mask[:, None] & (at < width), jnp.minimum(at, width - 1)
-        else:
-            mask = jnp.broadcast_to(mask[:, None], (positions, padded))
-        found = plgpu.load(ref.at[index[:, None], (offset + at)[None, :]], mask=mask, other=0)
-        if found.dtype != cache_dtype:
-            found = lax.bitcast_convert_type(found, cache_dtype)
-        return found.astype(q_latent.dtype)
+    def entries(ref, index, mask, columns, width, stored):
+        """``columns`` of the entries at ``index``; zero where there are none: ``width`` columns exist."""
+        at = columns.start + jnp.arange(len(columns))
+        mask = jnp.broadcast_to(mask[:, None], (positions, len(columns)))
+        if columns.stop > width:
+            mask, at = mask & (at < width), jnp.minimum(at, width - 1)
+        if stored != fp8.E4M3:
+            found = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask, other=0)
+            return (found if found.dtype == stored else lax.bitcast_convert_type(found, stored)).astype(dtype)
+        found = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask)  # Triton has no FP8 zero to put elsewhere
+        found = found if found.dtype == stored else lax.bitcast_convert_type(found, stored)
+        return jnp.where(mask, found.astype(dtype), 0)
 
     def step(block, carry):
         peak, total, sums = carry
@@ -160,10 +170,17 @@ def _kernel(
         page = plgpu.load(tables_ref.at[row, jnp.minimum(at // page_slots, pages - 1)])
         index = page * page_slots + at % page_slots
         where = first_page * page_slots + index
-        latent = columns(cached[0], where, inside, widths[0], wide, 0)
-        rope = columns(cached[1], where, inside, widths[1], narrow, widths[0] if joined else 0)
-        scores = plgpu.dot(q_latent, latent, trans_b=True, precision=precision)
-        scores = (scores + plgpu.dot(q_rope, rope, trans_b=True, precision=precision)) * scale
+        latent = [entries(cached[0], where, inside, range(p, p + part), widths[0], dtypes[0]) for p in parts]
+        rope = entries(cached[1], where, inside, range(*rope_columns), rope_columns[0] + widths[1], dtypes[1])
+        scores, factors = plgpu.dot(q_rope, rope, trans_b=True, precision=precision), [None] * len(parts)
+        for i, (q, context) in enumerate(zip(q_latent, latent, strict=True)):
+            product = plgpu.dot(q, context, trans_b=True, precision=precision)
+            if scaled is not None:
+                number = jnp.full((positions,), min(i, fp8.num_scales(widths[0]) - 1))
+                factors[i] = plgpu.load(scaled.at[where, number], mask=inside, other=0)[None, :]
+                product = product * factors[i]
+            scores = scores + product
+        scores = scores * scale
         visible = (own[:, None] >= at[None, :]) & inside[None, :]
         if holes:
             held = plgpu.load(holes[0].at[index], mask=inside, other=0) != 0
@@ -172,18 +189,23 @@ def _kernel(
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp2(scores - higher[:, None]), 0.0)
         shrink = jnp.exp2(peak - higher)
-        sums = sums * shrink[:, None] + plgpu.dot(weights.astype(latent.dtype), latent, precision=precision)
+        for i, context in enumerate(latent):
+            scaled_weights = weights if factors[i] is None else weights * factors[i]
+            product = plgpu.dot(scaled_weights.astype(dtype), context, precision=precision)
+            sums = (*sums[:i], sums[i] * shrink[:, None] + product, *sums[i + 1 :])
         return higher, total * shrink + jnp.sum(weights, axis=1), sums
 
+    rope_columns = (widths[0], widths[0] + narrow) if joined else (0, narrow)
     nothing = (
         jnp.full((rows,), NOTHING, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((rows, wide), jnp.float32),
+        tuple(jnp.zeros((rows, part), jnp.float32) for _ in parts),
     )
     first = split * share
     peak, total, sums = lax.fori_loop(first, jnp.minimum(first + share, blocks), step, nothing)
     held = total > 0
-    out_ref[...] = (sums / jnp.where(held, total, 1.0)[:, None]).astype(out_ref.dtype)
+    for at, own_sums in zip(parts, sums, strict=True):
+        out_ref[:, at : at + part] = (own_sums / jnp.where(held, total, 1.0)[:, None]).astype(out_ref.dtype)
     peak_ref[...] = jnp.where(held, peak + jnp.log2(jnp.where(held, total, 1.0)), NOTHING)
 
 
@@ -206,6 +228,7 @@ def attention_cost(
     seen = -(-(context - C + last + 1) // tiles.positions) * tiles.positions
     flops = 2.0 * R * tiles.rows * int(seen.sum()) * (2 * power(M) + power(O))
     queries = R * C * H * np.dtype(dtype).itemsize
-    moved = R * context * (M + O) * stored_bytes + queries * (M + O)
+    entry = M + 4 * fp8.num_scales(M) + 2 * O if stored_bytes == 1 else (M + O) * stored_bytes
+    moved = R * context * entry + queries * (M + O)
     moved += queries * M if splits == 1 else splits * R * C * H * (M + 1) * 4
     return KernelCost(flops, moved, hlo_dtype(dtype), assumed=True)

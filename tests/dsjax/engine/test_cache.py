@@ -48,7 +48,8 @@ def step_of(mesh="dp=1", mtp=False, **options):
     [
         ({}, 1_152),
         ({"mla_prefill": "A_CC", "mla_decode": "A_CC"}, 1_152),
-        ({"kv_dtype": "float32"}, 2_304),
+        ({"kv_cache_dtype": "float32"}, 2_304),
+        ({"kv_cache_dtype": "fp8"}, 656),  # 512 values, four scales, 64 rotary values in bf16: as in FlashMLA's cache
         ({"mla_prefill": "CD", "mla_decode": "CD"}, 81_920),
         ({"mla_prefill": "CD", "mla_decode": "CD", "mesh": "tp=8"}, 10_240),  # heads over eight devices
         ({"mesh": "tp=8"}, 1_152),  # every head needs the whole latent

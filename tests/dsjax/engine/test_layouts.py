@@ -61,6 +61,27 @@ def test_layouts_with_plain_kernels_give_it_too(checkpoint, one_device, layout, 
     assert difference(answer(checkpoint, layout, dispatch, prefill, decode, kernels="plain"), one_device) is None
 
 
+@pytest.fixture(scope="module")
+def one_device_with_an_fp8_cache(checkpoint):
+    return answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatch", "prefill", "decode"),
+    [
+        ("dp=1", "auto", "CC", "CC"),
+        ("dp=8", "padded", "CC", "A_CC_ME"),
+        ("dp=2,tp=4", "ragged", "A_CC_ME", "AM_CC_ME"),
+    ],
+)
+def test_layouts_give_it_with_an_fp8_cache_too(
+    checkpoint, one_device_with_an_fp8_cache, layout, dispatch, prefill, decode
+):
+    # Exact while no entry lies within float32's rounding of the middle between two FP8 numbers: none of these does.
+    found = answer(checkpoint, layout, dispatch, prefill, decode, kv_cache_dtype="fp8")
+    assert difference(found, one_device_with_an_fp8_cache) is None
+
+
 @pytest.mark.parametrize("layout", ["dp=1", "dp=4,tp=8"])
 def test_prompts_and_decodes_in_one_launch_change_nothing(checkpoint, one_device, layout):
     assert difference(answer(checkpoint, layout, "padded", "CC", "A_CC_ME", mixed=True), one_device) is None

@@ -86,6 +86,7 @@ class AttentionCase:
     tables: np.ndarray
     value_width: int
     filled: np.ndarray | None = None
+    scales: np.ndarray | None = None
     scale: float = 0.25
 
     @classmethod
@@ -102,22 +103,33 @@ class AttentionCase:
             draw(R, C, H, O),
             draw(M, H, N + U) / M**0.5 if absorbs else None,
             draw(layers, pages, G, M).astype(STORED[stored]),
-            draw(layers, pages, G, O).astype(STORED[stored]),
+            draw(layers, pages, G, O).astype(STORED[max(stored, 2)]),
             start,
             length,
             tables,
             U,
             (rng.random((pages, G)) < 0.6).astype(np.uint8) if holes else None,
+            rng.uniform(0.5, 2, size=(layers, pages, G, -(-M // 128))).astype(np.float32) if stored == 1 else None,
         )
+
+    def cache(self):
+        """As the kernels take it: bits of what is narrower than float32."""
+        bits = {2: np.uint16, 1: np.uint8}
+        as_stored = lambda a: a.view(bits[a.itemsize]) if a.itemsize in bits else a  # noqa: E731
+        found = {"latent": as_stored(self.latent), "rope": as_stored(self.rope)}
+        return found if self.scales is None else found | {"scale": self.scales}
 
     def expected(self):
         """Float64, one row and query at a time; zero for padding."""
         R, C, H, _ = self.q_rope.shape
         G, M = self.latent.shape[2:]
+        latents = self.latent[-1].astype(np.float64)
+        if self.scales is not None:
+            latents = latents * np.repeat(self.scales[-1], 128, axis=-1)[..., :M]
         out = np.zeros((R, C, H, M if self.weights is None else self.value_width))
         for r in range(R):
             latent, rope = (
-                a[-1][self.tables[r]].reshape(-1, a.shape[-1]).astype(np.float64) for a in (self.latent, self.rope)
+                a[self.tables[r]].reshape(-1, a.shape[-1]).astype(np.float64) for a in (latents, self.rope[-1])
             )
             for c in range(self.length[r]):
                 seen = min(self.start[r] + c + 1, self.tables.shape[1] * G)

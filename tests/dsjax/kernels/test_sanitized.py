@@ -81,10 +81,10 @@ def test_experts(harness, seed, X, D, F, N, K, stored, routing, threads):
     R=st.integers(1, 4),
     C=st.sampled_from([1, 3, 50]),
     H=st.integers(1, 8),
-    widths=st.tuples(*(st.integers(1, 40) for _ in "NOUM")),
+    widths=st.tuples(*(st.integers(1, 40) for _ in "NOU"), st.sampled_from([1, 16, 37, 128, 140])),
     G=st.sampled_from([1, 4, 16]),
     longest=st.sampled_from([1, 64, 150]),
-    stored=st.sampled_from([4, 2]),
+    stored=st.sampled_from([4, 2, 1]),
     form=st.sampled_from(["absorbed", "latent", "expanded"]),
     threads=st.sampled_from([1, 2, 4]),
     holes=st.booleans(),
@@ -95,7 +95,8 @@ def test_attention(harness, seed, R, C, H, widths, G, longest, stored, form, thr
     drawn = {"R": R, "C": C, "H": H, "N": N, "O": O, "U": U, "M": M, "G": G, "longest": longest}
     case = AttentionCase.drawn(seed, **drawn, stored=stored, absorbs=absorbs, holes=holes)
     sizes = (R, C, H, N, O, U, M, case.tables.shape[1], *case.latent.shape[:3], stored, absorbs, holes)
-    arrays = (case.q_nope, case.q_rope, *([case.weights] if absorbs else []), case.latent, case.rope)
+    arrays = [case.q_nope, case.q_rope, *([case.weights] if absorbs else []), case.latent]
+    arrays += [case.rope] if case.scales is None else [case.scales, case.rope]
     found = run(
         harness,
         2 if form == "expanded" else 1,

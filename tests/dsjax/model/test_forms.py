@@ -3,11 +3,16 @@
 import itertools
 import math
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from dsjax.config import load_config
 from dsjax.errors import UserError
-from dsjax.model.forms import FORMS, cache_widths, common_layout
+from dsjax.model.forms import FORMS, cache_arrays, common_layout, reads
+from sharding import fp8
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
 
 # As in docs/architecture.md.
 TOGETHER = {
@@ -47,12 +52,30 @@ def test_an_unknown_form_is_answered_with_those_there_are(pair):
 
 @pytest.mark.parametrize(("layout", "bf16_bytes"), [("decompressed", 81_920), ("joined", 1_152), ("split", 1_152)])
 def test_v3_keeps_the_documented_bytes_of_a_token_and_layer(layout, bf16_bytes):
-    widths = cache_widths(layout, load_config("deepseek-v3"))
-    assert 2 * sum(math.prod(shape) for shape in widths.values()) == bf16_bytes
+    arrays = cache_arrays(layout, load_config("deepseek-v3"), BF16).values()
+    assert sum(math.prod(width) * dtype.itemsize for width, dtype in arrays) == bf16_bytes
 
 
 def test_the_arrays_of_each_layout_have_the_widths_of_the_paper():
-    config = load_config("deepseek-v3")
-    assert cache_widths("split", config) == {"latent": (512,), "rope": (64,)}
-    assert cache_widths("joined", config) == {"joined": (576,)}
-    assert cache_widths("decompressed", config) == {"key": (128, 192), "value": (128, 128)}
+    def widths(layout):
+        return {name: width for name, (width, _) in cache_arrays(layout, load_config("deepseek-v3"), BF16).items()}
+
+    assert widths("split") == {"latent": (512,), "rope": (64,)}
+    assert widths("joined") == {"joined": (576,)}
+    assert widths("decompressed") == {"key": (128, 192), "value": (128, 128)}
+
+
+def test_an_fp8_cache_keeps_scales_for_128_latent_values_each_and_rotary_keys_in_bf16():
+    found = cache_arrays("split", load_config("deepseek-v3"), fp8.E4M3)
+    assert found == {"latent": ((512,), fp8.E4M3), "scale": ((4,), np.float32), "rope": ((64,), BF16)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_fp8_cache_is_read_by_the_forms_that_keep_the_latent_apart(form):
+    layout = common_layout(form, form)
+    assert reads(form, BF16)
+    if reads(form, fp8.E4M3):
+        assert layout == "split"
+        return
+    with pytest.raises(UserError, match=f"--kv-cache-dtype fp8 .* reads the cache {layout}; choose --mla-prefill"):
+        cache_arrays(layout, load_config("deepseek-v3"), fp8.E4M3)

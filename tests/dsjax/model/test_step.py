@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from goldens.our_model import COMPILE_QUICKLY, bound, hf_tensors, logits_of
@@ -19,8 +20,9 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step
 from dsjax.engine.loading import materialise
+from dsjax.model.forms import cache_arrays
 from dsjax.model.rows import GroupShape, RowGroup, unpack
-from sharding import MeshSpec
+from sharding import MeshSpec, fp8
 
 # Every expert of the layer is used, so that rounding to bf16 cannot change the choice of experts.
 SMALL = TINY | {"num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}
@@ -163,7 +165,8 @@ def test_a_rank_gets_the_same_logits_whether_the_other_is_idle_or_busy():
 # One layout each, and both that decode with one form and prefill with another.
 CACHES = {
     "split": {},
-    "split, bf16": {"kv_dtype": "bfloat16"},
+    "split, bf16": {"kv_cache_dtype": "bfloat16"},
+    "split, fp8": {"kv_cache_dtype": "fp8"},
     "joined": {"mla_prefill": "A_CC", "mla_decode": "A_CC"},
     "decompressed": {"mla_prefill": "CD", "mla_decode": "CD"},
 }
@@ -174,9 +177,9 @@ def test_a_step_writes_its_active_tokens_slots_and_no_other_byte(name):
     one = model(**CACHES[name])
     rng = np.random.default_rng(5)
     shardings = jax.tree.map(lambda array: array.sharding, one.empty_cache())
-    before = {}
+    before, kept = {}, cache_arrays(one.step.attention.layout, CONFIG, one.step.cache_dtype)
     for key, array in one.empty_cache().items():
-        values = rng.normal(size=array.shape).astype(one.step.cache_dtype)
+        values = rng.normal(size=array.shape).astype(kept[key][1])
         before[key] = values.view(array.dtype)
     groups = [
         one.decode([([7], 4, [9, 8])], []),
@@ -200,13 +203,15 @@ def test_a_step_writes_its_active_tokens_slots_and_no_other_byte(name):
     ("options", "tolerance"),
     [
         # bf16 has 8 bits: a rounding moves a value by at most 2⁻⁹ of itself, 0.2 %. Cached latents are rounded once;
-        ({"kv_dtype": "bfloat16"}, 1e-2),
+        ({"kv_cache_dtype": "bfloat16"}, 1e-2),
+        # e4m3 has 4 bits: a rounding moves a value by at most 2⁻⁴ of its block's largest one;
+        ({"kv_cache_dtype": "fp8"}, 1e-1),
         # in bf16 throughout, weights and some ten activations of each layer are rounded, and their errors add up.
         ({"dtype": "bfloat16"}, 5e-2),
     ],
-    ids=["cache", "compute"],
+    ids=["bf16 cache", "fp8 cache", "bf16 compute"],
 )
-def test_bfloat16_stays_close_to_float32(options, tolerance):
+def test_fewer_bits_stay_close_to_float32(options, tolerance):
     def logits(one):
         groups = [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)])]
         _, cache = one.run(one.empty_cache(), groups)
@@ -215,6 +220,30 @@ def test_bfloat16_stays_close_to_float32(options, tolerance):
     exact, rounded = logits(model()), logits(model(**options))
     difference = np.abs(rounded - exact).max() / np.abs(exact).max()
     assert 0 < difference <= tolerance
+
+
+def test_an_fp8_cache_holds_the_rounded_entries_and_every_form_reads_them_alike():
+    def prefilled(one):
+        groups = [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)])]
+        return one.run(one.empty_cache(), groups)[1]
+
+    exact, kept = prefilled(model()), prefilled(model(kv_cache_dtype="fp8"))
+    values, scale = fp8.quantise(exact["latent"][0])
+    # The first layer's entries do not depend on the cache: they are the very ones, rounded.
+    np.testing.assert_array_equal(np.asarray(kept["latent"][0]).view(fp8.E4M3), np.asarray(values))
+    np.testing.assert_array_equal(np.where(kept["scale"][0] == 0, 1, kept["scale"][0]), scale)
+    rope = np.asarray(kept["rope"][0]).view(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(rope, np.asarray(exact["rope"][0]).astype(rope.dtype))
+
+    held, found = {name: np.asarray(array) for name, array in kept.items()}, {}
+    for form in ("CC", "A_CC_ME", "AM_CC_ME"):
+        one = model(kv_cache_dtype="fp8", mla_decode=form, kernels="plain")
+        cache = {name: jax.device_put(held[name], array.sharding) for name, array in one.empty_cache().items()}
+        found[form] = one.run(cache, [one.decode([([7], 6, FIRST_PAGES)], [([8], 5, SECOND_PAGES)])])[0][:, 0]
+    largest = np.abs(found["CC"]).max()
+    for form, logits in found.items():
+        # A last bit of float32 may turn the rounding of the decoded token's own entry.
+        assert np.abs(logits - found["CC"]).max() <= 1e-2 * largest, form
 
 
 @pytest.mark.parametrize(

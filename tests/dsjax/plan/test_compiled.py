@@ -117,7 +117,7 @@ def test_a_step_that_was_compiled_counts_its_own_sums_and_products(planned):
         ({"target": "h100"}, "compiled for h100, the cluster has h200"),
         ({"weights": "bfloat16"}, "its weights are bfloat16"),
         ({"parameters": {"total": 12_000_000}}, "a model of 12,000,000 parameters, the plan's has 671,026,419,200"),
-        ({"kv_dtype": "float32"}, "its cache is float32"),
+        ({"kv_cache_dtype": "float32"}, "its cache is float32"),
     ],
 )
 def test_a_dry_run_of_something_else_is_not_used_and_says_why(v3, tmp_path, change, reason):

@@ -87,7 +87,7 @@ def body(demo):
         "widths": widths(demo),
         "dtype": "float32",
         "weights": "mixed",
-        "kv_dtype": "float32",
+        "kv_cache_dtype": "float32",
         "partial": False,
         "rows": rows,
     }

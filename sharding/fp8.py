@@ -1,0 +1,44 @@
+"""Rows of numbers in FP8 (e4m3), with one float32 scale for each 128 values of a row: what travels between ranks, and the latent cache.
+
+``value = e4m3 × scale``, and the scale is the 128 values' largest magnitude ÷ 448, e4m3's largest number (DeepSeek-V3 technical report,
+section 3.3.2: activations are quantised 1 × 128).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+BLOCK = 128
+"""Values that share a scale; the last block of a row may be shorter."""
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+LARGEST = 448.0
+
+
+def num_scales(width: int) -> int:
+    """Scales of a row of ``width`` values."""
+    return -(-width // BLOCK)
+
+
+def quantise(x: Float[Array, "*n D"]) -> tuple[Float[Array, "*n D"], Float[Array, "*n S"]]:
+    """The e4m3 values and float32 scales of rows. A number that is not finite leaves a NaN in what ``dequantise`` makes of its row."""
+    import jax.numpy as jnp  # only here: the planner goes by this file's sizes, and must not load JAX
+
+    width = x.shape[-1]
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, -width % BLOCK)]
+    blocks = jnp.pad(x.astype(jnp.float32), pad).reshape(*x.shape[:-1], -1, BLOCK)
+    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
+    # Above 464 e4m3 has no number but NaN, and a rounded quotient can exceed 448: clip.
+    values = jnp.clip(blocks / scale[..., None], -LARGEST, LARGEST).astype(E4M3)
+    return values.reshape(*x.shape[:-1], -1)[..., :width], scale
+
+
+def dequantise(values: Float[Array, "*n D"], scale: Float[Array, "*n S"]) -> Float[Array, "*n D"]:
+    """The float32 numbers that ``quantise``'s results stand for."""
+    return values.astype(np.float32) * scale.repeat(BLOCK, axis=-1)[..., : values.shape[-1]]

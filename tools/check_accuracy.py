@@ -1,0 +1,113 @@
+"""What fewer bits cost: the demo's held-out text by the engine, with FP8 weights, FP8 cache, FP8 wire and bfloat16, beside float32.
+
+    python tools/check_accuracy.py                         # about 60 KB of text, dp=2
+    python tools/check_accuracy.py --bytes 800000 --json accuracy.json
+
+Every format reads the same text through the paged cache of a served engine. Told of each: bits a byte; the share of positions
+at which the most likely token is float32's, and that share among the positions where float32's two largest logits
+differ by more than a 32nd of the largest; the mean divergence of float32's distribution from it (Kullback and Leibler 1951, in
+bits a token); bytes of cache a token.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from scipy.special import log_softmax
+
+from dsjax import LLM
+from tools.demo.corpus import read_corpus
+
+FORMATS = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "FP8 weights": {"weights": "fp8"},
+    "FP8 cache": {"kv_cache_dtype": "fp8"},
+    "FP8 wire": {"dispatch_wire": "fp8"},
+    "all three FP8": {"weights": "fp8", "kv_cache_dtype": "fp8", "dispatch_wire": "fp8"},
+}
+WINDOW = 1024
+"""Tokens read at once; the first of each window is given and not counted."""
+CLEAR = 1 / 32
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="dp=2", help="one whose rows travel; default: dp=2")
+    parser.add_argument("--bytes", type=int, default=60_000, help="of held-out text, whole files, at least")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    texts, size = [], 0
+    for file in read_corpus()[1]:
+        if size >= args.bytes:
+            break
+        texts.append(file.content.decode())
+        size += len(file.content)
+    reference, found = None, {}
+    for name, options in FORMATS.items():
+        logits, tokens, bytes_a_token = read(args.mesh, texts, name, options)
+        reference = logits if reference is None else reference
+        found[name] = compare(logits, reference, tokens, size) | {"cache_bytes_a_token": bytes_a_token}
+    table = Table(title=f"{len(texts)} held-out files, {size:,} bytes, {args.mesh}")
+    for column in ("", "bits a byte", "same token", "where it is clear", "divergence, bits", "cache bytes a token"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, f in found.items():
+        table.add_row(
+            name,
+            f"{f['bits_a_byte']:.4f}",
+            f"{f['same_token']:.2%}",
+            f"{f['same_token_where_clear']:.3%}",
+            f"{f['divergence_bits']:.5f}",
+            f"{f['cache_bytes_a_token']:,}",
+        )
+    Console(width=120).print(table)
+    if args.json:
+        args.json.write_text(json.dumps({"mesh": args.mesh, "bytes": size, "formats": found}, indent=1) + "\n")
+
+
+def read(mesh: str, texts: list[str], name: str, options: dict) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """Logits ``[tokens - 1, vocab]`` of each window, the tokens that came, and bytes of cache a token."""
+    llm = LLM("demo", mesh=mesh, **({"dtype": "float32", "max_num_seqs": 4, "max_model_len": WINDOW} | options))
+    logits, tokens = [], []
+    windows = [ids[at : at + WINDOW] for ids in map(llm.tokenizer.encode, texts) for at in range(0, len(ids), WINDOW)]
+    for window in track([w for w in windows if len(w) > 1], description=name):
+        (scored,) = llm.logits([window])
+        logits.append(scored[:-1])
+        tokens.append(np.asarray(window[1:]))
+    cache = llm.executor.state.cache.values()
+    slots = math.prod(next(iter(cache)).shape[1:3])
+    return logits, tokens, sum(array.nbytes for array in cache) // slots
+
+
+def compare(logits: list[np.ndarray], reference: list[np.ndarray], tokens: list[np.ndarray], size: int) -> dict:
+    """The figures of one format."""
+    bits = divergence = same = clear = same_clear = count = 0.0
+    for own, exact, came in zip(logits, reference, tokens, strict=True):
+        second, first = np.sort(exact, axis=1)[:, -2:].T
+        certain = first - second > CLEAR * np.abs(exact).max(axis=1)
+        own, exact = log_softmax(own.astype(np.float64), axis=1), log_softmax(exact.astype(np.float64), axis=1)
+        bits -= own[np.arange(len(came)), came].sum() / math.log(2)
+        divergence += (np.exp(exact) * (exact - own)).sum() / math.log(2)
+        equal = own.argmax(axis=1) == exact.argmax(axis=1)
+        same, count = same + equal.sum(), count + len(came)
+        clear, same_clear = clear + certain.sum(), same_clear + (equal & certain).sum()
+    return {
+        "bits_a_byte": bits / size,
+        "same_token": same / count,
+        "same_token_where_clear": same_clear / clear,
+        "divergence_bits": divergence / count,
+    }
+
+
+if __name__ == "__main__":
+    main()
