@@ -11,13 +11,16 @@ from pathlib import Path
 from quick_compilation import QUICK_COMPILATION
 
 ROOT = Path(__file__).parents[3]
-_FLAGS = " ".join(
-    (
-        *QUICK_COMPILATION,
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=40",
+
+
+def _flags(stuck: int) -> str:
+    return " ".join(
+        (
+            *QUICK_COMPILATION,
+            f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={stuck // 2}",
+            f"--xla_cpu_collective_call_terminate_timeout_seconds={stuck}",
+        )
     )
-)
 
 
 def free_port() -> int:
@@ -29,16 +32,22 @@ def free_port() -> int:
 class Group:
     """`command`, an argument list of Python's, started once for each process with the options of a group behind it.
 
-    options: more options of each process.
+    options: more options of each process. stuck: seconds after which a collective of one process's devices aborts it.
     """
 
     def __init__(
-        self, command: list[str], count: int, *, options: dict[int, list[str]] | None = None, timeout: int = 20
+        self,
+        command: list[str],
+        count: int,
+        *,
+        options: dict[int, list[str]] | None = None,
+        timeout: int = 20,
+        stuck: int = 40,
     ):
         port = free_port()
         self._environment = environment = {
             **os.environ,
-            "XLA_FLAGS": _FLAGS,
+            "XLA_FLAGS": _flags(stuck),
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
             "COLUMNS": "300",
