@@ -12,8 +12,8 @@ without an end, and wrong where its text is another.
 
 The silence is the longest time without a token on any stream, from the signal, or from the start of the process that comes back, until
 the group has changed: so the seconds until the first token after the loss. `--json FILE` writes `{"losses": [{"processes", "signal",
-"silence", "change_seconds", "devices", "return_silence", "return_change_seconds"}], "answers", "lost", "wrong", "pages_left", "resident_bytes": [first,
-last]}`. Exits 1 where an answer was lost or wrong, a page was left, or a group did not change.
+"silence", "change_seconds", "devices", "return_silence", "return_change_seconds"}], "answers", "lost", "wrong", "pages_left",
+"resident_bytes": [first, last]}`. What stands behind `--` are more options of `dsjax serve`. Exits 1 where an answer was lost or wrong, a page was left, or a group did not change.
 """
 
 import argparse
@@ -77,11 +77,13 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=600, help="seconds in which a group must have changed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="more options of dsjax serve")
     args = parser.parse_args()
     args.mesh = args.mesh or f"dp={args.processes * args.devices}"
     with tempfile.TemporaryDirectory(prefix="check-host-loss-") as folder:
         group = start(args, Path(folder))
         try:
+            group.wait_for(0, "serving tiny at", 1800)
             found = asyncio.run(Check(args, group).run())
         except BaseException:
             print(group.last_words(), file=sys.stderr)
@@ -94,7 +96,7 @@ def main() -> int:
 
 
 def start(args: argparse.Namespace, folder: Path) -> Group:
-    """A group of servers, ready."""
+    """A group of servers."""
     rows = -(-args.sessions // (args.processes * args.devices))
     sizes = {
         "max-num-seqs": max(1, rows),
@@ -108,10 +110,8 @@ def start(args: argparse.Namespace, folder: Path) -> Group:
     }
     flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     model = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny"]
-    command = ["-m", "dsjax.serve", *model, "--port", "0", "--mesh", args.mesh]
-    group = Group(command, args.processes, options=dict.fromkeys(range(args.processes), flags), stuck=600)
-    group.wait_for(0, "serving tiny at", 1800)
-    return group
+    command = ["-m", "dsjax.serve", *model, "--port", "0", "--mesh", args.mesh, *args.serve]
+    return Group(command, args.processes, options=dict.fromkeys(range(args.processes), flags), stuck=600)
 
 
 @dataclass
