@@ -13,7 +13,8 @@ without an end, and wrong where its text is another.
 The silence is the longest time without a token on any stream, from the signal, or from the start of the process that comes back, until
 the group has changed: so the seconds until the first token after the loss. `--json FILE` writes `{"losses": [{"processes", "signal",
 "silence", "change_seconds", "devices", "return_silence", "return_change_seconds"}], "answers", "lost", "wrong", "pages_left",
-"resident_bytes": [first, last]}`. What stands behind `--` are more options of `dsjax serve`. Exits 1 where an answer was lost or wrong, a page was left, or a group did not change.
+"resident_bytes": [first, last]}`. What stands behind `--` are more options of `dsjax serve`. Exits 1 where an answer was lost or wrong, a
+page was left, or a group did not change.
 """
 
 import argparse

@@ -23,6 +23,7 @@ Result = TypeVar("Result")
 _LOOK_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
+_JOIN_SECONDS = 30.0
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +66,7 @@ class HostGroup:
         self._meeting = meeting
         self._unseen: set[int] = set()  # gave no sign of life when they were looked for last
         self._seen = threading.Condition()
+        self._coming: set[int] = set()  # let in at the door, and not joined yet
         self._leaving = False
         self._alone = threading.Event()
         self._told: dict[str, int] = {}
@@ -273,6 +275,7 @@ class HostGroup:
     def _may_come(self, arrival: Arrival) -> int | None:
         """Wait until the coordination service has forgotten the process that had this id; then it may be joined."""
         with self._seen:
+            self._coming.add(arrival.process_id)
             self._seen.wait_for(lambda: arrival.process_id in self._unseen or self._leaving)
         if self._leaving:
             return None
@@ -280,12 +283,19 @@ class HostGroup:
         return self.generation + 1
 
     def _welcome(self, arrival: Arrival) -> None:
-        """Wait until a process that comes back has joined."""
+        """Wait until a process that comes back has joined. The mesh changes once for several that come together."""
+        patience = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS
         with self._seen:
-            self._seen.wait_for(lambda: arrival.process_id not in self._unseen or self._leaving)
-        self.members = [arrival if member.process_id == arrival.process_id else member for member in self.members]
-        self.lost.pop(arrival.process_id, None)
-        if self.on_change is not None and not self._leaving:
+            joined = self._seen.wait_for(
+                lambda: arrival.process_id not in self._unseen or self._leaving, timeout=patience
+            )
+            self._coming.discard(arrival.process_id)
+            if joined and not self._leaving:
+                changed = [arrival if member.process_id == arrival.process_id else member for member in self.members]
+                self.members = changed
+                self.lost.pop(arrival.process_id, None)
+            others = bool(self._coming)
+        if self.on_change is not None and not self._leaving and not others:
             self.on_change(None)
 
     def _lose(self, member: Arrival) -> None:
