@@ -3,6 +3,7 @@
     python tools/check_host_loss.py                                            # 4 × 8 devices, 200 sessions, ten processes killed
     python tools/check_host_loss.py --signal STOP --losses 3                   # they hang instead
     python tools/check_host_loss.py --at-once 2                                # two of the four at the same moment
+    python tools/check_host_loss.py --at-once 2 --apart 10                     # the second while the mesh is being changed
     python tools/check_host_loss.py --processes 2 --devices 2 --sessions 8 --losses 2       # a small one
 
 A tiny model is served. First each request is answered undisturbed. Then every session sends its own request again and again, streamed,
@@ -73,6 +74,9 @@ def main() -> int:
     parser.add_argument("--losses", type=int, default=10)
     parser.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
     parser.add_argument("--at-once", type=int, default=1, help="processes that get it at the same moment")
+    parser.add_argument(
+        "--apart", type=float, default=0, help="or within so many seconds, so that the change is hit too"
+    )
     parser.add_argument("--no-return", action="store_true", help="start none again")
     parser.add_argument("--heartbeat-timeout", type=int, default=10)
     parser.add_argument("--patience", type=float, default=600, help="seconds in which a group must have changed")
@@ -217,6 +221,7 @@ class Check:
         changes, began = await self.changes(), time.monotonic()
         for index in victims:
             self.group.processes[index].send_signal(getattr(signal, f"SIG{self.args.signal}"))
+            await asyncio.sleep(self.rng.uniform(0, self.args.apart))
         seconds = await self.until(lambda: self.changed_since(changes))
         found = {"processes": victims, "signal": self.args.signal, "silence": await self.silence(began)}
         found |= {"change_seconds": seconds, "devices": await self.metric("dsjax_generation_devices")}

@@ -208,10 +208,17 @@ class Generations:
         self.phase = f"compiling {done} of {total}: {label}"
 
     def _fit(self) -> MeshSpec:
-        try:
-            return largest_mesh(self._args, self._config, self._weights, self.wanted, self._devices())
-        except NoMeshError as error:
-            raise UserError(f"{error}; start all processes again") from error
+        """The largest mesh for the devices of now that has not broken in each of its orders."""
+        devices = self._devices()
+        while True:
+            try:
+                spec = largest_mesh(self._args, self._config, self._weights, self.wanted, devices)
+            except NoMeshError as error:
+                raise UserError(f"{error}; start all processes again") from error
+            chosen = devices[: spec.num_devices]
+            if self._orders.find([device.id for device in chosen], spec.shape) is not None:
+                return spec
+            devices = devices[: spec.num_devices - spec.tp_size]
 
     def _devices(self) -> list[jax.Device]:
         """Of processes that live, by process and id."""

@@ -41,18 +41,21 @@ class DeviceOrders:
         Raises:
             UserError: there is no such order left.
         """
+        order = self.find(device_ids, shape)
+        if order is None:
+            raise UserError(
+                f"the {len(device_ids)} devices that are left have been in every order that a mesh of {' × '.join(map(str, shape))} can "
+                "have, and each has broken; start all processes again"
+            )
+        self._current = self._groups(order, shape)
+        self._formed |= self._current
+        return order
+
+    def find(self, device_ids: Sequence[int], shape: tuple[int, int, int]) -> list[int] | None:
+        """What `choose` would choose; None where there is nothing."""
         blocks = _blocks(device_ids, shape[-1], self._process_of)
-        for attempt in range(_TRIES):
-            order = _order(blocks, attempt)
-            groups = self._groups(order, shape)
-            if not groups & self._broken:
-                self._formed |= groups
-                self._current = groups
-                return order
-        raise UserError(
-            f"the {len(device_ids)} devices that are left have been in every order that a mesh of {' × '.join(map(str, shape))} can have, "
-            "and each has broken; start all processes again"
-        )
+        orders = (_order(blocks, attempt) for attempt in range(_TRIES))
+        return next((order for order in orders if not self._groups(order, shape) & self._broken), None)
 
     def break_current(self, lost: Collection[int]) -> None:
         """The current mesh broke; these processes are gone, and with them every group that they were ever in."""
@@ -79,13 +82,17 @@ def _blocks(device_ids: Sequence[int], tp: int, process_of: Mapping[int, int]) -
 
 
 def _order(blocks: list[list[list[int]]], attempt: int) -> list[int]:
-    """The first order is the natural one; then processes take turns at the front, as many times as there are; then chance decides."""
-    count = len(blocks)
+    """The first order is the natural one; then processes take turns at the front, as many times as there are; then chance decides: of
+    the order of each process's groups, later of all groups, and at last of the devices in them.
+    """
+    count, rng = len(blocks), random.Random(attempt)
     if attempt < count:
         turned = blocks[attempt:] + blocks[:attempt]
-    else:
-        rng = random.Random(attempt)
+    elif attempt < _TRIES // 4:
         turned = rng.sample([rng.sample(own, len(own)) for own in blocks], count)
-        if attempt % 2:  # the devices of a tensor-parallel group change places only where nothing else helps
+    else:
+        groups = [group for own in blocks for group in own]
+        turned = [rng.sample(groups, len(groups))]
+        if attempt >= _TRIES // 2:
             turned = [[rng.sample(group, len(group)) for group in own] for own in turned]
     return [device for own in turned for group in own for device in group]

@@ -213,7 +213,16 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True)
+
+
+FEATURES = {
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
+    "enable_eplb": True,  # which rests on one device
+    "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
+    "cache_tokens": 32,
+    "host_cache_bytes": 200_000,
+}
 
 
 def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_tokens(checkpoint):
@@ -223,7 +232,7 @@ def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_t
         SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=9, ignore_eos=True, detokenize=False),
     ]
     prompts = [{"prompt_token_ids": list(range(3 + i, 9 + 2 * i))} for i in range(3)]
-    llm = LLM(str(checkpoint), mesh="dp=2", **SIZES)
+    llm = LLM(str(checkpoint), mesh="dp=2", **SIZES, **FEATURES)
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         llm.engine.add_request(str(index), prompt, param)
@@ -233,6 +242,7 @@ def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_t
             llm.engine.step()
         llm.scale(mesh)
         assert llm.facts.mesh == mesh
+        assert (llm.executor.expert_slots is None) == (mesh == "dp=1")
     assert llm._generations.number == 2
     while llm.engine.has_unfinished():
         found |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step() if output.finished}
