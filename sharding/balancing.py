@@ -15,8 +15,9 @@ Policy = Literal["auto", "global", "hierarchical"]
 class Balancedness(NamedTuple):
     """How evenly the ranks are loaded. The first two lie between 1 ÷ ranks and 1 (even), the third between 1 (even) and ranks.
 
-    of_sums: the sum over layers of the mean rank's load ÷ the sum over layers of the busiest rank's; what dsjax reports as
-        balancedness. A layer counts by its tokens.
+    of_sums: the sum over layers of the mean rank's load ÷ the sum over layers of the busiest rank's, as vLLM logs it; what dsjax
+        reports as balancedness. A layer counts by its tokens. The busiest rank is each layer's own, for which a step waits there:
+        summing a rank's load over layers first would let layers make up for each other.
     of_layers: the mean over layers of (mean ÷ busiest), as SGLang logs it.
     busiest: the mean over layers of (busiest ÷ mean): how many times longer than an even one the experts of a layer take.
     """
@@ -117,7 +118,11 @@ def balancedness(
     load_LE: Float[np.ndarray, "L E"], physical_to_logical_LP: Int[np.ndarray, "L P"], ranks: int
 ) -> Balancedness:
     """How evenly a placement, of each layer or one for all, spreads a load over ranks. Layers without load are left out."""
-    loads_LR = rank_loads(load_LE, physical_to_logical_LP, ranks)
+    return balancedness_of_ranks(rank_loads(load_LE, physical_to_logical_LP, ranks))
+
+
+def balancedness_of_ranks(loads_LR: Float[np.ndarray, "L R"]) -> Balancedness:
+    """The same of each rank's load in each layer."""
     mean_L, most_L = loads_LR.mean(axis=1), loads_LR.max(axis=1)
     mean_L, most_L = mean_L[most_L > 0], most_L[most_L > 0]
     if not len(most_L):

@@ -70,6 +70,12 @@ class LayerPlacements:
             )
         return CopyTables(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
+    def with_one_of_all(self, ranks: int) -> LayerPlacements:
+        """These, and behind the slots of each of ``ranks`` ranks one more, with an expert that has the next number: a copy everywhere."""
+        rows = self.physical_to_logical.reshape(self.n_layers, ranks, -1)
+        more = np.full((self.n_layers, ranks, 1), self.n_logical, np.int32)
+        return LayerPlacements(np.concatenate([rows, more], axis=2).reshape(self.n_layers, -1), self.n_logical + 1)
+
     def with_layer(self, layer: int, row: Sequence[int]) -> LayerPlacements:
         """These, but for one layer."""
         rows = self.physical_to_logical.copy()

@@ -20,7 +20,7 @@ from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import StepStats
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.page.routes import create_page_routes
-from dsjax.serve.routes.status import create_metrics_routes
+from dsjax.serve.routes.status import create_metrics_routes, load_bodies
 
 HOST_SECONDS = {"plan": 0.001, "launch": 0.002, "device": 0.006, "enter": 0.001}
 INFO = {
@@ -97,6 +97,7 @@ class WatchedServer:
         self.metrics = Metrics("tiny", 4, 4096, experts_per_device=2)
         self.engine = NoEngine()
         self.ranks = [load(rank) for rank in range(4)]
+        self.disk: dict | None = None
         self.answers: list[tuple[str, str]] = [("", "hello")]
         self.pause = 0.0
         self.asked: list[dict] = []
@@ -139,11 +140,11 @@ class WatchedServer:
         @app.get("/server_info")
         async def server_info(asked: Request):
             admin = asked.headers.get("authorization") == "Bearer admin"
-            return {**INFO, "admin": admin, "ranks": [each._asdict() for each in self.ranks]}
+            return {**INFO, "admin": admin, "ranks": load_bodies(self.ranks)}
 
         @app.get("/get_load")
         async def get_load():
-            return {"ranks": [each._asdict() for each in self.ranks]}
+            return {"ranks": load_bodies(self.ranks), "disk": self.disk}
 
         @app.get("/v1/models")
         async def models():

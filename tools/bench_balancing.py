@@ -1,12 +1,16 @@
 """Serve text whose kind changes on the demo model, with experts that stay and experts that follow the load, in one process.
 
     python tools/bench_balancing.py --json docs/measurements/balancing.json --plot docs/balancing.png
-    python tools/bench_balancing.py --mesh dp=8 --redundant 16 --phase-steps 60 --turns 1     # a minute
+    python tools/bench_balancing.py --mesh dp=8 --redundant 16 --concurrency 32 --phase-steps 90 --interval 30 --window 15     # a minute
 
 Code (the files of the running Python's library), prose (this project's pages) and chat (short questions in the model's chat format) come by
 turns, `--phase-steps` steps each, at a constant number of running requests. The same requests are served with balancing off and on, in
-turns, by one engine; before each run its experts are put back to where they were at the start. Then on again for each
-further bound of `--bounds`, each in an engine of its own.
+turns, by one engine; before each run its experts are put back to where they were at the start. Then each bound of `--bounds` in an engine
+of its own has shorter turns, with an exchange as often as there can be one: what a bound on bytes does to the longest step.
+
+What comes out is a table of what was asked for: throughput, the inter-token latency's P99, the variation of load between ranks, how
+often experts move and how long that takes, the longest step in which they do beside the median one for each bound, what was compiled
+after the warm-up, and what memory is held before and after. The whole takes about ten minutes of two idle cores.
 
 For each window of loads: the balancedness that was measured (the mean rank's tokens over the busiest rank's, as ratio of sums over
 layers), and the one that the policy reaches for that very window, had it known it. Times are of the whole process on emulated devices: an
@@ -76,8 +80,14 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """Figures for people; seconds, shares, bytes."""
         # An exchange is told of when the step behind it is entered, which is the one after it was launched in.
-        moving = [seconds for seconds, spent in zip(self.seconds, self.exchanges[1:], strict=False) if spent]
-        still = [seconds for seconds, spent in zip(self.seconds, self.exchanges[1:], strict=False) if not spent]
+        moving, still = (
+            [
+                seconds
+                for seconds, spent in zip(self.seconds, self.exchanges[1:], strict=False)
+                if bool(spent) == exchanging
+            ]
+            for exchanging in (True, False)
+        )
         rebalances = max(self.stats["rebalances"], 1)
         return {
             "name": self.name,
@@ -86,6 +96,7 @@ class Run:
             "tokens_per_second": self.tokens / sum(self.seconds),
             "itl_p99_ms": 1e3 * quantile(self.gaps, 0.99),
             "step_median_ms": 1e3 * statistics.median(self.seconds),
+            "step_with_an_exchange_median_ms": 1e3 * statistics.median(moving) if moving else None,
             "longest_step_with_an_exchange_ms": 1e3 * max(moving) if moving else None,
             "longest_step_without_one_ms": 1e3 * max(still),
             "longest_exchange_ms": 1e3 * max(self.exchanges),
@@ -112,13 +123,11 @@ class Bench:
     """One engine, and runs on it."""
 
     def __init__(self, options: argparse.Namespace, bound: int):
-        from dsjax import LLM
+        from dsjax import LLM, SamplingParams
 
         self.options, self.bound = options, bound
         self.config = {
             "num_redundant_experts": options.redundant,
-            "window_size": options.window,
-            "step_interval": options.interval,
             "max_bytes_per_step": bound,
             "payback": options.payback,
         }
@@ -135,17 +144,20 @@ class Bench:
             eplb_config=self.config,
         )
         self.llm.warm_up()
+        # What a step leaves behind, its results above all, is there before the first run as after it.
+        self.llm.generate([{"prompt_token_ids": list(range(5, 70))}], SamplingParams(temperature=0, max_tokens=3))
         self.start = self.llm.executor.expert_slots.physical_to_logical
 
-    def run(self, name: str, on: bool) -> Run:
-        """Serve all phases."""
+    def run(self, name: str, on: bool, phase_steps: int, interval: int) -> Run:
+        """Serve all phases of so many steps, with a decision every ``interval`` steps."""
         from dsjax import SamplingParams
         from dsjax.engine.eplb import EplbConfig
         from dsjax.engine.expert_balancer import ExpertBalancer
 
         self.put_back()
         options, engine, core = self.options, self.llm.engine, self.llm.engine.core
-        config = self.config if on else self.config | {"step_interval": 10**9, "window_size": options.window}
+        window = min(options.window, interval)
+        config = self.config | {"step_interval": interval if on else 10**9, "window_size": window}
         balancer = core._balancer = ExpertBalancer(EplbConfig.parse(config), self.llm.executor)
         run, rng = Run(name, self.bound), random.Random(7)
         prompts = texts(self.llm.tokenizer, rng)
@@ -154,8 +166,8 @@ class Bench:
         phases = [kind for _ in range(options.turns) for kind in KINDS]
         compiled, memory = len(self.llm.executor.programs.compiled), device_bytes()
         windows = 0
-        for step in range(options.phase_steps * len(phases)):
-            kind = phases[step // options.phase_steps]
+        for step in range(phase_steps * len(phases)):
+            kind = phases[step // phase_steps]
             while len(live) < options.concurrency:
                 id_ = f"{name}-{number}"
                 engine.add_request(id_, {"prompt_token_ids": rng.choice(prompts[kind])}, params)
@@ -249,6 +261,39 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+ROWS = {
+    "tokens a second": ("tokens_per_second", ".1f"),
+    "P99 of the inter-token latency, ms": ("itl_p99_ms", ".0f"),
+    "balancedness": ("balancedness", ".3f"),
+    "the best for each window, known beforehand": ("best_balancedness", ".3f"),
+    "standard deviation ÷ mean of the ranks' tokens": ("rank_variation", ".3f"),
+    "rebalances": ("rebalances", ".0f"),
+    "rebalances in 1,000 steps": ("rebalances_per_1000_steps", ".1f"),
+    "experts moved": ("experts_moved", ".0f"),
+    "exchanges of a rebalance, all together, ms": ("exchange_ms_of_a_rebalance", ".0f"),
+    "longest exchange, ms": ("longest_exchange_ms", ".0f"),
+    "median step, ms": ("step_median_ms", ".0f"),
+    "median step with an exchange, ms": ("step_with_an_exchange_median_ms", ".0f"),
+    "longest step with an exchange, ms": ("longest_step_with_an_exchange_ms", ".0f"),
+    "longest step without one, ms": ("longest_step_without_one_ms", ".0f"),
+    "programs compiled after warm-up": ("compiled_after_warm_up", "d"),
+}
+
+
+def table(runs: list[Run]) -> str:
+    """All runs side by side, in Markdown: how experts follow the load or stay, and what each bound on bytes does."""
+    found = [run.summary() for run in runs]
+    lines = [
+        ["", *(f"{one['name']} ({one['max_bytes_per_step'] / 1e6:.1f} MB, {one['steps']} steps)" for one in found)]
+    ]
+    lines.append(["---"] * len(lines[0]))
+    for label, (key, form) in ROWS.items():
+        lines.append([label, *("–" if one[key] is None else format(one[key], form) for one in found)])
+    held = (f"{one['memory']['before'] / 1e6:.1f}, {one['memory']['after'] / 1e6:.1f}" for one in found)
+    lines.append(["bytes on the devices before and after, MB", *held])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def draw(path: Path, runs: list[Run], options: argparse.Namespace) -> None:
     """Balancedness over steps: off, on, and the best for each window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -295,21 +340,27 @@ def main() -> None:
     parser.add_argument("--redundant", type=int, default=32)
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=48)
-    parser.add_argument("--phase-steps", type=int, default=200, help="steps before the kind of text changes")
-    parser.add_argument("--turns", type=int, default=2, help="how often all kinds come")
-    parser.add_argument("--window", type=int, default=25)
-    parser.add_argument("--interval", type=int, default=50)
+    parser.add_argument("--phase-steps", type=int, default=1000, help="steps before the kind of text changes")
+    parser.add_argument("--turns", type=int, default=1, help="how often all kinds come")
+    parser.add_argument("--window", type=int, default=50, help="steps of a window of loads")
+    parser.add_argument("--interval", type=int, default=350, help="steps from one decision to the next")
+    parser.add_argument(
+        "--bound-steps",
+        type=int,
+        default=80,
+        help="steps of a kind of text for each bound, a decision every quarter of them",
+    )
     parser.add_argument(
         "--payback",
         type=float,
         default=0.0,
         help="of the engine's options; 0 moves experts although emulated devices, which share cores, gain nothing by balance",
     )
-    parser.add_argument("--repeats", type=int, default=1, help="runs off and on, by turns")
+    parser.add_argument("--repeats", type=int, default=1, help="runs off and on, by turns, with the first bound")
     parser.add_argument(
         "--bounds",
         default="",
-        help="max_bytes_per_step of each engine, separated by commas; default: 1, 2 and 3 experts",
+        help="max_bytes_per_step of each engine, separated by commas; default: 3 experts (all of a rank of 32), 2 and 1",
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -321,16 +372,18 @@ def main() -> None:
     spec = MeshSpec.parse(options.mesh)
     emulate_devices(spec.num_devices)
     one = 3 * 256 * 32 * 2 * (spec.ep_size - 1)  # what a device receives where each rank sends one expert of the demo
-    bounds = [int(bound) for bound in options.bounds.split(",")] if options.bounds else [one, 2 * one, 3 * one]
+    bounds = [int(bound) for bound in options.bounds.split(",")] if options.bounds else [3 * one, 2 * one, one]
     runs: list[Run] = []
     for place, bound in enumerate(bounds):
         bench = Bench(options, bound)
-        for repeat in range(options.repeats if place == 0 else 1):
-            for on in (False, True) if place == 0 else (True,):
-                run = bench.run(f"{'on' if on else 'off'}-{place}-{repeat}", on)
-                print(json.dumps(run.summary()), flush=True)
-                runs.append(run)
+        long = (options.phase_steps, options.interval)
+        planned = [(f"{'on' if on else 'off'}-{i}", on, *long) for i in range(options.repeats) for on in (False, True)]
+        short = (f"bound-{bound // one}", True, options.bound_steps, max(options.bound_steps // 4, 1))
+        for given in (*(planned if place == 0 else ()), short):
+            runs.append(bench.run(*given))
+            print(json.dumps(runs[-1].summary()), flush=True)
         bench.close()
+    print(table(runs))
     if options.json:
         found = {
             "command": " ".join(["python", "tools/bench_balancing.py", *sys.argv[1:]]),

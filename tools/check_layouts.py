@@ -5,6 +5,7 @@
     python tools/check_layouts.py dp=32 --dispatch ragged --forms CC/A_CC_ME CD/CD      # and these dispatches and pairs of forms only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
     python tools/check_layouts.py --eplb dp=8 dp=4,tp=2 dp=32 dp=32,ep=8    # each run twice, once with experts that move beneath it
+    python tools/check_layouts.py --shared-experts-fusion                 # each run twice, once with the shared expert as a routed one
     python tools/check_layouts.py --eplb --skip-plain dp=8                # only the runs beneath which experts move
     python tools/check_layouts.py --kv-cache-dtype fp8 dp=8 dp=2,tp=4       # with an FP8 cache, held to one device with such a cache
     python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
@@ -35,7 +36,12 @@ from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
 
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 2}
-NAMES = {"speculative_config": "speculative", "async_scheduling": "synchronous", "enable_eplb": "balanced"}
+NAMES = {
+    "speculative_config": "speculative",
+    "async_scheduling": "synchronous",
+    "enable_eplb": "balanced",
+    "enable_shared_experts_fusion": "fused",
+}
 
 
 def main() -> int:
@@ -54,6 +60,9 @@ def main() -> int:
         "--no-async-scheduling", action="store_true", help="each run without asynchronous scheduling too"
     )
     parser.add_argument("--eplb", action="store_true", help="each run with experts that follow the load too")
+    parser.add_argument(
+        "--shared-experts-fusion", action="store_true", help="each run with the shared expert as a routed one too"
+    )
     parser.add_argument(
         "--skip-plain",
         action="store_true",
@@ -80,10 +89,11 @@ def main() -> int:
         kept = {"weights": args.weights, "kv_cache_dtype": args.kv_cache_dtype}
         reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", **kept)
         variants = [
-            {**drafting, **scheduling, **balancing}
+            {**drafting, **scheduling, **balancing, **fusion}
             for drafting in ({}, *([{"speculative_config": SPECULATION}] if args.speculative else []))
             for scheduling in ({}, *([{"async_scheduling": False}] if args.no_async_scheduling else []))
             for balancing in ({}, *([{"enable_eplb": True}] if args.eplb else []))
+            for fusion in ({}, *([{"enable_shared_experts_fusion": True}] if args.shared_experts_fusion else []))
         ]
         if args.skip_plain:
             variants = variants[-1:]  # with all that was asked for

@@ -179,6 +179,72 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [(rate(f"dsjax_rank_host_pages_{what}_total"), what) for what in ("stored", "fetched", "evicted")],
         ),
         (
+            "Prefix hits by tier",
+            "Of the prompt tokens that were looked for in the cache, those that the devices, host memory and the disk had.",
+            "percentunit",
+            [
+                (
+                    rate("dsjax_prefix_cache_hits_total", more=f',tier="{tier}"')
+                    + f" / {rate('vllm:prefix_cache_queries_total')}",
+                    tier,
+                )
+                for tier in ("device", "host", "disk")
+            ],
+        ),
+        (
+            "Bytes by tier",
+            "Of pages that hold tokens; dashed: room.",
+            "bytes",
+            [
+                (f"sum by (tier) (dsjax_cache_tier_bytes{{{OF_MODEL}}})", "{{tier}}"),
+                (f"sum by (tier) (dsjax_cache_tier_limit_bytes{{{OF_MODEL}}})", "{{tier}}, room"),
+            ],
+        ),
+        (
+            "Waiting for pages",
+            "Of requests, for pages of host memory and the disk.",
+            "s",
+            [
+                (
+                    f"histogram_quantile({share}, {rate('dsjax_cache_fetch_seconds_bucket', 'le, tier')})",
+                    "{{tier}}, " + name,
+                )
+                for name, share in QUANTILES.items()
+            ],
+        ),
+        (
+            "Pages to and from the disk",
+            "A second, with --disk-cache; what was not written was lost because the disk was too slow.",
+            "short",
+            [
+                *(
+                    (rate(f"dsjax_disk_pages_{what}_total"), what.replace("_", " "))
+                    for what in ("stored", "fetched", "evicted", "not_written")
+                ),
+                (gauge("dsjax_disk_pages_writing"), "on their way"),
+            ],
+        ),
+        (
+            "The disk",
+            "Share in use of the room that --disk-cache-bytes gives; failures a second.",
+            "short",
+            [
+                (f"{gauge('dsjax_disk_pages_used')} / {gauge('dsjax_disk_pages')}", "used"),
+                (rate("dsjax_disk_failures_total", by="operation"), "{{operation}}"),
+            ],
+        ),
+        (
+            "External prefix hits",
+            "Share of the prompt tokens that the devices did not have and a tier below had; vLLM's names.",
+            "percentunit",
+            [
+                (
+                    f"{rate('vllm:external_prefix_cache_hits_total')} / {rate('vllm:external_prefix_cache_queries_total')}",
+                    "hits",
+                )
+            ],
+        ),
+        (
             "Cost by rank",
             "In tokens; a new request goes where it is lowest.",
             "short",
@@ -269,7 +335,8 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
     "Experts (while recording)": [
         (
             "Balancedness",
-            "Mean over max of the devices' tokens: of the layers' sums, and mean of the layers' ratios. 1 is perfect.",
+            "Mean over max of the EP ranks' tokens since recording began: ratio of sums over layers, and mean of the layers' ratios. "
+            "1 is perfect.",
             "percentunit",
             [(f"dsjax_expert_balancedness{{{OF_MODEL}}}", "{{of}}")],
         ),

@@ -2,11 +2,16 @@
 
     python tools/profile_step.py --mesh dp=1 --rows 32 --context 160
     python tools/profile_step.py --mesh dp=32 --rows 8 --context 160
+    python tools/profile_step.py --mesh dp=1 --rows 32 --constant-placement      # what tables of places that are data cost
 
 Runs the engine's own compiled step under JAX's profiler and adds up the operations' times by the named scope they come
 from. The context grows by one token a step, as in decoding. On emulated devices more threads than cores run, and an
 operation's time includes waiting for a core; the shares are then what to read, and collectives are shown apart because
 most of their time is waiting for the last device.
+
+With ``--constant-placement`` nothing is profiled: the step runs by turns with another one that differs in one thing, the places of
+the experts, which are constants of that program. Where nothing is redundant, this difference is what tables that balancing could
+change cost those who do not use it.
 """
 
 from __future__ import annotations
@@ -45,6 +50,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=160, help="tokens before the one that is decoded")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--dispatch", default="auto")
+    parser.add_argument(
+        "--constant-placement", action="store_true", help="compare with a step that has places as constants"
+    )
     args = parser.parse_args()
     emulate_devices(MeshSpec.parse(args.mesh).num_devices)
 
@@ -56,6 +64,9 @@ def main() -> None:
     )
     llm.executor.buckets = dataclasses.replace(llm.executor.buckets, decode=(args.rows,))
     run, text = decode_step(llm, args.rows, args.context, pages)
+    if args.constant_placement:
+        compare_placements(llm, run, args.rows, args.steps)
+        return
     seconds, processor = measure(run, args.steps)
     print(
         f"{args.mesh}, {args.rows} rows a rank at context {args.context}: {seconds * 1e3:.2f} ms a step (median of {args.steps})"
@@ -82,6 +93,48 @@ def decode_step(llm, rows: int, context: int, pages: int):
 
     program = executor.programs.step(executor.programs.shape(Rectangle(rows, 1), None))
     return run, program.as_text()
+
+
+def compare_placements(llm, run, rows: int, steps: int) -> None:
+    """Steps with the places of experts as data and as constants, by turns; prints both medians, and that of the pairs' differences."""
+    import jax
+
+    from dsjax.engine import step_programs
+    from dsjax.engine.buckets import Rectangle
+
+    executor = llm.executor
+    programs = executor.programs
+    shape = programs.shape(Rectangle(rows, 1), None)
+    tables, compute = executor.model.placement.tables, step_programs.compute
+
+    def with_constants(step, params, state, packed, *given):
+        places = type(state.copies)(*map(jax.numpy.asarray, tables))
+        found, *others = compute(step, params, dataclasses.replace(state, copies=places), packed, *given)
+        return dataclasses.replace(found, copies=state.copies), *others
+
+    try:
+        step_programs.compute = with_constants
+        constant = programs.lower_step(shape).compile()
+    finally:
+        step_programs.compute = compute
+    forms = {"data": programs.step(shape), "constants": constant}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+    for turn in range(WARM + steps):
+        for name in list(forms)[:: 1 if turn % 2 else -1]:  # who comes first changes
+            (key,) = [key for key in programs.compiled if key[0] == "step"]
+            programs._compiled[key] = forms[name]
+            start, processor = time.perf_counter(), time.process_time()
+            run()
+            if turn >= WARM:
+                times[name].append((time.perf_counter() - start, time.process_time() - processor))
+    print(f"{llm.args.mesh}, {rows} rows a rank, tables {tables.physical_EC.shape} wide; {steps} steps each, by turns")
+    for place, kind in enumerate(("a step", "its processor time")):
+        data, constants = (np.array([pair[place] for pair in times[name]]) * 1e3 for name in forms)
+        low, median, high = np.quantile(data - constants, (0.25, 0.5, 0.75))
+        print(
+            f"{kind}: {np.median(data):.2f} ms with places as data, {np.median(constants):.2f} as constants; difference of a pair "
+            f"{median:+.3f} ms (half of them {low:+.2f} to {high:+.2f})"
+        )
 
 
 def measure(run, steps: int) -> tuple[float, float]:

@@ -59,6 +59,7 @@ def load(
             otherwise, exactly: ``float32(fp8) × scale``, then rounded to the dtype. ``auto`` is ``f32`` for a float32
             checkpoint, else ``bf16``.
         placement: the logical expert of each physical slot, of all layers or layer by layer; default: one copy of each, in order.
+            With one expert more than the model's routed ones, the shared expert has slots too, and no parameters of its own.
         mtp: whether to load the MTP modules, where the configuration has any.
         only: paths of the parameters to load; default: all.
         progress: whether to draw a progress bar on standard error.
@@ -78,6 +79,7 @@ def load(
         platform=mesh.devices.flat[0].platform,
         num_physical=placement.n_physical if placement else None,
         mtp=mtp,
+        shared_apart=placement is None or placement.n_logical <= config.n_routed_experts,
     )
     names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
     check_structure(

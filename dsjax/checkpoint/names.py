@@ -95,7 +95,8 @@ class TensorNames:
         parameters: its table of parameters (``abstract_parameters``), of any ``weights``; those that are derived from
             others are left out, as no checkpoint holds them.
         experts: the logical expert in each physical slot, ``[P]`` for all layers or ``[MoE layers, P]``; default: as many slots as
-            experts, in order. Layers of MTP modules come behind the model's; those beyond the last row are placed like it.
+            experts, in order. Layers of MTP modules come behind the model's; those beyond the last row are placed like it. The
+            number behind the last expert's is the shared expert.
 
     Raises:
         KeyError: a parameter that the table above does not know, which is a fault of the program.
@@ -126,10 +127,12 @@ class TensorNames:
         parts = range(*region[stack_axis].indices(2)) if stack_axis is not None else (0,)
         for lead in itertools.product(*axes):
             for part in parts:
-                name = source.templates[part].format(
-                    layer=source.first_layer + lead[0] if source.first_layer is not None else "",
-                    expert=self._expert(source, lead) if source.per_expert else "",
-                )
+                expert = self._expert(source, lead) if source.per_expert else ""
+                template = source.templates[part]
+                if expert == self.config.n_routed_experts:
+                    template = template.replace("experts.{expert}", "shared_experts")
+                layer = source.first_layer + lead[0] if source.first_layer is not None else ""
+                name = template.format(layer=layer, expert=expert)
                 index: list[int | slice] = [*lead, *[slice(None)] * (len(shape) - len(lead))]
                 if stack_axis is not None:
                     index[stack_axis] = part

@@ -1,6 +1,8 @@
 """`dsjax plan`: a cluster, a workload and objectives in, a layout out, with figures that can be checked."""
 
 import dataclasses
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +35,10 @@ def plan(
     throughput: Annotated[float | None, typer.Option(help="Objective: output tokens a second, all together.")] = None,
     measured: Annotated[
         Path | None, typer.Option(help="JSON of dsjax bench modules: its times in place of published tables.")
+    ] = None,
+    network: Annotated[
+        Path | None,
+        typer.Option(help="JSON of dsjax bench network: its times of collectives in place of assumptions about links."),
     ] = None,
     precision: Annotated[
         str, typer.Option(help="fp8, bf16 or nvfp4; auto: fp8, or what --measured was taken with.")
@@ -125,7 +131,13 @@ def plan(
     rows: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 8,
     pareto: Annotated[Path | None, typer.Option(help="Write the Pareto front: .html, or a picture.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for the sweeps' pictures.")] = None,
-    recipe_file: Annotated[Path | None, typer.Option("--recipe", help="Write the winner's recipe as JSON.")] = None,
+    recipe_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            help="Write the winner's recipe: FILE.json, or a folder with a kustomize overlay for Kubernetes.",
+        ),
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
     ] = None,
@@ -137,6 +149,7 @@ def plan(
     from dsjax.plan.explain import EXPLAINED
     from dsjax.plan.explain import explain as derive
     from dsjax.plan.measured import read_measured
+    from dsjax.plan.measured_network import check_device, read_network
     from dsjax.plan.operator_tables import operator_tables
     from dsjax.plan.own_cluster import choose_precision, find_cluster
     from dsjax.plan.pareto import draw_front, draw_sweep, write_html
@@ -183,6 +196,10 @@ def plan(
     config = load_config(model)
     modules = read_measured(measured, config) if measured else None
     found = find_cluster(cluster, modules)
+    if network is not None:
+        timed = read_network(network)
+        check_device(timed, found.hardware, found.name)
+        found = dataclasses.replace(found, measured=timed)
     if price_per_hour is not None:
         if not price_per_hour > 0:
             raise UserError(f"--price-per-hour is {price_per_hour:g}, expected more than 0")
@@ -266,8 +283,13 @@ def plan(
             plots.mkdir(parents=True, exist_ok=True)
             for swept in sweeps:
                 draw_sweep(swept, plots / f"{swept.quantity}.png")
-    if recipe_file and answer.winner:
+    if recipe_file and answer.winner and recipe_file.suffix == ".json":
         write_json(recipe_file, recipe(model, question, answer.winner))
+    elif recipe_file and answer.winner:
+        from dsjax.plan.kubernetes import write_overlay
+
+        with writing(recipe_file):
+            write_overlay(recipe_file, model, question, answer.winner, shlex.join(["dsjax", *sys.argv[1:]]))
     if json_file is not None:
         write_json(json_file, {**to_json(answer, model, rows, sweeps, outcomes), "published": beside})
         return

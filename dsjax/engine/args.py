@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.engine.eplb import EplbConfig
+from dsjax.engine.event_publisher import KvEventsConfig
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
@@ -27,6 +28,7 @@ _OF_THE_HOST = (
     "host_address",
     "start_timeout",
     "heartbeat_timeout",
+    "kv_events_config",
 )
 """Options that change which commands an executor gets, and not what it makes of them."""
 
@@ -79,6 +81,18 @@ class EngineArgs:
         "host memory of all DP ranks together that evicted pages of the prefix cache go to, and come back from; 0: none",
         least=0,
     )
+    disk_cache: str | None = option(
+        None,
+        "folder for pages that leave the cache, which survive a restart; one engine at a time; with --disk-cache-bytes",
+    )
+    disk_cache_bytes: int = option(
+        0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
+    )
+    kv_events_config: str | dict[str, Any] | None = option(
+        None,
+        "publish which pages are stored and removed, as vLLM does: JSON such as "
+        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\'; needs pyzmq',
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of an accelerator's memory for weights, cache and what a step needs beside them, from above 0 to 1",
@@ -104,6 +118,9 @@ class EngineArgs:
         "folder of native kernels that dsjax kernels build made; default: built at first start, kept with compiled programs",
     )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
+    enable_shared_experts_fusion: bool = option(
+        False, "the shared expert is one more routed expert, with a copy on each device: one grouped product"
+    )
     enable_eplb: bool = option(False, "move and copy experts after their load while serving")
     eplb_config: str | dict[str, Any] | None = option(
         None,
@@ -143,9 +160,9 @@ class EngineArgs:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if field.name not in ("speculative_config", "eplb_config"):
+            if field.name not in ("speculative_config", "eplb_config", "kv_events_config"):
                 _check(field, getattr(self, field.name))
-        _ = self.speculation, self.eplb, self.num_redundant  # wrong ones are refused here
+        _ = self.speculation, self.eplb, self.num_redundant, self.kv_events  # wrong ones are refused here
         if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
@@ -156,6 +173,7 @@ class EngineArgs:
                 f"--cache-tokens is {self.cache_tokens}, which is no whole number of pages of {self.page_size} tokens "
                 f"(--page-size); give {-(-self.cache_tokens // self.page_size) * self.page_size}"
             )
+        self._check_disk_cache()
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
         MeshSpec.parse(self.mesh)
@@ -204,6 +222,22 @@ class EngineArgs:
         return EplbConfig.parse(self.eplb_config)
 
     @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """`kv_events_config`, read; None where it is not given.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        if self.kv_events_config is None:
+            return None
+        found = KvEventsConfig.parse(self.kv_events_config)
+        if found.publishes and not self.enable_prefix_caching:
+            raise UserError(
+                "--kv-events-config tells of the prefix cache's pages, and --no-enable-prefix-caching turns it off; leave one of them out"
+            )
+        return found
+
+    @property
     def num_redundant(self) -> int:
         """Physical experts beside the logical ones, from whichever of the two options has them.
 
@@ -217,6 +251,22 @@ class EngineArgs:
                 "give one of them"
             )
         return self.redundant_experts if balanced is None else balanced
+
+    def _check_disk_cache(self) -> None:
+        if self.disk_cache is None:
+            if self.disk_cache_bytes:
+                raise UserError("--disk-cache-bytes is given without --disk-cache; give the folder too")
+            return
+        if not self.disk_cache_bytes:
+            raise UserError(
+                "--disk-cache is given without --disk-cache-bytes; say how many bytes the pages in it may take"
+            )
+        if not self.enable_prefix_caching:
+            raise UserError("--disk-cache keeps pages of the prefix cache, which --no-enable-prefix-caching turns off")
+        if self.record_steps is not None:
+            raise UserError(
+                "--record-steps does not go with --disk-cache: a recording would lack what pages from the disk held; leave one of them out"
+            )
 
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
         """The scheduler's sizes for an executor made from these options."""

@@ -63,11 +63,18 @@ def make_step(
     placement = expert_placement(config, spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
         placement = placement_from_file(args, config, spec, placement)
+    fusion = args.enable_shared_experts_fusion
+    if fusion and (not config.is_moe or config.n_shared_experts != 1):
+        raise UserError(
+            f"--enable-shared-experts-fusion makes a layer's one shared expert a routed one, but this model has "
+            f"{config.n_shared_experts if config.is_moe else 'no experts'}; leave it out"
+        )
     table = parameter_table(
         config,
         weights=weights,
         platform=platform,
-        num_physical=placement.n_physical if config.is_moe else 0,
+        num_physical=placement.n_physical + fusion * spec.ep_size if config.is_moe else 0,
+        shared_apart=not fusion,
         materialise="AM_CC_ME" in (args.mla_prefill, args.mla_decode),
         mtp=mtp,
     )
@@ -85,6 +92,7 @@ def make_step(
         decode_form=args.mla_decode,
         page_size=args.page_size,
         kernels=_kernels(args, spec, platform, dtype),
+        shared_experts_fusion=fusion,
     )
 
 

@@ -242,7 +242,7 @@ class AsyncEngine:
                     raise self._failure
                 if self._ending:
                     self._core.finish()
-                    self._core.executor.shutdown()
+                    self._core.shutdown()
                     return
                 if self._core.has_unfinished:
                     self._step()

@@ -11,11 +11,13 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 """Of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
 """`until` of a bias that holds for every token."""
+NAME_BYTES = 32
+"""Of a page's name (`extend_hashes` of `dsjax/engine/pages.py`)."""
 TOKEN_MADE = -1
 """`PrefillRow.next_token` where the prompt ends with the row: what follows is the token that the row makes."""
 
@@ -147,21 +149,60 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
 
 
 class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"):
-    """Copy pages to slots of host memory: of each rank int32 pairs (page, slot)."""
+    """Copy pages to slots of host memory, or write them to the disk, or both.
+
+    Attributes:
+        ranks: of each rank int32 triples (page, slot, number of the writing); −1: no slot, or no writing.
+        names: of each rank `NAME_BYTES` for each page that is written, one after the other.
+    """
 
     ranks: list[bytes]
+    names: list[bytes] = []
 
 
 class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"):
-    """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until it is placed."""
+    """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until it is placed.
+
+    Numbers from the count of slots on are those of `ReadPages`: what was read there is sent, and then forgotten.
+
+    Attributes:
+        number: by which `PlacePages` names it.
+    """
 
     ranks: list[bytes]
+    number: int = 0
+
+
+class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
+    """Begin to read pages from the disk; the executor reports later which have come (`Executor.page_reports`).
+
+    Attributes:
+        ranks: of each rank int32 numbers, none of which is in use. names: of each rank `NAME_BYTES` for each of them.
+        drops: of each rank int32 numbers of earlier ones that nobody wants any more, come or not.
+    """
+
+    ranks: list[bytes]
+    names: list[bytes]
+    drops: list[bytes]
+
+
+class DropPages(msgspec.Struct, frozen=True, array_like=True, tag="drop_pages"):
+    """Delete pages from the disk: all, and then those with these names (`NAME_BYTES` each), after what was to be written before."""
+
+    everything: bool
+    names: bytes = b""
 
 
 class PlacePages(msgspec.Struct, frozen=True, array_like=True, tag="place_pages"):
-    """Write what the oldest `FetchPages` staged that is not placed yet to pages: int32, of each rank, in the order of its slots."""
+    """Write what a `FetchPages` staged to pages: int32, of each rank, in the order of its slots.
+
+    Attributes:
+        number: of that `FetchPages`. Where there was none, because launching it failed, nothing is written. What older ones staged is
+            forgotten.
+    """
 
     ranks: list[bytes]
+    number: int = 0
 
 
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
@@ -216,7 +257,19 @@ class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_expe
 
 
 Command = (
-    Step | Copy | StorePages | FetchPages | PlacePages | Clear | Score | Flush | ReadLoads | StageExperts | PlaceExperts
+    Step
+    | Copy
+    | StorePages
+    | FetchPages
+    | ReadPages
+    | DropPages
+    | PlacePages
+    | Clear
+    | Score
+    | Flush
+    | ReadLoads
+    | StageExperts
+    | PlaceExperts
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -243,6 +296,11 @@ def int32s(values: Iterable[int]) -> bytes:
     if sys.byteorder != "little":
         found.byteswap()
     return found.tobytes()
+
+
+def names_of(data: bytes) -> list[bytes]:
+    """Pages' names that stand one after the other."""
+    return [data[at : at + NAME_BYTES] for at in range(0, len(data), NAME_BYTES)]
 
 
 def from_int32s(data: bytes) -> array:

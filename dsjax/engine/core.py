@@ -7,21 +7,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.commands import Flush, Step
 from dsjax.engine.executor import Executor, RankResults
+from dsjax.engine.page_events import AllBlocksCleared
+from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.plan import RankPlan, StepPlan
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import Request, Status
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig, Update
 from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
-from dsjax.engine.step_writer import StepWriter, clear_command
+from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
+    from dsjax.engine.event_publisher import EventPublisher
     from dsjax.engine.expert_balancer import ExpertBalancer
     from dsjax.engine.generations import Generation, Generations
 
 
 class ChangeUnderWayError(UserError):
     """Another mesh was asked for while the mesh is being changed."""
+
+
+DISK_WAIT = 0.002
+"""Seconds that the engine waits for the disk at a time where every request does. It looks for new requests in between."""
 
 
 class _Totals(NamedTuple):
@@ -50,6 +57,7 @@ class EngineCore:
     Args:
         async_scheduling: False plans a step only when the results of the one before are entered.
         balancer: moves experts between steps; None: they stay where they are.
+        publisher: is given the events of pages; None: there are none.
 
     Attributes:
         generations: makes further executors; None: this one is all there is.
@@ -62,10 +70,12 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         balancer: "ExpertBalancer | None" = None,
+        publisher: "EventPublisher | None" = None,
     ):
         limits = executor.limits
         self.executor = executor
-        self.scheduler = Scheduler(scheduler_config, limits.num_ranks)
+        self.scheduler = Scheduler(scheduler_config, limits.num_ranks, page_events=publisher is not None)
+        self._publisher = publisher
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
@@ -101,6 +111,8 @@ class EngineCore:
         if not self._under_way:
             if self._balancer is not None:
                 self._balancer.idle()
+            if self.scheduler.waits_for_disk:
+                self._enter_pages(DISK_WAIT)  # there is nothing else to do
             return []
         if meanwhile is not None:
             meanwhile()
@@ -130,6 +142,7 @@ class EngineCore:
         updates = self.scheduler.update(plan, results, computed)
         self._owed += updates
         self._clear_dirty()
+        self._publish()
         before, now = self._reported, self._totals()
         self._reported = now
         counts, entered = self.executor.counts(), time.monotonic()
@@ -157,6 +170,8 @@ class EngineCore:
             experts=counts.experts,
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
             balance=self.balance(),
+            disk=self.disk(),
+            page_waits=self.scheduler.take_page_waits(),
         )
 
     def change(self, make: "Callable[[], Generation]") -> list[Update]:
@@ -187,6 +202,9 @@ class EngineCore:
         new = make()
         self.executor = new.executor
         limits = new.executor.limits
+        if self._publisher is not None:
+            for rank in range(max(len(self.scheduler.ranks), limits.num_ranks)):
+                self._publisher.publish(rank, [AllBlocksCleared()])
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, time.monotonic())
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._reported = _Totals(0, 0, 0)
@@ -206,6 +224,10 @@ class EngineCore:
         """What each rank has to do, and has room for."""
         return self.scheduler.loads()
 
+    def disk(self) -> DiskCounts | None:
+        """What the disk below the cache has done, and holds; None without one."""
+        return self.scheduler.disk_counts()
+
     def balance(self) -> BalanceStats | None:
         """What came of balancing experts so far; None where they stay where they are."""
         return self._balancing.stats if self._balancing else None
@@ -216,6 +238,9 @@ class EngineCore:
         Where nothing is under way, the cache's memory is zeroed too.
         """
         self.scheduler.flush_prefix_cache()
+        if self.scheduler.disk is not None:
+            self.executor.launch(drop_command(*self.scheduler.disk.take_dropped()))
+        self._publish()
         if not self.has_unfinished:
             self.executor.collect(self.executor.launch(Flush()))
             self._writer.void()
@@ -232,7 +257,10 @@ class EngineCore:
     def _launch(self) -> bool:
         """Plan and launch one step, and what goes before it; False where there is nothing to compute now."""
         began = time.monotonic()
+        if self.scheduler.disk is not None:
+            self._enter_pages()
         plan = self.scheduler.schedule(began)
+        self._publish()
         self._clear_dirty()  # pages of a request that was preempted or aborted
         planned = time.monotonic()
         try:
@@ -252,6 +280,21 @@ class EngineCore:
             raise
         self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic())))
         return True
+
+    def _enter_pages(self, seconds: float = 0.0) -> None:
+        """Enter what came of pages and the disk; wait so long for the first of it."""
+        self.scheduler.enter_pages(self.executor.page_reports(seconds), time.monotonic())
+
+    def _publish(self) -> None:
+        if self._publisher is not None:
+            for rank, events in self.scheduler.take_page_events():
+                self._publisher.publish(rank, events)
+
+    def shutdown(self) -> None:
+        """Give back what the executor holds, and tell subscribers nothing more."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self.executor.shutdown()
 
     def _clear_dirty(self) -> None:
         dirty = self.scheduler.take_dirty()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.eplb import EplbConfig
+from dsjax.engine.event_publisher import EventPublisher, KvEventsConfig
 from dsjax.engine.executor import Executor, Progress
 from dsjax.engine.input_processor import InputProcessor, Prompt
 from dsjax.engine.output_processor import OutputProcessor
@@ -34,6 +35,7 @@ class LLMEngine:
         seed: requests without a seed draw theirs from it, in the order of their coming.
         async_scheduling: plan a step while the one before computes.
         eplb: how experts are moved after their load; None: they stay where they are.
+        kv_events: where events of pages are published; None: nowhere.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class LLMEngine:
         seed: int = 0,
         async_scheduling: bool = True,
         eplb: EplbConfig | None = None,
+        kv_events: KvEventsConfig | None = None,
     ):
         self.tokenizer = tokenizer
         balancer = None
@@ -53,7 +56,12 @@ class LLMEngine:
             from dsjax.engine.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
 
             balancer = ExpertBalancer(eplb, executor)
-        self.core = EngineCore(executor, scheduler_config, async_scheduling=async_scheduling, balancer=balancer)
+        publisher = None
+        if kv_events is not None and kv_events.publishes:
+            publisher = EventPublisher(kv_events, executor.limits.num_ranks)
+        self.core = EngineCore(
+            executor, scheduler_config, async_scheduling=async_scheduling, balancer=balancer, publisher=publisher
+        )
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer)
         self._aborted: list[RequestOutput] = []
@@ -146,4 +154,4 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""
-        self.core.executor.shutdown()
+        self.core.shutdown()

@@ -57,7 +57,11 @@ class RankResults(NamedTuple):
 
 @dataclass(frozen=True)
 class ExecutorLimits:
-    """The shapes an executor has room for, all per DP rank. Page 0 of each rank is never allocated."""
+    """The shapes an executor has room for, all per DP rank. Page 0 of each rank is never allocated.
+
+    Attributes:
+        disk_pages: that the disk has room for, of all ranks together; disk_page_bytes: that each takes there.
+    """
 
     max_rows_decode: int
     max_rows_prefill: int
@@ -68,6 +72,8 @@ class ExecutorLimits:
     max_model_len: int
     vocab_size: int
     host_pages_per_rank: int = 0
+    disk_pages: int = 0
+    disk_page_bytes: int = 0
 
     @property
     def max_pages(self) -> int:
@@ -153,6 +159,20 @@ class Exchanged(NamedTuple):
     error: str | None = None
 
 
+class PageReports(NamedTuple):
+    """What came of the pages' ways to the disk and from it since the last time it was asked.
+
+    Attributes:
+        read: (rank, number, whether it has come) of pages that were to be read.
+        written: (number, whether it was written) of those to be written.
+        found: names of the pages that an earlier run has left, least recently used first; None until they are known, and ever after.
+    """
+
+    read: list[tuple[int, int, bool]]
+    written: list[tuple[int, bool]]
+    found: list[bytes] | None = None
+
+
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, label)` between the programs that an executor compiles to warm up. What it raises ends the warm-up."""
 
@@ -199,6 +219,11 @@ class Executor(Protocol):
 
     def expert_counts(self) -> ExpertCounts | None:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
+
+    def page_reports(self, seconds: float = 0.0) -> PageReports:
+        """What came of pages and the disk since the last time; where that is nothing, wait so long for the first. Only where
+        `limits.disk_pages` is not 0.
+        """
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
@@ -248,6 +273,10 @@ class ExecutorAround:
     def expert_counts(self) -> ExpertCounts | None:
         """The inner executor's."""
         return self.inner.expert_counts()
+
+    def page_reports(self, seconds: float = 0.0) -> PageReports:
+        """The inner executor's."""
+        return self.inner.page_reports(seconds)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile the inner executor's programs."""

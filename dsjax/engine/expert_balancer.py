@@ -19,7 +19,7 @@ from dsjax.engine.commands import Command, PlaceExperts, ReadLoads, StageExperts
 from dsjax.engine.eplb import EplbConfig, RebalanceUnderWayError
 from dsjax.engine.executor import Executor, ExpertSlots, LoadWindow
 from dsjax.engine.stats import BalanceStats
-from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
+from sharding.balancing import balancedness_of_ranks, by_host, experts_moved, keep_in_place, rank_loads, rebalance
 from sharding.layer_placement import exchange_rounds
 
 _log = logging.getLogger(__name__)
@@ -257,10 +257,7 @@ class ExpertBalancer:
 
     def _enter_window(self, window: LoadWindow, decide: bool) -> None:
         self._windows.append(window)
-        mean, most = window.by_rank.mean(axis=1), window.by_rank.max(axis=1)
-        used = most > 0
-        of_sums = float(mean.sum() / most.sum()) if used.any() else 1.0
-        of_layers = float((mean[used] / most[used]).mean()) if used.any() else 1.0
+        of_sums, of_layers, _ = balancedness_of_ranks(window.by_rank)
         self._stats = replace(
             self._stats,
             windows=self._stats.windows + 1,
@@ -278,7 +275,7 @@ class ExpertBalancer:
                 1 / of_sums,
             )
         due = self._steps - self._decided_at >= self._config.step_interval
-        if decide and due and self._deciding is None and not self.busy and used.any():
+        if decide and due and self._deciding is None and not self.busy and window.by_rank.any():
             self._decided_at = self._steps
             self._deciding = self._pool.submit(self._decision(self._config.payback))
 

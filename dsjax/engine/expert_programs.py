@@ -74,7 +74,7 @@ def staging_bytes(step: Step) -> int:
 
 def expert_bytes(step: Step) -> int:
     """Bytes of one expert on one device: the whole of it, or its part where its width is split."""
-    return staging_bytes(step) * step.spec.ep_size // step.placement.n_physical
+    return staging_bytes(step) * step.spec.ep_size // step.stored_placement.n_physical
 
 
 def exchange_bytes(step: Step, experts: int) -> int:

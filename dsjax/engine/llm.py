@@ -73,6 +73,7 @@ class LLM:
             seed=self.args.seed,
             async_scheduling=self.args.async_scheduling,
             eplb=self.args.eplb,
+            kv_events=self.args.kv_events,
         )
         self.engine.core.generations = self._generations = Generations(self.args, group, loaded)
         self._ids = itertools.count()

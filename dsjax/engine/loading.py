@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
-from dsjax.engine import expert_programs
+from dsjax.engine import expert_programs, tier_sizes
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import check_layout, dispatch_method, experts_per_exchange, make_step, weights_format
 from dsjax.engine.buckets import Buckets
@@ -61,7 +62,8 @@ class EngineFacts:
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
-        host_cache_tokens: token slots of host memory below the cache, all DP ranks together.
+        host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
+        page_bytes: of one page, all layers, on all the devices of a DP rank.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
@@ -86,6 +88,8 @@ class EngineFacts:
     max_model_len: int
     max_num_seqs: int
     host_cache_tokens: int = 0
+    disk_cache_tokens: int = 0
+    page_bytes: int = 0
     speculation: dict[str, Any] | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
@@ -121,6 +125,7 @@ def load_model(
     """
     if args.record_steps is not None:
         check_writable(args.record_steps)
+    lock = tier_sizes.lock_disk(args, group)
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -153,7 +158,7 @@ def load_model(
                 mesh,
                 step.rules,
                 weights=weights,
-                placement=step.placement if config.is_moe else None,
+                placement=step.stored_placement if config.is_moe else None,
                 mtp=step.has_module,
                 progress=show_progress,
             )
@@ -187,11 +192,12 @@ def load_model(
                 mesh,
                 step.rules,
                 weights=weights,
-                placement=placements,
+                placement=step.stored(placements),
                 mtp=step.has_module,
                 only=paths,
             ),
             meet=None if group is None else lambda: group.ask("compiled") and None,
+            disk=lock and partial(tier_sizes.open_disk, args, step, directory, lock),
         )
     if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)
@@ -339,26 +345,7 @@ def _limits(args: EngineArgs, step: Step, sizes: ExecutorLimits, pool: Pool | No
                 else " or use a mesh of more devices"
             )
         )
-    return replace(sizes, pages_per_rank=pages, host_pages_per_rank=_host_pages(args, step))
-
-
-def _host_pages(args: EngineArgs, step: Step) -> int:
-    """Pages of each DP rank for which ``--host-cache-bytes`` has room."""
-    if not args.host_cache_bytes:
-        return 0
-    if not args.enable_prefix_caching:
-        raise UserError(
-            "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
-        )
-    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
-    each = device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
-    pages = args.host_cache_bytes // step.spec.dp_size // each
-    if pages < 1:
-        raise UserError(
-            f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
-            f"a page takes {each:,} bytes: give at least {each * step.spec.dp_size:,}"
-        )
-    return pages
+    return replace(sizes, pages_per_rank=pages, **tier_sizes.below(args, step))
 
 
 def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
@@ -394,6 +381,8 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
+        disk_cache_tokens=limits.disk_pages * limits.page_size,
+        page_bytes=tier_sizes.page_bytes(step),
         host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),

@@ -18,20 +18,31 @@ from dsjax.engine.commands import (
     Clear,
     Command,
     Copy,
+    DropPages,
     FetchPages,
     Flush,
     PlaceExperts,
     PlacePages,
     ReadLoads,
+    ReadPages,
     Score,
     StageExperts,
     Step,
     StorePages,
 )
-from dsjax.engine.executor import Exchanged, ExecutorCounts, ExecutorLimits, ExpertCounts, ExpertSlots, Progress
+from dsjax.engine.disk_pages import DiskPages
+from dsjax.engine.executor import (
+    Exchanged,
+    ExecutorCounts,
+    ExecutorLimits,
+    ExpertCounts,
+    ExpertSlots,
+    PageReports,
+    Progress,
+)
 from dsjax.engine.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.expert_recorder import ExpertRecorder
-from dsjax.engine.host_pages import HostPages
+from dsjax.engine.host_pages import HostPages, Shapes
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
 from dsjax.engine.process import explained_out_of_memory
@@ -106,6 +117,7 @@ class MeshExecutor:
         experts_per_exchange: int = 0,
         reload: Reload | None = None,
         meet: Callable[[], None] | None = None,
+        disk: Callable[[Shapes], DiskPages] | None = None,
     ):
         self.model, self.limits, self.buckets = step, limits, buckets
         self.params = {path: params[path] for path in step.table.infos}
@@ -116,7 +128,7 @@ class MeshExecutor:
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
         self._recorder = ExpertRecorder(step)
         self._exchange = ExpertExchange(self, experts_per_exchange, reload) if experts_per_exchange else None
-        self._host_pages = HostPages(self) if limits.host_pages_per_rank else None
+        self._host_pages = HostPages(self, disk) if limits.host_pages_per_rank or disk else None
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
@@ -170,6 +182,10 @@ class MeshExecutor:
         self._slots.settle(pending.command, results)
         return results
 
+    def page_reports(self, seconds: float = 0.0) -> PageReports:
+        """What came of pages and the disk since the last time; wait so long for the first of it."""
+        return self._host_pages.reports(seconds)
+
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
         self.programs.warm_up(self.buckets, progress)
@@ -198,6 +214,8 @@ class MeshExecutor:
 
     def shutdown(self) -> None:
         """Free the state and drop the programs."""
+        if self._host_pages:
+            self._host_pages.close()
         for array in jax.tree.leaves(self.state):
             array.delete()
         self.programs.drop()
@@ -207,10 +225,10 @@ class MeshExecutor:
         arrays = [*jax.tree.leaves(self.state), *self.params.values()]
         arrays += [pending.last for pending in self._queue if pending.last is not None]
         for array in arrays:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # of the program that made it, or because it was given to one that failed
+            with contextlib.suppress(RuntimeError):  # of the program that made it, or it was given to one that failed
                 array.block_until_ready()
+        if self._host_pages:
+            self._host_pages.close()
         self._queue.clear()
         self.programs.drop()
         self._exchange = self._host_pages = None
@@ -255,6 +273,10 @@ class MeshExecutor:
             return self._host_pages.fetch(command)
         if isinstance(command, PlacePages):
             return self._host_pages.place(command)
+        if isinstance(command, ReadPages):
+            return self._host_pages.read(command)
+        if isinstance(command, DropPages):
+            return self._host_pages.drop(command)
         if isinstance(command, ReadLoads):
             return self._exchange.read(pending, command)
         if isinstance(command, StageExperts):

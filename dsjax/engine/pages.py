@@ -1,12 +1,14 @@
 """Pages of one rank's latent cache: which are free, held and cached, and the hashes that cached ones are found by."""
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from hashlib import sha256
 
-from dsjax.engine.page_tiers import HostTier
+from dsjax.engine.commands import int32s
+from dsjax.engine.page_events import RankEvents
+from dsjax.engine.page_tiers import StoredPage
 from dsjax.engine.request import Request
+from dsjax.engine.tiers_below import TiersBelow
 
 _NO_SALT = bytes(32)
 
@@ -20,11 +22,14 @@ class PagePool:
 
     Attributes:
         below: where cached pages go when their room is needed; None: they are lost.
-        leaving: (page, slot of the tier) of those that went there. Whoever reads it has them copied before anything else happens, and
+        leaving: those that went there. Whoever reads it has them copied before anything else happens, and
             empties it.
+        events: told of pages that can be found and of those that cannot any more; None: nobody wants to know.
     """
 
-    def __init__(self, num_pages: int, page_size: int, below: HostTier | None = None):
+    def __init__(
+        self, num_pages: int, page_size: int, below: TiersBelow | None = None, events: RankEvents | None = None
+    ):
         if num_pages < 2:
             raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
         if page_size < 1:
@@ -32,7 +37,8 @@ class PagePool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.below = below
-        self.leaving: list[tuple[int, int]] = []
+        self.events = events
+        self.leaving: list[StoredPage] = []
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
         self._hash_of: list[bytes | None] = [None] * num_pages
@@ -81,9 +87,9 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
-                slot = self.below.store(self._hash_of[page]) if self.below is not None and store else None
-                if slot is not None:
-                    self.leaving.append((page, slot))
+                stored = self.below.store(page, self._hash_of[page]) if self.below is not None and store else None
+                if stored is not None:
+                    self.leaving.append(stored)
                 self._unname(page)
             self._holders[page] = 1
             pages.append(page)
@@ -130,32 +136,60 @@ class PagePool:
             found += 1
         return found
 
-    def seal(self, page: int, name: bytes) -> None:
-        """Let a page be found: it is full, its values are finite, and nobody writes it any more.
+    def seal(self, page: int, name: bytes) -> bool:
+        """Let a page be found: it is full, its values are finite, and nobody writes it any more. Whether it can be found from now on.
 
         Where another page has this hash already, that one stays the one to be found.
         """
-        if self._hash_of[page] is None and self._page_of.setdefault(name, page) == page:
-            self._hash_of[page] = name
+        if self._hash_of[page] is not None or self._page_of.setdefault(name, page) != page:
+            return False
+        self._hash_of[page] = name
+        return True
+
+    def seal_of(self, request: Request, first: int, pages: Sequence[int]) -> None:
+        """`seal` pages of a request, from page number `first` of it on."""
+        names = request.page_hashes
+        new = [place for place, page in enumerate(pages, start=first) if self.seal(page, names[place])]
+        if self.events is not None and new:
+            self.events.computed(request, new)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let pages be found no more, nor what the tier below has of them. Who holds them keeps them."""
-        for page in pages:
-            if self._hash_of[page] is not None:
-                if self.below is not None:
-                    self.below.forget((self._hash_of[page],))
-                self._unname(page)
-                if not self._holders[page]:
-                    del self._idle[page]
-                    self._free.append(page)
+        """Let pages be found no more, nor what the tiers below have of them. Who holds them keeps them."""
+        named = [page for page in pages if self._hash_of[page] is not None]
+        if self.below is not None:
+            self.below.forget([self._hash_of[page] for page in named])
+        for page in named:
+            self._lose(page)
 
     def flush(self) -> None:
         """Forget every page, and those below."""
-        self.forget(list(self._page_of.values()))
+        events, self.events = self.events, None
+        self._forget_all()
         if self.below is not None:
             self.below.flush()
+        self.events = events
+        if events is not None:
+            events.cleared()
+
+    def doubt(self) -> None:
+        """Forget every page, and of those below what may not have got there: commands may not have been carried out."""
+        self._forget_all()
+        if self.below is not None:
+            self.below.doubt()
+
+    def _forget_all(self) -> None:
+        for page in list(self._page_of.values()):
+            self._lose(page)
+
+    def _lose(self, page: int) -> None:
+        self._unname(page)
+        if not self._holders[page]:
+            del self._idle[page]
+            self._free.append(page)
 
     def _unname(self, page: int) -> None:
+        if self.events is not None:
+            self.events.removed("device", (self._hash_of[page],))
         del self._page_of[self._hash_of[page]]
         self._hash_of[page] = None
 
@@ -163,14 +197,15 @@ class PagePool:
 def extend_hashes(request: Request, page_size: int) -> list[bytes]:
     """Bring `request.page_hashes` up to the full pages of its tokens, and give it.
 
-    A page's hash is sha256 of the hash of the page before it and its token ids (int32, host order); the first page's
-    predecessor is the hash of the salt. Equal hashes so mean equal tokens at equal positions, from the first one on, under equal salts.
+    A page's hash is sha256 of the hash of the page before it and its token ids (int32, little-endian); the first page's
+    predecessor is the hash of the salt. Equal hashes so mean equal tokens at equal positions, from the first one on, under equal salts,
+    in every process.
     """
     hashes, tokens = request.page_hashes, request.token_ids
     if len(hashes) < len(tokens) // page_size:
         parent = hashes[-1] if hashes else _root(request.cache_salt)
         for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):
-            parent = sha256(parent + array("i", tokens[start : start + page_size]).tobytes()).digest()
+            parent = sha256(parent + int32s(tokens[start : start + page_size])).digest()
             hashes.append(parent)
     return hashes
 

@@ -1,5 +1,6 @@
 """What the scheduler decides: which tokens of which requests a step computes. Live requests, in one process."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dsjax.engine.page_tiers import PageMoves
@@ -25,7 +26,7 @@ class RankPlan(NamedTuple):
     """One rank's work in a step. Both lists are empty on an idle rank, which still takes part.
 
     `decodes` are rows that compute a request's last token and make the next one; `prefills` are all other rows. `copies` are pairs of
-    pages (from, to) to be copied before, and `moves` what goes to host memory and comes from it before that.
+    pages (from, to) to be copied before, and `moves` what goes below and comes from there before that.
     """
 
     decodes: list[ScheduledRow]
@@ -45,11 +46,14 @@ class StepPlan(NamedTuple):
     Attributes:
         num_drafts: drafts that a decode row verifies at most.
         proposes: drafts to be made for the next step.
+        flushes_disk, dropped: whether all pages on the disk are to be deleted, and then which further ones, by their names.
     """
 
     ranks: list[RankPlan]
     num_drafts: int = 0
     proposes: int = 0
+    flushes_disk: bool = False
+    dropped: Sequence[bytes] = ()
 
     @property
     def is_empty(self) -> bool:

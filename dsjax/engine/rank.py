@@ -7,14 +7,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from dsjax.engine.arrivals import Arrivals
-from dsjax.engine.page_tiers import TierCounts
+from dsjax.engine.page_tiers import TierCounts, TierHits
 from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.plan import RankPlan, ScheduledRow
 from dsjax.engine.request import Request, Status
 
 _by_order = attrgetter("order")
 _MOST_PASSED = 16
-"""Requests in the queue that a step looks past because others are computing what they will find cached, or it is on its way."""
+"""Requests in the queue that a step looks past because others compute what they will find cached; those that wait for pages come extra."""
 
 
 class RankLoad(NamedTuple):
@@ -29,6 +29,8 @@ class RankLoad(NamedTuple):
         cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
             be computed (docs/scheduler.md).
         host: of the pages in host memory; None where none go there.
+        hits: tokens that requests found cached when they were admitted for the first time, by the tier that had them. queried: tokens
+            of those requests.
     """
 
     rank: int
@@ -40,6 +42,8 @@ class RankLoad(NamedTuple):
     usable_pages: int
     cost: float
     host: TierCounts | None = None
+    hits: TierHits = TierHits()
+    queried: int = 0
 
 
 class Rank:
@@ -55,14 +59,15 @@ class Rank:
     written cannot reach a page's next owner.
 
     Attributes:
-        arrivals: what waiting requests have under way from host memory.
+        arrivals: what waiting requests have under way from below.
         dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
         load: known tokens of all requests.
         waiting_tokens: known tokens of the waiting ones.
         backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are
             neither cached nor promised, of prompts under way the rest.
         promised: hashes of the pages that requests here are to compute for their prompts; for each, by how many requests.
-        prefix_queries, prefix_hits: known tokens of the requests admitted for the first time, and how many were cached.
+        prefix_queries, prefix_hits: known tokens of the requests admitted for the first time, and how many were cached; hits: by the
+            tier that had them.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Rank:
         self.load = self.waiting_tokens = self.backlog = 0
         self.promised: Counter[bytes] = Counter()
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.hits = TierHits()
         self.dirty: list[int] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.arrivals = Arrivals(pool)
@@ -161,7 +167,7 @@ class Rank:
         num_drafts: drafts that a decode verifies at most.
         """
         preemptions = self.num_preemptions
-        moves = self.arrivals.enter()
+        moves = self.arrivals.enter(now)
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
         budget = self.max_num_batched_tokens - len(decodes)
         plan = RankPlan(decodes, [], [], moves)
@@ -173,6 +179,7 @@ class Rank:
             self._admit(budget, plan, prompts + computing, now)
         if moves is not None:
             moves.stores, self.pool.leaving = self.pool.leaving, []
+            moves.drops = self.pool.below.take_drops()
         return plan
 
     def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
@@ -232,18 +239,19 @@ class Rank:
         prompts: those being computed. A request whose next page one of them computes is passed: it finds the page cached when it
         starts later.
         """
-        at = 0
-        while at < min(len(self.waiting), _MOST_PASSED) and self._free_slots and budget > 0:
+        at = arriving = 0
+        while at < min(len(self.waiting), _MOST_PASSED + arriving) and self._free_slots and budget > 0:
             request = self.waiting[at]
             if request.is_arriving:
                 at += 1
+                arriving += 1
                 continue
             names = self._readable(request)
             found = self.pool.find(names)
             if len(found) < len(names) and _computes(prompts, len(found), names[len(found)]):
                 at += 1
                 continue
-            if plan.moves is not None and self.arrivals.fetch(request, names, found, plan.moves):
+            if plan.moves is not None and self.arrivals.fetch(request, names, found, plan.moves, now):
                 at += 1
                 continue
             copied = self._last_page(request) if len(found) == len(names) else []
@@ -300,6 +308,9 @@ class Rank:
             if self.prefix_caching and not request.wants_prompt_logprobs:
                 self.prefix_queries += len(request.token_ids)
                 self.prefix_hits += request.num_cached_tokens
+                self.hits = self.hits.plus(
+                    request.num_cached_tokens, request.num_host_pages, request.num_disk_pages, self.pool.page_size
+                )
         bisect.insort(self.running, request, key=_by_order)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
@@ -363,9 +374,8 @@ class Rank:
         computed = min(request.num_computed_tokens, len(request.token_ids))
         sealed, full = request.num_sealed_pages, computed // self.pool.page_size
         if full > sealed:
-            names = extend_hashes(request, self.pool.page_size)
-            for page, name in zip(request.pages[sealed:full], names[sealed:full], strict=True):
-                self.pool.seal(page, name)
+            extend_hashes(request, self.pool.page_size)
+            self.pool.seal_of(request, sealed, request.pages[sealed:full])
             request.num_sealed_pages = full
 
     def _take_back(self, request: Request) -> None:

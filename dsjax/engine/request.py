@@ -63,8 +63,10 @@ class Request:
         admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
             was preempted may come back to the same slot with other pages.
         pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
-        held_pages: of a waiting request, cached pages that are kept for it: what it lacks is on its way from host memory, or has come.
+        held_pages: of a waiting request, cached pages that are kept for it: what it lacks is on its way from below, or has come.
         is_arriving: whether it is on its way.
+        ignores_disk: it has waited too long for the disk, and goes on without.
+        num_host_pages, num_disk_pages: that have come for it from below.
         num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
             writes them any more. All later ones are this request's alone.
         page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
@@ -105,6 +107,9 @@ class Request:
     pages: list[int] = field(default_factory=list)
     held_pages: list[int] = field(default_factory=list)
     is_arriving: bool = False
+    ignores_disk: bool = False
+    num_host_pages: int = 0
+    num_disk_pages: int = 0
     num_sealed_pages: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     num_promised: int = 0

@@ -1,117 +1,19 @@
 """`Scheduler`: which tokens of which requests every DP rank computes in the next step. Plain Python, no JAX."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from dsjax.engine.executor import ExecutorLimits, RankResults, RowResult
-from dsjax.engine.page_tiers import HostTier
+from dsjax.engine.executor import PageReports, RankResults, RowResult
+from dsjax.engine.page_events import Event, PageEvents, RankEvents
+from dsjax.engine.page_tiers import DiskCounts, DiskTier, HostTier
 from dsjax.engine.pages import PagePool
 from dsjax.engine.plan import ScheduledRow, StepPlan
 from dsjax.engine.rank import Rank, RankLoad
 from dsjax.engine.request import ErrorKind, FinishReason, Request, Status
 from dsjax.engine.routing import Router, standing_cost
-from dsjax.engine.speculative import SpeculativeConfig
-from dsjax.errors import UserError
-
-
-class AdmissionError(UserError):
-    """A request that this engine could never finish."""
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Sizes and policy; every number is per DP rank.
-
-    Attributes:
-        max_num_seqs: most running requests.
-        max_num_batched_tokens: most tokens in a step, padding not counted.
-        prefill_chunk: most tokens of one prompt in a step.
-        max_prefill_rows: most prompts in a step.
-        policy: `fcfs`: by arrival; `priority`: lower `Request.priority` first, then by arrival.
-        host_pages_per_rank: pages of host memory to which evicted ones go; 0: they are lost.
-        prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
-        speculation: how many tokens are drafted; None: none.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk: int
-    max_prefill_rows: int
-    page_size: int
-    pages_per_rank: int
-    max_model_len: int
-    host_pages_per_rank: int = 0
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    prefix_caching: bool = True
-    speculation: SpeculativeConfig | None = None
-
-    def __post_init__(self):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_prefill_rows", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise UserError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
-                "so running requests would stall each other; raise the first or lower the second"
-            )
-        if self.policy not in ("fcfs", "priority"):
-            raise UserError(f"scheduling policy {self.policy!r} is unknown, expected fcfs or priority")
-
-    @classmethod
-    def from_limits(
-        cls,
-        limits: ExecutorLimits,
-        *,
-        max_num_batched_tokens: int,
-        policy: Literal["fcfs", "priority"] = "fcfs",
-        prefix_caching: bool = True,
-        speculation: SpeculativeConfig | None = None,
-    ) -> "SchedulerConfig":
-        """Use all the room that an executor has."""
-        return cls(
-            max_num_seqs=limits.max_rows_decode,
-            max_num_batched_tokens=max_num_batched_tokens,
-            prefill_chunk=limits.max_chunk,
-            max_prefill_rows=limits.max_rows_prefill,
-            page_size=limits.page_size,
-            pages_per_rank=limits.pages_per_rank,
-            max_model_len=limits.max_model_len,
-            host_pages_per_rank=limits.host_pages_per_rank if prefix_caching else 0,
-            policy=policy,
-            prefix_caching=prefix_caching,
-            speculation=speculation,
-        )
-
-    @property
-    def max_tokens_in_cache(self) -> int:
-        """Most tokens that one request can have in a rank's cache."""
-        return (self.pages_per_rank - 1) * self.page_size
-
-    @property
-    def max_request_len(self) -> int:
-        """Longest prompt + output. The last token made is never written to the cache, hence the one more."""
-        return min(self.max_model_len, self.max_tokens_in_cache + 1)
-
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuse a request that could never finish.
-
-        Raises:
-            AdmissionError: the model's length or the rank's pages cannot hold prompt + max_tokens.
-        """
-        total = num_prompt_tokens + max_tokens
-        found = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together {total}"
-        if total > self.max_model_len:
-            raise AdmissionError(
-                f"{found}, but the maximum context length of this model is {self.max_model_len} tokens; shorten the "
-                "prompt or lower max_tokens"
-            )
-        if total > self.max_request_len:
-            raise AdmissionError(
-                f"{found}, but the cache of a rank holds {self.max_tokens_in_cache} ({self.pages_per_rank - 1} pages "
-                f"of {self.page_size} tokens); shorten the prompt, lower max_tokens or raise --cache-tokens"
-            )
+from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.tiers_below import TiersBelow
 
 
 class Update(NamedTuple):
@@ -131,28 +33,36 @@ class Scheduler:
 
     The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. It may plan one step more
     before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
+
+    page_events: whether events of pages are collected, for `take_page_events`.
     """
 
-    def __init__(self, config: SchedulerConfig, num_ranks: int):
+    def __init__(self, config: SchedulerConfig, num_ranks: int, *, page_events: bool = False):
         self.config = config
+        self.events = PageEvents(num_ranks, config.page_size) if page_events else None
+        self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         self.ranks = [
             Rank(
-                pool=PagePool(
-                    config.pages_per_rank,
-                    config.page_size,
-                    HostTier(config.host_pages_per_rank) if config.host_pages_per_rank else None,
-                ),
+                pool=self._pool(rank),
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 prefill_chunk=config.prefill_chunk,
                 max_prefill_rows=config.max_prefill_rows,
                 prefix_caching=config.prefix_caching,
             )
-            for _ in range(num_ranks)
+            for rank in range(num_ranks)
         ]
+        if self.disk is not None:
+            self.disk.tells_gone = page_events
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
+
+    def _pool(self, rank: int) -> PagePool:
+        config, events = self.config, None if self.events is None else RankEvents(self.events, rank)
+        host = HostTier(config.host_pages_per_rank) if config.host_pages_per_rank else None
+        below = None if host is None and self.disk is None else TiersBelow(host, self.disk, events)
+        return PagePool(config.pages_per_rank, config.page_size, below, events)
 
     @property
     def num_unfinished(self) -> int:
@@ -169,6 +79,31 @@ class Scheduler:
         """Known tokens of the waiting requests."""
         return sum(rank.waiting_tokens for rank in self.ranks)
 
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether a request waits for pages that are read from the disk."""
+        return any(rank.arrivals.reading for rank in self.ranks)
+
+    def disk_counts(self) -> DiskCounts | None:
+        """What the disk has done, and holds; None without one."""
+        return None if self.disk is None else self.disk.counts()
+
+    def take_page_events(self) -> list[tuple[int, list[Event]]]:
+        """(rank, events) of pages, of the ranks that have any; each is given once."""
+        if self.events is None:
+            return []
+        if self.disk is not None and self.disk.gone:
+            gone, self.disk.gone = self.disk.gone, []
+            self.events.removed(None, "disk", gone)
+        return self.events.take()
+
+    def take_page_waits(self) -> list[tuple[str, float]]:
+        """(tier, seconds) that requests have waited for pages of it; each is told of once."""
+        found = [wait for rank in self.ranks for wait in rank.arrivals.waits]
+        for rank in self.ranks:
+            rank.arrivals.waits = []
+        return found
+
     def loads(self) -> list[RankLoad]:
         """What each rank has to do, and has room for."""
         return [
@@ -181,7 +116,9 @@ class Scheduler:
                 rank.pool.num_cached,
                 rank.pool.num_usable,
                 standing_cost(rank),
-                None if rank.pool.below is None else rank.pool.below.counts(),
+                None if rank.pool.below is None or rank.pool.below.host is None else rank.pool.below.host.counts(),
+                rank.hits,
+                rank.prefix_queries,
             )
             for index, rank in enumerate(self.ranks)
         ]
@@ -224,7 +161,7 @@ class Scheduler:
         Slots, pages and what was computed are void, so every request that ran waits again, in its old order, as a preempted one
         does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
         """
-        new = Scheduler(config, num_ranks)
+        new = Scheduler(config, num_ranks, page_events=self.events is not None)
         new._arrivals = self._arrivals
         refused: list[Update] = []
         for request in sorted(self._requests.values(), key=lambda request: request.order):
@@ -250,7 +187,25 @@ class Scheduler:
         It is empty when no request is unfinished, or all that are have to wait for the step under way.
         """
         num_drafts = self._num_drafts()
-        return StepPlan([rank.schedule(now, num_drafts) for rank in self.ranks], num_drafts, num_drafts)
+        if self.disk is None:
+            return StepPlan([rank.schedule(now, num_drafts) for rank in self.ranks], num_drafts, num_drafts)
+        self.disk.begin_step(now)
+        ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
+        return StepPlan(ranks, num_drafts, num_drafts, *self.disk.take_dropped())
+
+    def enter_pages(self, reports: PageReports, now: float = 0.0) -> None:
+        """Enter what came of pages and the disk. Only with one."""
+        if reports.found is not None:
+            self.disk.found(reports.found)
+        for number, ok in reports.written:
+            name = self.disk.written(number, ok, now)
+            if self.events is not None and name is not None:
+                if ok:
+                    self.events.stored(None, "disk", name)
+                else:
+                    self.events.removed(None, "disk", (name,), told=False)
+        for rank, number, ok in reports.read:
+            self.ranks[rank].arrivals.landed(number, ok, now)
 
     def take_dirty(self) -> list[list[int]] | None:
         """Of each rank the pages that must be cleared before the next step; None where there are none. Each is told of once."""
@@ -327,10 +282,12 @@ class Scheduler:
 
     def withdraw(self, plan: StepPlan) -> None:
         """Take back a plan whose launch failed. Its requests start anew: an executor may have been told a part of it, or nothing."""
+        if self.disk is not None:
+            self.disk.drop_again(plan.flushes_disk, plan.dropped)
         for rank, (decodes, prefills, _, moves) in zip(self.ranks, plan.ranks, strict=True):
             if moves is not None:  # nobody knows which of them were made
                 rank.arrivals.forget()
-                rank.pool.flush()
+                rank.pool.doubt()
             for request, _, length, sampled in (*decodes, *prefills):
                 request.num_in_flight -= length
                 request.num_rows_under_way -= 1
@@ -413,3 +370,6 @@ def _finish(request: Request, reason: FinishReason, now: float) -> None:
     request.status = Status.FINISHED
     request.finish_reason = reason
     request.finish_time = now
+
+
+__all__ = ["AdmissionError", "Scheduler", "SchedulerConfig", "Update"]

@@ -1,11 +1,12 @@
 """What a step did, for whoever watches: metrics, load, the live views."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dsjax.engine.executor import ExpertCounts, RankResults
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
@@ -82,6 +83,8 @@ class StepStats:
         ranks: after the step.
         drafts: what came of drafts; None where none were to be verified.
         balance: what came of balancing experts so far; None where they stay where they are.
+        disk: what the disk below the cache has done so far; None without one.
+        page_waits: (tier, seconds) that requests have waited for pages to come from there, since the stats before.
     """
 
     time: float
@@ -99,6 +102,8 @@ class StepStats:
     experts: ExpertCounts | None = None
     drafts: DraftCounts | None = None
     balance: BalanceStats | None = None
+    disk: DiskCounts | None = None
+    page_waits: list[tuple[str, float]] = field(default_factory=list)
 
 
 class EngineObserver(Protocol):

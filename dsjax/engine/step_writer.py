@@ -9,12 +9,14 @@ from dsjax.engine.commands import (
     Admission,
     Clear,
     Copy,
+    DropPages,
     FetchPages,
     Guide,
     PageChange,
     PlacePages,
     PrefillRow,
     RankStep,
+    ReadPages,
     Sampling,
     Step,
     StorePages,
@@ -34,6 +36,7 @@ class StepWriter:
     def __init__(self, num_ranks: int, num_slots: int, page_size: int):
         self._page_size = page_size
         self._owner: list[list[tuple[Request | None, int]]] = [[(None, 0)] * num_slots for _ in range(num_ranks)]
+        self._fetches = 0
         self._told = [[0] * num_slots for _ in range(num_ranks)]
 
     def write(self, plan: StepPlan) -> Step:
@@ -50,20 +53,36 @@ class StepWriter:
             return None
         return Copy([int32s(page for pair in rank.copies for page in pair) for rank in plan.ranks])
 
-    def moves(self, plan: StepPlan) -> list[PlacePages | StorePages | FetchPages]:
-        """What moves between devices and host before the step, in its order: what has come, what is sent for, what goes."""
+    def moves(self, plan: StepPlan) -> list[PlacePages | FetchPages | ReadPages | DropPages | StorePages]:
+        """What moves between devices, host and disk before the step, in its order: what has come, what is sent for, what goes."""
+        found: list[PlacePages | FetchPages | ReadPages | DropPages | StorePages] = []
+        if plan.flushes_disk or plan.dropped:
+            found.append(drop_command(plan.flushes_disk, plan.dropped))
         if not any(rank.moves for rank in plan.ranks):
-            return []
+            return found
         moves = [rank.moves or PageMoves() for rank in plan.ranks]
-        found: list[PlacePages | StorePages | FetchPages] = []
         if any(own.places for own in moves):
-            found.append(PlacePages([int32s(own.places) for own in moves]))
+            found.append(PlacePages([int32s(own.places) for own in moves], self._fetches))
         if any(
             own.fetches for own in moves
         ):  # before the stores, which may take a slot that is fetched for the last time
-            found.append(FetchPages([int32s(own.fetches) for own in moves]))
+            self._fetches += 1
+            found.append(FetchPages([int32s(own.fetches) for own in moves], self._fetches))
+        if any(own.reads or own.drops for own in moves):
+            found.append(
+                ReadPages(
+                    [int32s(number for number, _ in own.reads) for own in moves],
+                    [b"".join(name for _, name in own.reads) for own in moves],
+                    [int32s(own.drops) for own in moves],
+                )
+            )
         if any(own.stores for own in moves):
-            found.append(StorePages([int32s(number for pair in own.stores for number in pair) for own in moves]))
+            found.append(
+                StorePages(
+                    [int32s(number for stored in own.stores for number in stored[:3]) for own in moves],
+                    [b"".join(stored.name for stored in own.stores if stored.number >= 0) for own in moves],
+                )
+            )
         return found
 
     def void(self) -> None:
@@ -156,6 +175,11 @@ class StepWriter:
             scored,
             request.params.prompt_logprobs or 0,
         )
+
+
+def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:
+    """The command that deletes pages from the disk."""
+    return DropPages(everything, b"".join(names))
 
 
 def clear_command(dirty: Iterable[Iterable[int]]) -> Clear:

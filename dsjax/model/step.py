@@ -68,6 +68,16 @@ class Step:
     page_size: int = 16
     block_tokens: int | None = None
     kernels: Kernels = Kernels()
+    shared_experts_fusion: bool = False
+
+    @property
+    def stored_placement(self) -> LayerPlacements:
+        """Which expert each slot of the parameters holds: ``placement``, and what ``stored`` adds to it."""
+        return self.stored(self.placement)
+
+    def stored(self, placement: LayerPlacements) -> LayerPlacements:
+        """A placement of the routed experts, with the shared expert behind those of each rank where it is one of them."""
+        return placement.with_one_of_all(self.spec.ep_size) if self.shared_experts_fusion else placement
 
     @property
     def attention(self) -> PagedAttention:
@@ -282,6 +292,7 @@ class Step:
             product,
             specs | {"layer": P()},
             experts=self.placement.n_physical,
+            home=self.shared_experts_fusion,
         )
         y = y.reshape(B, T, D)
         # Where the shared experts' sum comes split, too, the two are added before they are gathered.

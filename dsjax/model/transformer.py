@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -92,13 +94,17 @@ def parameter_table(
     num_physical: int | None = None,
     materialise: bool = False,
     mtp: bool = True,
+    shared_apart: bool = True,
 ) -> ParameterTable:
     """The model's structure and its parameters, holding no memory.
 
     weights: how matrices are kept; platform: where (see ``parameters.storage_dtype``); num_physical: physical experts,
     default the logical ones; materialise: with the products that the MLA form ``AM_CC_ME`` wants, which are derived
-    from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any.
+    from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any. shared_apart:
+    False where the shared expert is one of the physical experts, and has no parameters beside them.
     """
+    if not shared_apart:
+        config = dataclasses.replace(config, n_shared_experts=0)
     num_physical = config.n_routed_experts if num_physical is None else num_physical
     declare = Declaration(weights, platform)
     model = Transformer(declare, config, num_physical=num_physical, materialise=materialise, mtp=mtp)

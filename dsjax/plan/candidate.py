@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.plan.figure import Figure, exact, smallest
+from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
 from dsjax.plan.prompts import own_step, prompts_beside_decodes, quick_prompts
@@ -15,6 +16,7 @@ from dsjax.plan.workload import Objective
 _SETTLE = 30
 """Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
 _HALVINGS = 14
+_FRONT = front_door()
 _BUSY = 0.85
 """Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
 
@@ -129,7 +131,8 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
 
     With a rate, prompts arrive at any time: half a decode step passes, and the wait of an M/D/1 queue. With a given concurrency
     the loop is closed: a prompt arrives when a step ends, while the next one, planned already, is under way, which lasts a mean
-    step (decodes, and prompts where it has any); then it is computed beside those that arrived with it.
+    step (decodes, and prompts where it has any); then it is computed beside those that arrived with it. Where steps are planned
+    ahead, one more step, planned before the prompt came, passes.
     """
     output = instance.workload.output.mean
     own = instance.tpot(batch)
@@ -143,12 +146,13 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     decode = instance.decode_step(batch)
     if instance.workload.concurrency is None:
         first = ((step + decode) * chunks).named("own prompt, beside decodes", "s") + _queue(step, busy)
-        ttft = first + (decode * 0.5).named("step in progress", "s")
+        ttft = first + (decode * _passing(instance)).named("steps in progress", "s")
     else:
         own = (own_step(instance, batch, tokens) + decode) * chunks
         ttft = own.named("own prompt and those that come with it, beside decodes", "s")
-        ttft = ttft + (tpot * instance.options.tokens_a_step).named("step under way while the one before ends", "s")
-    ttft = ttft.named("TTFT", "s")
+        under_way = tpot * instance.options.tokens_a_step * (_passing(instance) + 0.5)
+        ttft = ttft + under_way.named("steps under way while the one before ends", "s")
+    ttft = (ttft + _FRONT).named("TTFT", "s")
     users = exact(batch * instance.replicas * count, "requests at once")
     throughput = (users * output / (ttft + tpot * max(output - 1, 0) if output > 1 else ttft)).named(
         "throughput", "tokens/s"
@@ -165,10 +169,11 @@ def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float
     busy = min(others / tpot, 0.95)
     chunks = max(1.0, work.computed / tokens)
     if work.concurrency is None:
-        ttft = step * chunks + step * busy / (2 * (1 - busy)) + decode * (chunks + 0.5)
+        ttft = step * chunks + step * busy / (2 * (1 - busy)) + decode * (chunks + _passing(instance))
     else:
-        under_way = tpot * instance.options.tokens_a_step.value
+        under_way = tpot * instance.options.tokens_a_step.value * (_passing(instance) + 0.5)
         ttft = own_step(instance, batch, tokens).value * chunks + decode * chunks + under_way
+    ttft += _FRONT.value
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
     ends = (Figure(ttft), Figure(tpot), Figure(throughput))
@@ -259,7 +264,8 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     decoding_at_once = _decoding(pool, prefill_count, instance, count, batch)
     tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
     transfer = _transfer(instance).named("cache transfer", "s")
-    first = transfer + (instance.decode_step(decoding_at_once) * 0.5).named("step in progress", "s")
+    passing = instance.decode_step(decoding_at_once) * _passing(instance)
+    first = transfer + passing.named("steps in progress", "s") + _FRONT
     # With room for more requests than prefill sends, decode could still do what it does with all of them.
     room = batch if work.concurrency is None else decoding_at_once
     users = exact(room * instance.replicas * count, "requests that decode at once")
@@ -307,7 +313,9 @@ def _quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step
     prompt = pool.quick_seconds_at(rate / prefill_count)
     most = _BUSY if instance.workload.concurrency is None else 0.95
     busy = min(most, rate / (pool.rate.value * prefill_count))
-    return _transfer(instance).value + step * 0.5 + prompt + prompt * busy / (2 * (1 - busy))
+    return (
+        _FRONT.value + _transfer(instance).value + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
+    )
 
 
 def _decoding(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> float:
@@ -340,6 +348,11 @@ def _transfer(instance: Instance) -> Figure:
         size = instance.memory.cache_per_token * instance.workload.input.mean
         instance.steps["transfer"] = cache_transfer(instance.cluster, size / instance.layout.mesh.tp_size)
     return instance.steps["transfer"]
+
+
+def _passing(instance: Instance) -> float:
+    """Decode steps that pass before one that takes in what arrives at any time: half of the one in progress, and the planned one."""
+    return 1.5 if instance.ahead else 0.5
 
 
 def _ends(figure: Figure) -> tuple[float, float, float]:

@@ -6,14 +6,28 @@ import dataclasses
 import importlib.resources
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
+from dsjax.plan.measured_network import COLLECTIVES, MeasuredNetwork
 
 RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a measurement of the network is held against (`dsjax bench network`).
+
+    warning, failing: how many times the expected duration of a collective is a warning, and a failure. expected: (`inside_host` or
+    `between_hosts`, collective) → (seconds, bytes a second that leave a device) in place of what is reckoned from the links.
+    """
+
+    warning: float = 1.5
+    failing: float = 3.0
+    expected: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +37,8 @@ class Cluster:
     hardware: the device. scale_up_devices: how many devices its fast link (NVLink, ICI) joins; a multiple or a divisor of
     `devices_per_host` or of all devices. network_gbps: of one network card, each way, in gigabits a second; nics_per_host:
     cards that a host's devices share; latency: seconds of the network one way, with latency_low, latency_high its range.
-    sources: field → where it is from.
+    storage: bytes a second at which each host reads a checkpoint while all do, or None where nobody said. acceptance: for a measurement
+    of the network; measured: such a measurement, in place of the links' figures. sources: field → where it is from.
     """
 
     name: str
@@ -39,6 +54,9 @@ class Cluster:
     latency_low: float
     latency_high: float
     sources: Mapping[str, str]
+    storage: float | None = None
+    acceptance: Acceptance = Acceptance()
+    measured: MeasuredNetwork | None = None
 
     @property
     def num_devices(self) -> int:
@@ -62,6 +80,8 @@ class Cluster:
     def scaled(self, resource: str, factor: float) -> Cluster:
         """The same cluster with `factor` times as much of one of `RESOURCES` (latency: so many times shorter)."""
         chip = self.hardware
+        if self.measured is not None:
+            self = dataclasses.replace(self, measured=self.measured.scaled(resource, factor))
         if resource == "compute":
             chip = dataclasses.replace(chip, bf16_flops=chip.bf16_flops * factor, fp8_flops=chip.fp8_flops * factor)
             if chip.fp4_flops:
@@ -95,9 +115,12 @@ _FIELDS = {
     "nics_per_host": int,
     "latency_us": float,
     "latency_us_range": list,
+    "storage_gb_per_s": float,
+    "acceptance": dict,
     "sources": dict,
 }
-_OPTIONAL = ("scale_up_devices", "devices_per_host")
+_OPTIONAL = ("scale_up_devices", "devices_per_host", "storage_gb_per_s", "acceptance")
+_PLACES = ("inside_host", "between_hosts")
 
 
 def bundled_clusters() -> tuple[str, ...]:
@@ -143,7 +166,7 @@ def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
             raise UserError(f"cluster {key!r}: {name} is {value!r}, expected {_FIELDS[name].__name__}")
         if name in _LEAST and value < _LEAST[name]:
             raise UserError(f"cluster {key!r}: {name} is {value}, expected at least {_LEAST[name]}")
-        if name in ("network_gbps", "latency_us") and value <= 0:
+        if name in ("network_gbps", "latency_us", "storage_gb_per_s") and value <= 0:
             raise UserError(f"cluster {key!r}: {name} is {value}, expected more than 0")
     chip = load_hardware(found["hardware"])
     low, high = _range(key, found["latency_us_range"], found["latency_us"])
@@ -162,6 +185,8 @@ def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
         latency_low=low * 1e-6,
         latency_high=high * 1e-6,
         sources=dict(found["sources"]),
+        storage=found["storage_gb_per_s"] * 1e9 if "storage_gb_per_s" in found else None,
+        acceptance=_acceptance(key, found.get("acceptance", {})),
     )
     if cluster.domain % devices_per_host and devices_per_host % cluster.domain:
         raise UserError(
@@ -178,3 +203,38 @@ def _range(key: str, ends: list, value: float) -> tuple[float, float]:
             f"cluster {key!r}: latency_us_range is {ends!r}, expected two numbers around latency_us, which is {value}"
         )
     return ends[0], ends[1]
+
+
+def _acceptance(key: str, found: Mapping[str, Any]) -> Acceptance:
+    """The table `[acceptance]`: `warning`, `failing`, and tables such as `[acceptance.inside_host.all_gather]`: own expectations."""
+
+    def number(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise UserError(f"cluster {key!r}: {name} is {value!r}, expected a number above 0")
+        return float(value)
+
+    def fields(name: str, table: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
+        if not isinstance(table, Mapping) or table.keys() - set(known):
+            what = ", ".join(sorted(table.keys() - set(known))) if isinstance(table, Mapping) else repr(table)
+            raise UserError(f"cluster {key!r}: {name} has {what}, expected some of {', '.join(known)}")
+        return table
+
+    fields("acceptance", found, ("warning", "failing", *_PLACES))
+    expected = {}
+    for place in _PLACES:
+        for collective, own in fields(f"acceptance.{place}", found.get(place, {}), COLLECTIVES).items():
+            name = f"acceptance.{place}.{collective}"
+            own = fields(name, own, ("latency_us", "gb_per_s"))
+            if len(own) < 2:
+                raise UserError(f"cluster {key!r}: {name} needs both latency_us and gb_per_s")
+            seconds, rate = (number(f"{name}.{field}", own[field]) for field in ("latency_us", "gb_per_s"))
+            expected[place, collective] = seconds * 1e-6, rate * 1e9
+    default = Acceptance()
+    warning = number("acceptance.warning", found.get("warning", default.warning))
+    failing = number("acceptance.failing", found.get("failing", default.failing))
+    if not 1 <= warning <= failing:
+        raise UserError(
+            f"cluster {key!r}: acceptance.warning is {warning:g} and acceptance.failing {failing:g}, expected 1 or more, and the "
+            "second no less than the first: they multiply the expected duration"
+        )
+    return Acceptance(warning, failing, expected)

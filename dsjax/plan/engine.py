@@ -14,6 +14,7 @@ from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 class Engine:
     """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode instances.
     drafts: with the MTP module. fp4: loads FP4 experts. fp8_cache: has an FP8 latent cache. dispatch: of tokens to experts, by default.
+    eager: starts the kernels of a prefill step one by one; otherwise one compiled program does.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Engine:
     fp4: bool
     fp8_cache: bool
     dispatch: str
+    eager: bool
 
     def check(self, *, separated: bool, overlap: bool, drafts: bool, fp4: bool, fp8_cache: bool, dispatch: str) -> None:
         """Raise `UserError` where something is asked for that this engine cannot do."""
@@ -47,7 +49,7 @@ class Engine:
         return dataclasses.replace(chosen, cache=FP8_CACHE) if own else chosen
 
 
-PUBLISHED = Engine("published", True, True, True, True, True, True, "deepep")
+PUBLISHED = Engine("published", True, True, True, True, True, True, "deepep", eager=True)
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish."""
 
 
@@ -67,6 +69,7 @@ def dsjax_engine() -> Engine:
         fp4="nvfp4" in (fields["weights"].metadata.get("choices") or ()),
         fp8_cache=any("fp8" in name for name in cache),
         dispatch="auto",
+        eager=False,
     )
 
 

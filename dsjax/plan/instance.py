@@ -93,6 +93,7 @@ class Instance:
                     shared=shared,
                     operators=options.operators,
                     host=HOST_TIMES[options.host],
+                    eager=options.engine.eager,
                     balancing=self.places_by_load,
                 )
                 for overlap in choices
@@ -152,6 +153,24 @@ class Instance:
             times = [m.prefill(tokens, prompt=prompt, cached=work.cached, busy=busy) for m in self.step_models()]
             self.steps[key] = self._paced(min(times, key=lambda time: time.value), False)
         return self.steps[key]
+
+    def launch_slack(self, tokens: float, busy: float = 1.0) -> float:
+        """Seconds of such a prefill step in which the device waits for launches: decodes in the same program may fill them."""
+        key = ("slack", tokens, busy)
+        if key not in self.steps:
+            work = self.workload
+            prompt = work.computed * (1 + work.input.variation**2)
+            slack = []
+            for model in self.step_models():
+                device, _ = model.prefill_device(tokens, prompt=prompt, cached=work.cached, busy=busy)
+                slack.append(max(0.0, model.launches().value - device.value))
+            self.steps[key] = min(slack)
+        return self.steps[key]
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step is planned while the one before computes."""
+        return HOST_TIMES[self.options.host].ahead
 
     def decode_attention(self, batch: float) -> Figure:
         """Seconds of the attention of a decode step's layers."""

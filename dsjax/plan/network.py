@@ -14,8 +14,12 @@ from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, 
 _REFERENCE_LATENCY = 2e-6
 """Of the network on which the fixed part was measured: InfiniBand, one way."""
 NCCL_TESTS = (
-    "all_reduce_perf of nccl-tests, up to 16 KB between two hosts: 31 µs over ConnectX-7 (NVIDIA/dgx-spark-playbooks pull request 103), "
-    "19 µs of one A100 a host over HDR (NVIDIA/nccl-tests issue 150), 75 µs of H100 hosts (NVIDIA/nccl issue 1453)"
+    "all_reduce_perf of nccl-tests, up to 16 KB between two hosts of one device each: 31 µs over ConnectX-7 "
+    "(NVIDIA/dgx-spark-playbooks pull request 103), 19 µs of one A100 a host over HDR (NVIDIA/nccl-tests issue 150)"
+)
+NCCL_TESTS_HOSTS = (
+    "all_reduce_perf of nccl-tests, small sizes over hosts of 8 H100: 75 µs out of place, 62 in place (NVIDIA/nccl issue 1453); low "
+    "end: that of hosts with one device each"
 )
 
 
@@ -152,12 +156,30 @@ def own_exchange(
     method = own_method(method, tokens, top_k, ranks)
     each = exact(exchanged_rows(method, tokens, top_k, ranks))
     each = (each * slowest if method == "ragged" else each) * row_bytes
-    return xla_collective(cluster, ranks, each, 2 if method == "ragged" else 1)  # sizes go before rows
+    kind = {"gather": "all_gather", "padded": "all_to_all", "ragged": "ragged_all_to_all"}[method]
+    return xla_collective(cluster, ranks, each, 2 if method == "ragged" else 1, kind)  # sizes go before rows
 
 
-def xla_collective(cluster: Cluster, ranks: int, each: Figure, count: int = 1) -> Figure:
-    """Seconds of a collective of XLA's in which a device sends `each` bytes to every other rank; `count` fixed parts."""
-    near = min(cluster.domain, ranks)
+def spans_hosts(cluster: Cluster, ranks: int) -> bool:
+    """Whether so many neighbouring ranks are on more than one host."""
+    return ranks > cluster.devices_per_host
+
+
+def xla_collective(
+    cluster: Cluster, ranks: int, each: Figure, count: int = 1, kind: str = "all_to_all", near: int | None = None
+) -> Figure:
+    """Seconds of a collective of XLA's in which a device sends `each` bytes to every other rank; `count` fixed parts.
+
+    kind: as `dsjax bench network` names it, whose times are taken where the cluster has them. near: ranks that the scale-up link
+    joins; default: neighbouring ones.
+    """
+    if cluster.measured is not None and near is None:
+        sent = (each * (ranks - 1)).named("bytes that leave a device", "B")
+        found = cluster.measured.seconds(kind, spans_hosts(cluster, ranks), ranks, sent)
+        if found is not None:
+            first = cluster.measured.seconds(kind, spans_hosts(cluster, ranks), ranks, exact(0.0))
+            return found if count == 1 else found + first * (count - 1)
+    near = min(cluster.domain, ranks) if near is None else near
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
     rows = (each * (near - 1)).named("bytes to neighbours", "B")
     time = rows * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
@@ -169,6 +191,10 @@ def xla_collective(cluster: Cluster, ranks: int, each: Figure, count: int = 1) -
 
 def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:
     """Seconds in which each of so many neighbouring ranks receives `size` bytes of weights, from any of the others."""
+    if cluster.measured is not None:
+        found = cluster.measured.seconds("ragged_all_to_all", spans_hosts(cluster, ranks), ranks, size)
+        if found is not None:
+            return found
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
     away = 1 - min(cluster.domain, ranks) / ranks
     time = size * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
@@ -193,20 +219,30 @@ def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
     return min(chosen * span * (1 - (1 - 1 / span) ** (top_k / chosen)), float(top_k))
 
 
-def all_reduce(cluster: Cluster, ranks: int, size: Figure | float) -> Figure:
-    """Sum `size` bytes over `ranks` neighbouring devices (or scatter the sum and gather it again)."""
+def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | None = None) -> Figure:
+    """Sum `size` bytes over `ranks` neighbouring devices (or scatter the sum and gather it again).
+
+    near: ranks that the scale-up link joins; default: neighbouring ones.
+    """
     if ranks == 1:
         return exact(0.0)
-    near = min(cluster.domain, ranks)
+    if cluster.measured is not None and near is None:
+        sent = (size * exact(2 * (ranks - 1) / ranks)).named("bytes that leave a device", "B")
+        found = cluster.measured.seconds("all_reduce", spans_hosts(cluster, ranks), ranks, sent)
+        if found is not None:
+            return found
+    near = min(cluster.domain, ranks) if near is None else near
     share = assumed(0.7, 0.5, 0.85, "all-reduce, share of scale-up link", "ring or multicast over NVLink or ICI")
     size = size if isinstance(size, Figure) else exact(size)
     summed = (size * (2 * (near - 1) / near)).named("summed bytes", "B")
     time = summed / (share * cluster.hardware.scale_up_bandwidth)
-    domains = cluster.domains_of(ranks)
+    domains = -(-ranks // near)
     if domains == 1:
         return time + assumed(8e-6, 4e-6, 15e-6, "all-reduce, fixed part", "small all-reduces within a host", "s")
     away = size * (2 / near * (domains - 1) / domains) / (normal_shares()[0] * cluster.network_bandwidth)
-    time = time + away + measured(31e-6, 19e-6, 75e-6, "all-reduce between hosts, fixed part", NCCL_TESTS, "s")
+    # Ranks of a host that has several go first through its own link, which is the larger part of the fixed time.
+    fixed, source = ((68e-6, 31e-6, 75e-6), NCCL_TESTS_HOSTS) if near > 1 else ((31e-6, 19e-6, 75e-6), NCCL_TESTS)
+    time = time + away + measured(*fixed, "all-reduce between hosts, fixed part", source, "s")
     hops = 2 * math.ceil(math.log2(domains))
     time = time + network_latency(cluster) * hops - 2 * _REFERENCE_LATENCY
     return time

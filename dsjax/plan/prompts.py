@@ -75,23 +75,26 @@ def quick_prompts(instance: Instance, batch: float, tokens: float) -> tuple[floa
 def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> Figure:
     """Seconds that a step of decodes takes longer with so many prompt tokens beside them on a replica, on `busy` of the replicas.
 
-    One program computes both: its decodes read no weights of their own, take what prompt tokens take, and attend to their contexts.
-    It is never longer than both alone.
+    One program computes both: its decodes read no weights of their own, take what prompt tokens take, and attend to their contexts;
+    where the prompts alone leave the device waiting for launches, they fill that. It is never longer than both alone.
     """
     alone = _prefill(instance, tokens, busy)
-    every = instance.prefill_step(tokens)
-    beside = every * (batch / tokens) + instance.decode_attention(batch)
-    decode = instance.decode_step(batch)
-    if beside.value >= decode.value:
-        return alone
-    found = alone.value - (decode.value - beside.value)
-    return alone * (found / alone.value)
+    saved = _saved(instance, batch, tokens, busy)
+    return alone * ((alone.value - saved) / alone.value) if saved > 0 else alone
 
 
 def _quick_added(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
     """The middle value of `_added`."""
-    beside = instance.prefill_step(tokens).value * batch / tokens + instance.decode_attention(batch).value
-    return _quick_prefill(instance, tokens, busy) - max(0.0, instance.decode_step(batch).value - beside)
+    return _quick_prefill(instance, tokens, busy) - max(0.0, _saved(instance, batch, tokens, busy))
+
+
+def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
+    """Seconds of a step of decodes that it does not take beside prompts; below zero where it saves nothing."""
+    low, high, way = busy
+    slack = (1 - way) * instance.launch_slack(tokens, low) + way * instance.launch_slack(tokens, high)
+    a_token = instance.prefill_step(tokens).value - instance.launch_slack(tokens)
+    beside = a_token * batch / tokens + instance.decode_attention(batch).value
+    return instance.decode_step(batch).value - max(0.0, beside - slack)
 
 
 _Between = tuple[float, float, float]

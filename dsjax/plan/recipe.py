@@ -8,6 +8,7 @@ import shlex
 from typing import Any
 
 from dsjax.plan.candidate import Candidate
+from dsjax.plan.cold_start import cold_start, host_bytes
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
 from dsjax.plan.precision import BF16, FP8_BLOCK
@@ -157,4 +158,6 @@ def _service(
         "devices_each": instance.layout.devices,
         "command": command(options),
         "options": options,
+        "weight_bytes_per_host": host_bytes(instance),
+        "cold_start_s": cold_start(instance).to_json(),
     }

@@ -193,6 +193,12 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     for service in made["services"]:
         console.print(f"{service['instances']} × {service['role']}:", highlight=False)
         console.print(Text("  " + service["command"], "green"), soft_wrap=True)
+        start = service["cold_start_s"]
+        console.print(
+            f"  cold start: a host reads {service['weight_bytes_per_host'] / 1e9:,.0f} GB of weights in {start['value']:,.0f} s "
+            f"[{start['low']:,.0f} … {start['high']:,.0f}] ({start['kind']}); programs are compiled beside that",
+            highlight=False,
+        )
     for note in made["notes"]:
         console.print(Text("note: " + note, "yellow"))
 

@@ -12,7 +12,7 @@ from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, Kind, assumed, exact, largest, total
-from dsjax.plan.host_time import OVERLAPPED, HostTime
+from dsjax.plan.host_time import OVERLAPPED, HostTime, compiled_layer, eager_layer
 from dsjax.plan.layout import Layout
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, low_latency_exchange, moved_bytes, normal_exchange, own_exchange
@@ -33,7 +33,8 @@ class StepModel:
     balanced: experts are placed by their load; with redundant experts they are wherever the engine can (balancing).
     dispatch: `deepep`, DeepEP's kernels as
     published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
-    operators: tables of operations. host: what a step waits for its host.
+    operators: tables of operations. host: what a step waits for its host. eager: the kernels of prefill steps are started one by one
+    from Python, as SGLang and TensorRT-LLM do; otherwise by one compiled program.
     shared: results that layouts on one cluster and precision have in common; give the same dict to all of them.
     """
 
@@ -49,6 +50,7 @@ class StepModel:
     dry_runs: tuple[DryRun, ...] = ()
     operators: OperatorTables = BUNDLED
     host: HostTime = OVERLAPPED
+    eager: bool = True
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
 
@@ -87,6 +89,16 @@ class StepModel:
         A prompt longer than the step is taken in chunks; the figures are those of its mean chunk. busy: the share of DP
         ranks that have so many tokens; the others have none, and their experts work for these.
         """
+        done, rows = self.prefill_device(tokens, prompt=prompt, cached=cached, busy=busy)
+        launched = self.launches()
+        if launched.high > done.low:
+            done = largest(done, launched).named("device, or what launches take", "s")
+        return self._whole({"device": done, **self.beside(tokens, rows, False)})
+
+    def prefill_device(
+        self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0
+    ) -> tuple[Figure, float]:
+        """(seconds that the device computes in such a step, requests that get their first token in it)."""
         attended = cached + (prompt + 1) / 2
         layers = self._layers(
             tokens, tokens * cached / prompt, attended, False, self.config.num_hidden_layers, Figure(1.0), busy=busy
@@ -95,11 +107,7 @@ class StepModel:
         layers = {name: (part * uneven).named(name, "s") for name, part in layers.items()}
         rows = max(1.0, tokens / prompt)
         parts = {**layers, "head": self.head(rows)}
-        done = _named_total(parts, "device")
-        launched = self.launches()
-        if launched.high > done.low:
-            done = largest(done, launched).named("device, or what launches take", "s")
-        return self._whole({"device": done, **self.beside(tokens, rows, False)})
+        return _named_total(parts, "device"), rows
 
     def _whole(self, parts: dict[str, Figure]) -> Figure:
         """The step that these parts make: the middle is their sum, the ends have what operations timed alone leave out."""
@@ -111,11 +119,10 @@ class StepModel:
         config = self.config
         if self.cluster.hardware.platform != "cuda":
             return exact(0.0)
-        key = ("launches", self.layout.mesh.ep_size > 1)
+        key = ("launches", self.layout.mesh.ep_size > 1, self.eager)
         if key not in self.shared:
-            layer = assumed(150e-6, 90e-6, 250e-6, "launches of a layer", "about 30 at 5 µs, not captured", "s")
-            time = layer * config.num_hidden_layers
-            if config.is_moe and self.layout.mesh.ep_size > 1:
+            time = (eager_layer() if self.eager else compiled_layer()) * config.num_hidden_layers
+            if not self.eager and config.is_moe and self.layout.mesh.ep_size > 1:
                 found = self.chip.operators.grouped_prefill("h200")
                 least = found.least if found else 0.37e-3
                 time = time + Figure(

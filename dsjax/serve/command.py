@@ -164,6 +164,7 @@ def serve_model(
         facts.max_model_len,
         experts_per_device=facts.physical_experts_per_device,
         most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
+        page_bytes=facts.page_bytes,
         device_memory=device_memory,
         generations=model.engine.core.generations,
     )

@@ -35,7 +35,8 @@ ADMIN_PATHS = frozenset(
         "/scale",
     }
 )
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What a load balancer asks, which has no key."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ALLOWED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 _random = random.Random()  # seeded by the system once; asking it each time is a system call
@@ -119,8 +120,8 @@ def request_id_of(request: Request, field: str | None) -> str:
 class Keys:
     """ASGI middleware. Refuses a request before its body is read, unless its key opens its path.
 
-    Everything but `/health` wants a key once there are any; a path that does not exist too, so that nothing can be probed. Sets
-    `scope["state"]["admin"]`: whether the key is the admin's.
+    Everything but `/health` and `/ready` wants a key once there are any; a path that does not exist too, so that nothing can be
+    probed. Sets `scope["state"]["admin"]`: whether the key is the admin's.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions):

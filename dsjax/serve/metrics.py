@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
@@ -14,6 +15,7 @@ from dsjax.serve.metrics_experts import BalanceMetrics, ExpertMetrics
 from dsjax.serve.metrics_families import Counter, Gauge, Histogram, Labels, Registry, Total, exposition
 from dsjax.serve.metrics_generations import add_generation_metrics
 from dsjax.serve.metrics_requests import RequestMetrics
+from dsjax.serve.metrics_tiers import TierMetrics
 
 if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.generations import Generations
@@ -35,6 +37,7 @@ class Metrics:
         max_model_len: bound of the histograms of numbers of tokens.
         experts_per_device: physical experts of one device; 0 for a model without experts.
         most_drafts: tokens that are drafted for a row at most; 0: speculative decoding is off, and its metrics have no sample.
+        page_bytes: of a page of the cache, on all devices of a DP rank.
         generations: of the mesh; None where it never changes.
         clock: seconds, of the same clock as `Request.arrival_time`.
     """
@@ -47,6 +50,7 @@ class Metrics:
         *,
         experts_per_device: int = 0,
         most_drafts: int = 0,
+        page_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         device_memory: Callable[[], Iterable[tuple[str, int, int]]] = lambda: (),
         generations: "Generations | None" = None,
@@ -59,6 +63,7 @@ class Metrics:
         labels = ("model_name", "engine")
         self._requests = RequestMetrics(self.registry, self._ranks, max_model_len, clock)
         self._add_loads(labels)
+        self._tiers = TierMetrics(self.registry, self._ranks, lambda: self._loads, page_bytes)
         registry = self.registry
         self._preemptions = Counter(
             registry, "vllm:num_preemptions", "Requests that had to give back their pages, on all ranks.", labels[:1]
@@ -140,6 +145,7 @@ class Metrics:
         self._compilations = stats.compilations_after_warm_up
         self._experts.enter(stats.experts)
         self._balance.enter(stats.balance)
+        self._tiers.enter(stats.disk, stats.page_waits)
         if stats.drafts is not None:
             self._drafts.enter(stats.drafts)
 
@@ -154,6 +160,10 @@ class Metrics:
         self._requests.begin(self._ranks[known:])
         self._loads = ()
         self._experts.begin(experts_per_device)
+
+    def show_disk(self, counts: DiskCounts | None) -> None:
+        """Replace what the disk below the cache has done, and holds."""
+        self._tiers.enter(counts)
 
     def show_exchange_share(self, share: float | None) -> None:
         """Show what the last profile said, until the next one; None: it saw no operation."""
@@ -211,23 +221,6 @@ class Metrics:
         gauge(
             "dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages
         )
-        self._add_host_pages(labels)
-
-    def _add_host_pages(self, labels: tuple[str, str]) -> None:
-        def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
-            return lambda: [
-                (self._ranks[load.rank], getattr(load.host, field)) for load in self._loads if load.host is not None
-            ]
-
-        name = "dsjax_rank_host_pages"
-        Gauge(self.registry, name, "Pages that host memory has room for.", labels, read("usable_pages"))
-        Gauge(self.registry, f"{name}_used", "Pages in host memory.", labels, read("used_pages"))
-        for what, documentation in (
-            ("stored", "Pages that went from the device to host memory."),
-            ("fetched", "Pages that came back from there."),
-            ("evicted", "Pages that were dropped there because others needed the room."),
-        ):
-            Total(self.registry, f"{name}_{what}", documentation, labels, read(what))
 
 
 class DraftMetrics:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.stats import BalanceStats
 from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total
+from sharding.balancing import balancedness_of_ranks
 
 _Samples = Iterable[tuple[Labels, float]]
+
+_OF = "of=sums: the layers' means over their maxima, each summed; of=layers: mean of the layers' ratios."
+"""The meanings of balancedness, the same wherever it is shown."""
 
 
 class ExpertMetrics:
@@ -54,8 +56,7 @@ class ExpertMetrics:
         Gauge(
             registry,
             "dsjax_expert_balancedness",
-            "Mean over max of the EP ranks' tokens since recording began; of=sums: of the layers' sums, of=layers: mean of "
-            "the layers' ratios.",
+            f"Mean over max of the EP ranks' tokens since recording began; {_OF}",
             ("model_name", "of"),
             lambda: self._read(self._balancedness),
         )
@@ -82,12 +83,9 @@ class ExpertMetrics:
     def _balancedness(self, counts: ExpertCounts) -> _Samples:
         layers = counts.tokens_per_expert.shape[0]
         load = counts.tokens_per_expert.reshape(layers, -1, self._per_device).sum(axis=2)
-        yield (self._model, "sums"), _mean_over_max(load.sum(axis=0))
-        yield (self._model, "layers"), float(np.mean([_mean_over_max(layer) for layer in load]))
-
-
-def _mean_over_max(load: np.ndarray) -> float:
-    return float(load.mean() / load.max()) if load.max() else 1.0
+        found = balancedness_of_ranks(load)
+        yield (self._model, "sums"), found.of_sums
+        yield (self._model, "layers"), found.of_layers
 
 
 class BalanceMetrics:
@@ -122,8 +120,7 @@ class BalanceMetrics:
         Gauge(
             registry,
             "dsjax_eplb_balancedness",
-            "Mean over max of the EP ranks' tokens in the last window; of=sums: the layers' means over their maxima, each summed; "
-            "of=layers: mean of the layers' ratios.",
+            f"Mean over max of the EP ranks' tokens in the last window; {_OF}",
             ("model_name", "of"),
             self._balancedness,
         )

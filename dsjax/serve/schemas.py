@@ -214,6 +214,25 @@ class HostPages(TypedDict):
     evicted: int
 
 
+class DiskBody(HostPages):
+    """What the disk has of all ranks' pages: `DiskCounts` of `dsjax/engine/page_tiers.py`."""
+
+    writing: int
+    not_written: int
+    failed_reads: int
+    failed_writes: int
+    late: int
+    page_bytes: int
+
+
+class TierHits(TypedDict):
+    """Tokens that were found cached, by the tier that had them."""
+
+    device: int
+    host: int
+    disk: int
+
+
 class RankLoadBody(TypedDict):
     """What a DP rank has to do: `RankLoad` of `dsjax/engine/rank.py`."""
 
@@ -226,12 +245,15 @@ class RankLoadBody(TypedDict):
     usable_pages: int
     cost: float
     host: HostPages | None
+    hits: TierHits
+    queried: int
 
 
 class Load(TypedDict):
     """Answer of `/get_load`."""
 
     ranks: list[RankLoadBody]
+    disk: DiskBody | None
 
 
 class Balancedness(TypedDict):

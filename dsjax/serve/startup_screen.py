@@ -40,6 +40,7 @@ def _capacity(facts: EngineFacts) -> str:
     ranks = f", {of_a_rank:,} on each of {facts.dp_ranks} DP ranks" if facts.dp_ranks > 1 else ""
     longest = facts.max_model_len
     below = f"; host memory below it: {facts.host_cache_tokens:,} tokens" if facts.host_cache_tokens else ""
+    below += f"; disk: {facts.disk_cache_tokens:,} tokens" if facts.disk_cache_tokens else ""
     return (
         f"latent cache: {facts.cache_tokens:,} tokens in pages of {facts.page_size}{ranks}{below}\n"
         f"up to {facts.max_num_seqs} running requests a rank, up to {longest:,} tokens a request; "

@@ -31,6 +31,15 @@ _OTHERS = (
     "dsjax_rank_host_pages_used",
     "dsjax_rank_host_pages_stored_total",
     "dsjax_rank_host_pages_fetched_total",
+    "dsjax_disk_pages",
+    "dsjax_disk_pages_used",
+    "dsjax_disk_pages_stored_total",
+    "dsjax_disk_pages_fetched_total",
+    "dsjax_disk_failures_total",
+    "dsjax_prefix_cache_hits_total",
+    "vllm:external_prefix_cache_queries_total",
+    "dsjax_cache_fetch_seconds_bucket",
+    "dsjax_cache_fetch_seconds_sum",
     "dsjax_step_tokens_total",
     "dsjax_host_seconds_total",
     "dsjax_compilations_after_warm_up_total",
@@ -70,9 +79,9 @@ class Exposition:
             for sample in family.samples:
                 self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
-    def total(self, name: str) -> float:
-        """The sum of a name's samples; 0 where there is none."""
-        return sum(value for _, value in self._samples.get(name, ()))
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of a name's samples that have these labels; 0 where there is none."""
+        return sum(value for found, value in self._samples.get(name, ()) if labels.items() <= found.items())
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """The sums by these labels' values."""
@@ -82,9 +91,13 @@ class Exposition:
             sums[key] = sums.get(key, 0.0) + value
         return sums
 
-    def buckets(self, name: str) -> dict[float, float]:
-        """A histogram over all its labels: upper bound to cumulative count."""
-        return {float(bound): count for (bound,), count in sorted(self.by(f"{name}_bucket", "le").items())}
+    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+        """A histogram over all its samples that have these labels: upper bound to cumulative count."""
+        sums: dict[str, float] = {}
+        for found, value in self._samples.get(f"{name}_bucket", ()):
+            if labels.items() <= found.items():
+                sums[found["le"]] = sums.get(found["le"], 0.0) + value
+        return {float(bound): count for bound, count in sorted(sums.items())}
 
 
 @dataclass(frozen=True)

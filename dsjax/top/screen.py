@@ -37,7 +37,8 @@ class Screen:
         yield _summary(self._url, view)
         yield Columns([_latencies(view["latency"]), _experts(view["experts"])], padding=(0, 3))
         # A file or a pipe has no height.
-        room = (options.height or console.height) - 18 - sum(view[part] is not None for part in ("drafts", "balancing"))
+        extra = [view["drafts"], view["balancing"], *(view["cache"][part] for part in ("tiers", "host", "disk"))]
+        room = (options.height or console.height) - 18 - sum(part is not None for part in extra)
         yield _ranks(view["ranks"], max(room, 4) if console.is_terminal else len(view["ranks"]))
 
 
@@ -56,13 +57,11 @@ def _summary(url: str, view: dict[str, Any]) -> Group:
     )
     host = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in steps["host_seconds"].items())
     lines = [title, Text(work), Text(memory + (f"   ms a step: {host}" if host else ""))]
-    if cache["host"] is not None:
-        host = cache["host"]
-        lines.append(
-            Text(
-                f"host memory: pages {_percent(host['usage'])} used, {host['stored']:,.0f} stored, {host['fetched']:,.0f} fetched"
-            )
-        )
+    if cache["tiers"] is not None:
+        lines.append(Text(_tiers(cache["tiers"])))
+    for tier, title in (("host", "host memory"), ("disk", "disk")):
+        if cache[tier] is not None:
+            lines.append(Text(_pages_below(title, cache[tier])))
     if view["drafts"] is not None:
         lines.append(Text(_drafts(view["drafts"])))
     if view["balancing"] is not None:
@@ -85,6 +84,21 @@ def _balancing(found: dict[str, Any]) -> str:
         f"experts balanced {balance}   {found['rebalances']:,.0f} rebalances, {moved} in "
         f"{found['exchange_seconds'] * 1e3:,.0f} ms{left}"
     )
+
+
+def _pages_below(title: str, found: dict[str, Any]) -> str:
+    failed = f", {found['failed']:,.0f} FAILED" if found.get("failed") else ""
+    return f"{title}: pages {_percent(found['usage'])} used, {found['stored']:,.0f} stored, {found['fetched']:,.0f} fetched{failed}"
+
+
+def _tiers(tiers: dict[str, Any]) -> str:
+    hits = ", ".join(f"{tier} {_percent(found['hit_share'])}" for tier, found in tiers.items())
+    waits = ", ".join(
+        f"{tier} {_seconds(found['wait']['p50'])} (P99 {_seconds(found['wait']['p99'])})"
+        for tier, found in tiers.items()
+        if found["wait"]["count"]
+    )
+    return f"prefix hits by tier: {hits}" + (f"   waited for {waits}" if waits else "")
 
 
 def _drafts(drafts: dict[str, Any]) -> str:

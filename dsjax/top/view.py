@@ -19,7 +19,9 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
     - `tokens_per_second`: `prompt`, `generation`. `requests`: `running`, `waiting` now; `finished` by reason, `rejected`,
       `preempted`, `not_finite` in the window.
     - `cache`: `usage` now; `hit_share` of the prompt tokens in the window; `host`, None where no pages go to host memory: `usage`,
-      and pages `stored` and `fetched` in the window.
+      and pages `stored` and `fetched` in the window; `disk`, None without one: the same, and `failed`; `tiers`, None where there is
+      none below the devices: of `device`, `host` and `disk` the `hit_share` of the prompt tokens in the window, and the `wait` for it
+      (`count`, `mean`, `p50`, `p90`, `p99`).
     - `latency`: by name `count`, `mean`, `p50`, `p90`, `p99`, of the window.
     - `steps`: `per_second`, `padding_share`, `host_seconds` of a step by part, `compilations_after_warm_up` in all.
     - `drafts`: None where the server drafts nothing; `per_second` (drafted tokens), `acceptance` of them, `length` (tokens that a row
@@ -59,7 +61,9 @@ def view(before: Reading, after: Reading) -> dict[str, Any]:
             "hit_share": _share(
                 _grown(old, new, "vllm:prefix_cache_hits_total"), _grown(old, new, "vllm:prefix_cache_queries_total")
             ),
-            "host": _host_pages(old, new),
+            "host": _pages_below(old, new, "dsjax_rank_host_pages"),
+            "disk": _disk_pages(old, new),
+            "tiers": _tiers(old, new),
         },
         "latency": {name: _latency(old, new, metric) for name, metric in HISTOGRAMS.items()},
         "steps": _steps(old, new, seconds, steps["count"]),
@@ -88,12 +92,36 @@ def quantile(buckets: dict[float, float], share: float) -> float | None:
     return lower
 
 
-def _host_pages(old: Exposition, new: Exposition) -> dict[str, float | None] | None:
-    room, used = (sum(new.by(f"dsjax_rank_host_pages{end}", "engine").values()) for end in ("", "_used"))
+def _pages_below(old: Exposition, new: Exposition, name: str) -> dict[str, float | None] | None:
+    room, used = new.total(name), new.total(f"{name}_used")
     if not room:
         return None
-    stored, fetched = (_grown(old, new, f"dsjax_rank_host_pages_{what}_total") for what in ("stored", "fetched"))
+    stored, fetched = (_grown(old, new, f"{name}_{what}_total") for what in ("stored", "fetched"))
     return {"usage": _share(used, room), "stored": stored, "fetched": fetched}
+
+
+def _disk_pages(old: Exposition, new: Exposition) -> dict[str, float | None] | None:
+    found = _pages_below(old, new, "dsjax_disk_pages")
+    failed = sum(_growth(old, new, "dsjax_disk_failures_total", "operation").values())
+    return found and {**found, "failed": failed}
+
+
+def _tiers(old: Exposition, new: Exposition) -> dict[str, Any] | None:
+    if not new.by("vllm:external_prefix_cache_queries_total", "engine"):
+        return None
+    hits = _growth(old, new, "dsjax_prefix_cache_hits_total", "tier", "engine")
+    missed = _grown(old, new, "vllm:external_prefix_cache_queries_total")
+    by_tier = {
+        tier: sum(tokens for key, tokens in hits.items() if key[0] == tier) for tier in ("device", "host", "disk")
+    }
+    asked = missed + by_tier["device"]
+    return {
+        tier: {
+            "hit_share": _share(tokens, asked),
+            "wait": _latency(old, new, "dsjax_cache_fetch_seconds", tier=tier),
+        }
+        for tier, tokens in by_tier.items()
+    }
 
 
 def _growth(old: Exposition, new: Exposition, name: str, *labels: str) -> dict[tuple[str, ...], float]:
@@ -110,12 +138,12 @@ def _grew(before: float, after: float) -> float:
     return after - before if after >= before else after
 
 
-def _latency(old: Exposition, new: Exposition, name: str) -> dict[str, float | None]:
-    before, after = old.buckets(name), new.buckets(name)
+def _latency(old: Exposition, new: Exposition, name: str, **labels: str) -> dict[str, float | None]:
+    before, after = old.buckets(name, **labels), new.buckets(name, **labels)
     restarted = any(after[bound] < before.get(bound, 0.0) for bound in after)
     buckets = {bound: count - (0.0 if restarted else before.get(bound, 0.0)) for bound, count in after.items()}
     count = buckets.get(math.inf, 0.0)
-    total = _grew(old.total(f"{name}_sum"), new.total(f"{name}_sum"))
+    total = _grew(old.total(f"{name}_sum", **labels), new.total(f"{name}_sum", **labels))
     quantiles = {label: quantile(buckets, share) for label, share in _QUANTILES.items()}
     return {"count": count, "mean": total / count if count else None, **quantiles}
 

@@ -36,6 +36,7 @@ def dispatch(
     local_experts: LocalExperts,
     param_specs: Any,
     experts: int | None = None,
+    home: bool = False,
 ) -> tuple[Float[Array, "T D"], Counts | None]:
     """Send every token to the ranks that hold its experts and return the weighted sums, inside ``jit``.
 
@@ -49,6 +50,8 @@ def dispatch(
         ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, ids local and -1 for none; a partial sum over
         the width where that is split. Rows may come as ``PackedRows``: read them by ``rows.take(indices, axis=0)``.
     experts: physical experts over all ranks; None: the leading dimension of every leaf of ``params``.
+    home: whether each rank holds one expert more, behind its physical ones, that its own tokens all use, with weight 1: no row
+        leaves its rank for it. ``experts`` does not count it, nor does the report. A token without any slot does not use it.
 
     Returns ``y_TD`` in x's dtype, sharded over ``spec.token_axes``; and with ``config.report`` a dict of int32 counts, one
     row per rank in the order of ``spec.token_axes`` (``DispatchStatistics.of`` reads it), else None:
@@ -74,7 +77,7 @@ def dispatch(
     over_ranks = P(spec.token_axes)
     with jax.named_scope("dispatch"):
         y, counts = jax.shard_map(
-            partial(_on_one_rank, group, config, local_experts),
+            partial(_on_one_rank, group, config, local_experts, home),
             mesh=mesh,
             in_specs=(over_ranks, over_ranks, over_ranks, param_specs),
             out_specs=(over_ranks, over_ranks),
@@ -117,15 +120,27 @@ def resolved_method(
 
 
 def _on_one_rank(
-    group: ExpertGroup, config: DispatchConfig, local_experts: LocalExperts, x_TD, slots_TK, weights_TK, params
+    group: ExpertGroup,
+    config: DispatchConfig,
+    local_experts: LocalExperts,
+    home: bool,
+    x_TD,
+    slots_TK,
+    weights_TK,
+    params,
 ) -> tuple[jax.Array, Counts]:
     tokens, top_k = slots_TK.shape
     method, chunk, chunks, capacity = exchange_plan(config, tokens, top_k, group)
     wire = WireFormat(x_TD.shape[1], top_k, x_TD.dtype, config.wire == "fp8")
-    experts = RankExperts(group, local_experts, params, config.report)
+    experts = RankExperts(group, local_experts, params, config.report, home)
 
     def exchange(x_TD, slots_TK, weights_TK) -> tuple[jax.Array, Counts]:
         if method == "local":
+            if home:
+                own_TK, one_TK = experts.own(slots_TK)
+                slots_TK, weights_TK = (
+                    jnp.concatenate(pair, axis=1) for pair in ((slots_TK, own_TK[:, :1]), (weights_TK, one_TK[:, :1]))
+                )
             y_TD, seen = experts(x_TD, slots_TK, weights_TK)
             nothing = jnp.int32(0)
             return y_TD, seen and seen | {"rows_sent": nothing, "rows_received": nothing, "rounds": nothing}

@@ -29,9 +29,16 @@ def gather_dispatch(
     holds a part of the width, so the one reduction adds parts of widths and parts of experts alike.
     """
     packed = wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0))
-    rows, slots_NK, weights_NK, _ = wire.unpack(lax.all_gather(packed, group.all_axes, axis=0, tiled=True))
+    arrived = lax.all_gather(packed, group.all_axes, axis=0, tiled=True)
+    everybodys = arrived.shape[0]
+    if experts.home:
+        own = wire.pack(x_TD, *experts.own(slots_TK), jnp.int32(0))
+        arrived = jnp.concatenate([arrived, group.pool_width(own)])
+    rows, slots_NK, weights_NK, _ = wire.unpack(arrived)
     partial_ND, seen = experts(rows, slots_NK, weights_NK)
-    y_TD = lax.psum_scatter(partial_ND, group.all_axes, scatter_dimension=0, tiled=True)
+    y_TD = lax.psum_scatter(partial_ND[:everybodys], group.all_axes, scatter_dimension=0, tiled=True)
+    if experts.home:
+        y_TD += group.share_width(partial_ND[everybodys:])
     if seen:
         seen = add_sent(group, seen, jnp.sum(goes_to(group, slots_TK), axis=0), 1)
     return y_TD, seen

@@ -19,17 +19,23 @@ Counts = dict[str, jax.Array]
 """Counts of one exchange on one rank, int32; empty when no report is asked for."""
 
 
+HOME = 2**15 - 1
+"""What stands in the place of a slot for the expert that each rank has for its own tokens. A packed row's ids have 16 bits."""
+
+
 @dataclass(frozen=True)
 class RankExperts:
     """A rank's experts: ``local_experts`` with its weights.
 
     count: whether calls also return how many tokens each local expert got and how many rows used any.
+    home: whether the rank holds one expert more, behind the others, for its own tokens; it is counted nowhere.
     """
 
     group: ExpertGroup
     local_experts: LocalExperts
     params: Any
     count: bool
+    home: bool = False
 
     def __call__(
         self, rows_ND: Rows, slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
@@ -37,12 +43,22 @@ class RankExperts:
         """Weighted sums over this rank's experts of each row, zero where it uses none; and the counts."""
         local_NK = slots_NK - self.group.index() * self.group.experts
         local_NK = jnp.where((slots_NK >= 0) & (local_NK >= 0) & (local_NK < self.group.experts), local_NK, -1)
-        ids, weights = fewer_columns(local_NK, weights_NK, self.group.experts)
+        if self.home:
+            local_NK = jnp.where(slots_NK == HOME, self.group.experts, local_NK)
+        ids, weights = fewer_columns(local_NK, weights_NK, self.group.experts + self.home)
         out_ND = self.local_experts(self.params, rows_ND, ids, weights)
         if not self.count:
             return out_ND, {}
-        per_expert = jnp.zeros((self.group.experts + 1,), jnp.int32).at[ids].add(1)  # -1 counts in the last, dropped
-        return out_ND, {"tokens_per_expert": per_expert[:-1], "rows_received": jnp.sum(jnp.any(ids >= 0, axis=1))}
+        # What is none, -1, counts in the last, dropped; so does the expert for own tokens.
+        per_expert = jnp.zeros((self.group.experts + 1,), jnp.int32).at[ids].add(1)
+        used_N = jnp.any((ids >= 0) & (ids < self.group.experts), axis=1)
+        return out_ND, {"tokens_per_expert": per_expert[:-1], "rows_received": jnp.sum(used_N)}
+
+    def own(self, slots_TK: Int[Array, "T K"]) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+        """Slots and weights with which this rank's own tokens use the expert that it has for them: active ones, with weight 1."""
+        first_K = jnp.arange(slots_TK.shape[1]) == 0
+        uses_TK = jnp.any(slots_TK >= 0, axis=1)[:, None] & first_K
+        return jnp.where(uses_TK, HOME, -1), uses_TK.astype(jnp.float32)
 
 
 def fewer_columns(

@@ -39,17 +39,22 @@ def padded_dispatch(
     # Empty slots carry the number of rounds too: a rank that receives no token must still know when to stop.
     packed = jnp.concatenate([wire.pack(x_TD, slots_TK, weights_TK, needed), wire.empty_row(needed)])
 
-    def one_round(r: jax.Array | int) -> tuple[Float[Array, "T D"], Counts, Int[Array, ""]]:
+    def one_round(r: jax.Array | int, home: bool = False) -> tuple[Float[Array, "T D"], Counts, Int[Array, ""]]:
         place_TK = route.place_TK - r * capacity
         now_TK = route.sends_TK & (place_TK >= 0) & (place_TK < capacity)
         cell_TK = jnp.where(now_TK, route.rank_TK * capacity + place_TK, cells)
-        arrived = group.pool_width(group.exchange(packed.take(fill_cells(cell_TK, cells), axis=0, mode="clip")))
-        rows, slots_NK, weights_NK, needed_N = wire.unpack(arrived)
+        arrived = group.exchange(packed.take(fill_cells(cell_TK, cells), axis=0, mode="clip"))
+        if home:
+            arrived = jnp.concatenate([arrived, wire.pack(x_TD, *experts.own(slots_TK), needed)])
+        rows, slots_NK, weights_NK, needed_N = wire.unpack(group.pool_width(arrived))
         sums_ND, seen = experts(rows, slots_NK, weights_NK)
-        returned = group.exchange(group.share_width(sums_ND))
-        return add_returned(returned, cell_TK, now_TK), seen, jnp.max(needed_N)
+        sums_ND = group.share_width(sums_ND)
+        y_TD = add_returned(group.exchange(sums_ND[:cells]), cell_TK, now_TK)
+        if home:
+            y_TD += sums_ND[cells:].astype(jnp.float32)
+        return y_TD, seen, jnp.max(needed_N)
 
-    y_TD, seen, rounds = one_round(0)
+    y_TD, seen, rounds = one_round(0, experts.home)
     rounds = jnp.maximum(rounds, 1)
     if capacity < tokens:
 

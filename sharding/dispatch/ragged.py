@@ -50,19 +50,24 @@ def ragged_dispatch(
         lands_G=_exclusive_sums(counts_SG, axis=0)[me],
         most=tokens,
     )
+    if experts.home:
+        arrived = jnp.concatenate([arrived, wire.pack(x_TD, *experts.own(slots_TK), jnp.int32(0))])
     rows, slots_NK, weights_NK, _ = wire.unpack(group.pool_width(arrived))
     sums_ND, seen = experts(rows, slots_NK, weights_NK)
+    sums_ND = group.share_width(sums_ND)
     returned = ragged_exchange(
         group,
-        group.share_width(sums_ND),
+        sums_ND[:in_rows],
         jnp.zeros((out_rows, sums_ND.shape[1]), sums_ND.dtype),
         received_S,
         sent_G,
         lands_G=_exclusive_sums(counts_SG, axis=1)[:, me],
         most=tokens,
     )
-    y_TD = add_returned(returned, cell_TK, route.sends_TK).astype(x_TD.dtype)
-    return y_TD, add_sent(group, seen, route.counts_G, 1)
+    y_TD = add_returned(returned, cell_TK, route.sends_TK)
+    if experts.home:
+        y_TD += sums_ND[in_rows:].astype(jnp.float32)
+    return y_TD.astype(x_TD.dtype), add_sent(group, seen, route.counts_G, 1)
 
 
 def ragged_exchange(

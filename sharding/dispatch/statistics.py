@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange, reduce
 
+from sharding.balancing import balancedness_of_ranks
 from sharding.dispatch.config import DispatchConfig
 from sharding.dispatch.cost import dispatch_collectives
 from sharding.dispatch.entry import exchange_plan
@@ -84,13 +85,13 @@ class DispatchStatistics:
 
     @property
     def balancedness(self) -> float:
-        """Mean ÷ max over ranks of the load summed over layers (ratio of sums); 1 is perfect, and so is no load at all."""
-        return _mean_over_max(self.tokens_per_rank.sum(axis=0))
+        """``Balancedness.of_sums``: the layers' mean ranks ÷ their busiest, each summed; 1 is perfect, and so is no load at all."""
+        return balancedness_of_ranks(self.tokens_per_rank).of_sums
 
     @property
     def layer_balancedness(self) -> float:
-        """Mean over layers of each layer's mean ÷ max. What a step waits for: never above ``balancedness`` by much, often far below."""
-        return float(np.mean([_mean_over_max(load) for load in self.tokens_per_rank]))
+        """``Balancedness.of_layers``: the mean over layers of each layer's mean ÷ max."""
+        return balancedness_of_ranks(self.tokens_per_rank).of_layers
 
 
 def tokens_per_physical_expert(spec: MeshSpec, counts: np.ndarray) -> np.ndarray:
@@ -100,10 +101,6 @@ def tokens_per_physical_expert(spec: MeshSpec, counts: np.ndarray) -> np.ndarray
     if spec.splits_expert_width:
         by_axis = by_axis[:, :, :, :1]  # devices that share an expert's width counted the same pairs
     return reduce(by_axis, "layer dp ep tp x -> layer (ep tp x)", "sum")
-
-
-def _mean_over_max(load: np.ndarray) -> float:
-    return float(load.mean() / load.max()) if load.max() else 1.0
 
 
 def _wire_bytes(

@@ -106,7 +106,7 @@ def test_statistics_tell_load_payload_and_padding():
     found = DispatchStatistics.of(counts, spec, config, **shape)
     np.testing.assert_array_equal(found.tokens_per_expert, [[4, 0, 4, 0], [0, 4, 0, 0]])
     np.testing.assert_array_equal(found.tokens_per_rank, [[1, 2, 3, 2], [4, 0, 0, 0]])
-    assert found.balancedness == pytest.approx(3 / 5)  # loads 5, 2, 3, 2
+    assert found.balancedness == pytest.approx((2 + 1) / (3 + 4))
     assert found.layer_balancedness == pytest.approx((2 / 3 + 1 / 4) / 2)
     row = 16 * 4 + 2 * 4 + 2 * 4 + 4 + 16 * 4
     assert found.payload_bytes == 3 * row

@@ -40,7 +40,8 @@ def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
     with case_progress(Console(stderr=True), run.progress, len(todo)) as on_start:
         found = run_cases(setting, todo, ceilings, budget, run.row_limit, on_start)
-    show(report_console(stderr=run.json_file == "-"), found, ceilings, device)
+    console = report_console(stderr=run.json_file == "-")
+    show(console, found, ceilings, device)
     steps = extrapolate(setting, found.rows) if plan else []
     if plan:
         show_extrapolation(console, steps, plan, setting.config)

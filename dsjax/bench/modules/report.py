@@ -111,7 +111,7 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
         "format": FORMAT,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "versions": versions(),
         "device": device.to_json(),
         "ceilings": ceilings.to_json(),
         "model": model,
@@ -126,7 +126,8 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
     }
 
 
-def _versions() -> Mapping[str, str]:
+def versions() -> Mapping[str, str]:
+    """Of what the figures hang on beside the device."""
     import importlib.metadata
 
     try:

@@ -29,18 +29,39 @@ class Deployment(Protocol):
 
 
 class _Clocked:
-    """An instance that begins a step whenever it has work and none is running. until: the end of the running step."""
+    """An instance that begins a step whenever it has work and none is running. until: the end of the running step.
 
-    def __init__(self, instance: Engine | Decoder):
-        self.instance, self.until = instance, math.inf
+    ahead: a step is planned when the one before begins, so that what arrives during one step waits for the next one too, unless
+    there is none.
+    """
+
+    def __init__(self, instance: Engine | Decoder, ahead: bool = False):
+        self.instance, self.until, self._ahead = instance, math.inf, ahead
+        self._arrived: list[tuple[Served, float]] = []
+        self._planned: list[tuple[Served, float]] = []
 
     def add(self, served: Served, now: float) -> None:
+        if self._ahead and not math.isinf(self.until):
+            self._arrived.append((served, now))
+            return
         self.instance.add(served, now)
         if math.isinf(self.until):
             self._begin(now)
 
+    @property
+    def requests(self) -> int:
+        """Running and waiting."""
+        return self.instance.requests + len(self._planned) + len(self._arrived)
+
     def advance(self) -> list[Served]:
         done = self.instance.end(self.until)
+        for served, arrived in self._planned:
+            self.instance.add(served, arrived)
+        self._planned, self._arrived = self._arrived, []
+        if self.instance.idle:
+            for served, arrived in self._planned:
+                self.instance.add(served, arrived)
+            self._planned = []
         self._begin(self.until)
         return done
 
@@ -72,7 +93,7 @@ class Aggregated:
 
     def __init__(self, candidate: Candidate, longest: int):
         engine = _engine(candidate.decode, candidate.batch, candidate.prefill_tokens, longest)
-        self._clocked = _Clocked(engine)
+        self._clocked = _Clocked(engine, candidate.decode.ahead)
 
     def add(self, served: Served, now: float) -> None:
         """Queue it."""
@@ -106,7 +127,10 @@ class Separated:
         prices = Fastest(candidate.decode.step_models(), seqs, candidate.decode.options.drafts)
         replicas = candidate.decode.replicas
         self._decode = [
-            _Clocked(Decoder(prices, replicas, seqs=seqs, made=candidate.decode.options.tokens_a_step.value))
+            _Clocked(
+                Decoder(prices, replicas, seqs=seqs, made=candidate.decode.options.tokens_a_step.value),
+                candidate.decode.ahead,
+            )
             for _ in range(candidate.count)
         ]
         self._transfer = candidate.ttft.part("cache transfer").value
@@ -133,7 +157,7 @@ class Separated:
                     heapq.heappush(self._moving, (now + self._transfer, served.number, served))
                 return []
         served = heapq.heappop(self._moving)[2]
-        min(self._decode, key=lambda one: one.instance.requests).add(served, now)
+        min(self._decode, key=lambda one: one.requests).add(served, now)
         return []
 
     def gaps(self) -> list[tuple[float, float, int]]:

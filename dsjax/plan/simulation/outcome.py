@@ -10,11 +10,14 @@ import numpy as np
 
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.figure import Figure
+from dsjax.plan.host_time import front_door
 from dsjax.plan.limits import on
 from dsjax.plan.simulation.load import Load
 from dsjax.plan.simulation.service import Served
 from dsjax.plan.workload import Objective
 
+_FRONT = front_door().value
+"""Seconds of a TTFT that pass before and after the scheduler, which is what is played."""
 _AGREES = 0.2
 """A mean that is off by more than this share of the mean-value answer is a disagreement."""
 
@@ -26,6 +29,7 @@ class Spread:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
 
     @classmethod
@@ -37,12 +41,14 @@ class Spread:
         share = np.ones_like(each) if weights is None else np.asarray(weights, float)
         order = np.argsort(each)
         each, below = each[order], np.cumsum(share[order])
-        points = [float(each[min(np.searchsorted(below, q * below[-1]), len(each) - 1)]) for q in (0.5, 0.9, 0.99)]
+        points = [
+            float(each[min(np.searchsorted(below, q * below[-1]), len(each) - 1)]) for q in (0.5, 0.9, 0.95, 0.99)
+        ]
         return cls(float(np.average(each, weights=share[order])), *points)
 
     def to_json(self) -> dict[str, float]:
         """Stable fields."""
-        return {"mean": self.mean, "p50": self.p50, "p90": self.p90, "p99": self.p99}
+        return {"mean": self.mean, "p50": self.p50, "p90": self.p90, "p95": self.p95, "p99": self.p99}
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def outcome(load: Load, instances: int, played: Played, objective: Objective, ca
     return Outcome(
         load,
         len(measured),
-        Spread.of([served.ttft for served in measured]),
+        Spread.of([served.ttft + _FRONT for served in measured]),
         Spread.of([served.tpot for served in measured if served.tpot is not None]),
         Spread.of([seconds for seconds, _ in steps], [decodes for _, decodes in steps]),
         ends / (ended - began) * instances,
@@ -133,7 +139,7 @@ def outcome(load: Load, instances: int, played: Played, objective: Objective, ca
 
 
 def _keeps(served: Served, objective: Objective) -> bool:
-    late = objective.ttft is not None and served.ttft > objective.ttft
+    late = objective.ttft is not None and served.ttft + _FRONT > objective.ttft
     slow = objective.tpot is not None and served.tpot is not None and served.tpot > objective.tpot
     return not late and not slow
 

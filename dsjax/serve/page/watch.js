@@ -19,6 +19,18 @@ const sum = (values) => values.reduce((all, each) => all + each, 0);
 const milliseconds = (seconds) => (seconds === null ? "–" : `${short(seconds * 1000)} ms`);
 const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "–");
 
+/** What host memory and the disk hold, where there are any, and the share of the prompts' tokens that they had. */
+function tilesBelow({ ranks, disk }) {
+  const hosts = ranks.map((rank) => rank.host).filter(Boolean);
+  if (!hosts.length && !disk) return [];
+  const used = (pages) => percent(sum(pages.map((one) => one.used_pages)), sum(pages.map((one) => one.usable_pages)));
+  return [
+    ...(hosts.length ? [["host memory", used(hosts)]] : []),
+    ...(disk ? [["disk", used([disk])]] : []),
+    ["hits below", percent(sum(ranks.map(({ hits }) => hits.host + hits.disk)), sum(ranks.map((rank) => rank.queried)))],
+  ];
+}
+
 /** Watches until the page is left. `headers()` gives what a request needs; `onTrouble(text or null)` is told how it goes. */
 export class Watch {
   constructor(headers, onTrouble) {
@@ -52,6 +64,7 @@ export class Watch {
         this.get("/get_load").then((response) => response.json()),
         this.get(METRICS).then((response) => response.text()),
       ]);
+      this.below = tilesBelow(load);
       this.show(load.ranks, parse(text));
       this.onTrouble(null);
     } catch (error) {
@@ -121,6 +134,7 @@ export class Watch {
       ["prompt tokens/s", short(rates.prompts.at(-1)?.[1] ?? 0)],
       ["cache held", percent(held, sum(ranks.map((rank) => rank.usable_pages)))],
       ["prefix hits", percent(total(samples, NAMES[3]), total(samples, NAMES[2]))],
+      ...this.below,
       ["first token, P50", milliseconds(quantile(old, samples, FIRST, 0.5))],
       ["between tokens, P50", milliseconds(quantile(old, samples, BETWEEN, 0.5))],
     ];

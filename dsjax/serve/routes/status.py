@@ -48,7 +48,8 @@ def status_routes(serving: Serving) -> APIRouter:
     @router.get("/get_load", responses=errors(503))
     async def get_load() -> Load:
         """What each DP rank has to do."""
-        return {"ranks": await _loads(serving)}
+        loads, disk = await serving.ask(lambda core: (core.loads(), core.disk()))
+        return {"ranks": load_bodies(loads), "disk": None if disk is None else disk._asdict()}
 
     @router.get("/server_info", response_model=ServerInfo, responses=errors(503))
     async def server_info(request: Request) -> Response:
@@ -59,7 +60,9 @@ def status_routes(serving: Serving) -> APIRouter:
             "models": list(serving.model_names),
             "phase": serving.state,
             "options": serving.options.to_json(),
-            "ranks": await _loads(serving) if serving.state in (Phase.READY.value, Phase.CLOSING.value) else [],
+            "ranks": load_bodies(await serving.ask(lambda core: core.loads()))
+            if serving.state in (Phase.READY.value, Phase.CLOSING.value)
+            else [],
             "admin": request.scope["state"].get("admin", False),
             "experts": expert_load(experts, serving.model_root) if experts is not None else None,
         }
@@ -99,16 +102,19 @@ async def _refresh_loads(serving: Any) -> None:
     Where the engine does not answer soon, because a step takes long or it is dead, the last known loads stand.
     """
     with contextlib.suppress(EngineDeadError, TimeoutError):
-        found = serving.engine.call(lambda core: (core.loads(), core.balance()))
-        loads, balance = await asyncio.wait_for(found, _LOADS_SECONDS)
+        found = serving.engine.call(lambda core: (core.loads(), core.balance(), core.disk()))
+        loads, balance, disk = await asyncio.wait_for(found, _LOADS_SECONDS)
         serving.metrics.show_loads(loads)
+        serving.metrics.show_disk(disk)
         serving.metrics.show_balance(balance)  # experts may have moved since, without a step
 
 
-async def _loads(serving: Serving) -> list[RankLoadBody]:
+def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
     """What each DP rank has to do, as it is between two steps of the engine."""
-    loads: list[RankLoad] = await serving.ask(lambda core: core.loads())
-    return [{**load._asdict(), "host": None if load.host is None else load.host._asdict()} for load in loads]
+    return [
+        {**load._asdict(), "host": None if load.host is None else load.host._asdict(), "hits": load.hits._asdict()}
+        for load in loads
+    ]
 
 
 def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:

@@ -8,13 +8,13 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine.buckets import Buckets, Rectangle
 
 
-def load(directory: Path, mesh: str, *, eplb: dict | None = None, **options) -> LLM:
+def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "float32", **options) -> LLM:
     """eplb: over 8 redundant experts and a window that never ends."""
     config = {"num_redundant_experts": 8, "window_size": 10**6, "step_interval": 10**6} | (eplb or {})
     llm = LLM(
         str(directory),
         mesh=mesh,
-        dtype="float32",
+        dtype=dtype,
         max_num_seqs=8,
         max_num_batched_tokens=32,
         prefill_chunk=16,

@@ -10,15 +10,18 @@ from dsjax.engine.commands import (
     Clear,
     Command,
     Copy,
+    DropPages,
     FetchPages,
     Flush,
     PlacePages,
+    ReadPages,
     Score,
     Step,
     StorePages,
     from_int32s,
+    names_of,
 )
-from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, PageReports, RankResults, RowResult
 from dsjax.engine.plan import StepPlan
 from dsjax.engine.step_writer import StepWriter, clear_command
 
@@ -62,6 +65,8 @@ class FakeExecutor:
         non_finite: seeds of requests whose values are not finite from now on.
         impossible: seeds of requests for which no token is allowed, and why.
         max_under_way: the most steps that were on their way at a time.
+        disk: pages by their names, which the test may give to the next one. disk_takes: polls until a report comes; None: none ever does.
+        disk_fails: whether reading and writing fail.
     """
 
     def __init__(
@@ -79,6 +84,8 @@ class FakeExecutor:
         step_seconds: float = 0.0,
         max_in_flight: int = 1,
         host_pages_per_rank: int = 0,
+        disk_pages: int = 0,
+        disk: dict[bytes, list] | None = None,
     ):
         self.limits = ExecutorLimits(
             max_rows_decode,
@@ -90,6 +97,7 @@ class FakeExecutor:
             max_model_len,
             vocab_size,
             host_pages_per_rank,
+            disk_pages,
         )
         self.max_in_flight = max_in_flight
         self.model = model
@@ -108,7 +116,13 @@ class FakeExecutor:
         self._cache = [[[None] * page_size for _ in range(pages_per_rank)] for _ in range(num_ranks)]
         self._slots: list[dict[int, Slot]] = [{} for _ in range(num_ranks)]
         self._host: list[dict[int, list]] = [{} for _ in range(num_ranks)]
-        self._staged: deque[list[list]] = deque()
+        self._staged: dict[int, list[list]] = {}
+        self.disk = {} if disk is None else disk
+        self.disk_takes: int | None = 1
+        self.disk_fails = False
+        self._found: list[bytes] | None = list(self.disk)
+        self._landed: dict[tuple[int, int], list] = {}
+        self._disk_work: deque[list] = deque()  # [polls left, "read" or "written", report, what comes of it]
         self._writer = StepWriter(num_ranks, max_rows_decode, page_size)
 
     def execute(self, plan: StepPlan, scheduler=None) -> list[RankResults]:
@@ -157,8 +171,41 @@ class FakeExecutor:
         return {page for command in places for page in from_int32s(command.ranks[rank])}
 
     def _run_what_nobody_waits_for(self) -> None:
-        while self._queue and isinstance(self._queue[0].command, Copy | Clear | StorePages | FetchPages | PlacePages):
+        moving = Copy | Clear | StorePages | FetchPages | PlacePages | ReadPages | DropPages
+        while self._queue and isinstance(self._queue[0].command, moving):
             self._run(self._queue.popleft().command)
+
+    def page_reports(self, seconds: float = 0.0) -> PageReports:
+        found, self._found = self._found, None
+        reports = PageReports([], [], found)
+        if self.disk_takes is None:
+            return reports
+        later = deque()
+        for polls, kind, report, values in self._disk_work:
+            if polls < self.disk_takes:
+                later.append([polls + 1, kind, report, values])
+            elif kind == "written":
+                number, name = report
+                if not self.disk_fails:
+                    self.disk[name] = values
+                    assert len(self.disk) <= self.limits.disk_pages
+                reports.written.append((number, not self.disk_fails))
+            elif kind == "drop":
+                everything, names = report
+                if everything:
+                    self.disk.clear()
+                for name in names:
+                    self.disk.pop(name, None)
+            elif report[:2] in self._landed:
+                rank, number, name = report
+                there = not self.disk_fails and name in self.disk
+                if there:
+                    self._landed[rank, number] = self.disk[name]
+                else:
+                    del self._landed[rank, number]
+                reports.read.append((rank, number, there))
+        self._disk_work = later
+        return reports
 
     def collect(self, pending: Pending):
         self.wait(pending)
@@ -192,22 +239,37 @@ class FakeExecutor:
                 for source, target in zip(pages[::2], pages[1::2], strict=True):
                     cache[target] = list(cache[source])
         elif isinstance(command, StorePages):
-            for cache, host, own in zip(self._cache, self._host, command.ranks, strict=True):
-                numbers = from_int32s(own)
-                for page, slot in zip(numbers[::2], numbers[1::2], strict=True):
-                    assert 0 <= slot < self.limits.host_pages_per_rank
+            for cache, host, own, names in zip(self._cache, self._host, command.ranks, command.names, strict=True):
+                numbers, names = from_int32s(own), iter(names_of(names))
+                for page, slot, number in zip(*(numbers[at::3] for at in range(3)), strict=True):
+                    assert -1 <= slot < self.limits.host_pages_per_rank
+                    assert slot >= 0 or number >= 0
                     assert None not in cache[page], "only full pages leave"
-                    host[slot] = list(cache[page])
+                    if slot >= 0:
+                        host[slot] = list(cache[page])
+                    if number >= 0:
+                        self._disk_work.append([0, "written", (number, next(names)), list(cache[page])])
         elif isinstance(command, FetchPages):
-            self._staged.append(
-                [
-                    [list(host[slot]) for slot in from_int32s(own)]
-                    for host, own in zip(self._host, command.ranks, strict=True)
-                ]
-            )
+            self._staged[command.number] = [
+                [self._fetched(rank, number) for number in from_int32s(own)] for rank, own in enumerate(command.ranks)
+            ]
+        elif isinstance(command, ReadPages):
+            for rank, (numbers, names, drops) in enumerate(
+                zip(command.ranks, command.names, command.drops, strict=True)
+            ):
+                for number in from_int32s(drops):
+                    self._landed.pop((rank, number), None)
+                for number, name in zip(from_int32s(numbers), names_of(names), strict=True):
+                    assert (rank, number) not in self._landed, "no number is used twice at a time"
+                    self._landed[rank, number] = None
+                    self._disk_work.append([0, "read", (rank, number, name), None])
+        elif isinstance(command, DropPages):
+            self._disk_work.append([0, "drop", (command.everything, names_of(command.names)), None])
         elif isinstance(command, PlacePages):
-            for cache, staged, own in zip(self._cache, self._staged.popleft(), command.ranks, strict=True):
-                for values, page in zip(staged, from_int32s(own), strict=True):
+            here = self._staged.pop(command.number, [[] for _ in command.ranks])
+            for cache, staged, own in zip(self._cache, here, command.ranks, strict=True):
+                assert len(staged) in (0, len(own) // 4)
+                for values, page in zip(staged, from_int32s(own), strict=False):
                     assert page != 0, "page 0 is reserved"
                     cache[page] = values
         elif isinstance(command, Clear):
@@ -221,6 +283,13 @@ class FakeExecutor:
             assert isinstance(command, Score)
             return np.zeros((len(command.tokens) // 4, self.limits.vocab_size), np.float32)
         return None
+
+    def _fetched(self, rank: int, number: int) -> list:
+        if number < self.limits.host_pages_per_rank:
+            return list(self._host[rank][number])
+        values = self._landed.pop((rank, number))
+        assert values is not None, "only pages that have come are fetched"
+        return list(values)
 
     def _step(self, step: Step) -> list[RankResults]:
         assert len(step.ranks) == self.limits.num_ranks, "every rank takes part in every step"

@@ -10,6 +10,7 @@ from dsjax.engine.commands import (
     Admission,
     Clear,
     Copy,
+    DropPages,
     FetchPages,
     Flush,
     Guide,
@@ -19,6 +20,7 @@ from dsjax.engine.commands import (
     PrefillRow,
     RankStep,
     ReadLoads,
+    ReadPages,
     Sampling,
     Score,
     StageExperts,
@@ -49,7 +51,12 @@ ranks = st.builds(
 of_each_rank = st.lists(packed, max_size=3)
 every_command = st.one_of(
     st.builds(Step, st.lists(ranks, max_size=3), st.integers(0, 8), st.integers(0, 8)),
-    *(st.builds(kind, of_each_rank) for kind in (Copy, StorePages, FetchPages, PlacePages)),
+    st.builds(Copy, of_each_rank),
+    st.builds(FetchPages, of_each_rank, natural),
+    st.builds(PlacePages, of_each_rank, natural),
+    st.builds(StorePages, of_each_rank, of_each_rank),
+    st.builds(ReadPages, of_each_rank, of_each_rank, of_each_rank),
+    st.builds(DropPages, st.booleans(), packed),
     st.builds(Clear, of_each_rank),
     st.builds(Score, packed, packed),
     st.just(Flush()),
@@ -68,7 +75,8 @@ def test_decoding_gives_back_what_was_encoded(command):
 
 
 def test_every_command_of_the_union_is_generated():
-    every = {Step, Copy, Clear, Score, Flush, ReadLoads, StageExperts, PlaceExperts, StorePages, FetchPages, PlacePages}
+    every = {Step, Copy, Clear, Score, Flush, ReadLoads, StageExperts, PlaceExperts}
+    every |= {StorePages, FetchPages, ReadPages, DropPages, PlacePages}
     assert every == set(commands.Command.__args__)
 
 
@@ -80,7 +88,7 @@ def test_integers_come_back_from_their_bytes(values):
 
 def test_the_bytes_of_a_command_are_pinned_to_their_version():
     # Whoever changes these bytes changes what older readers see, and must raise VERSION.
-    assert commands.VERSION == 3
+    assert commands.VERSION == 4
     row = PrefillRow(1, 2, int32s([7]), commands.TOKEN_MADE, 16)
     own = RankStep([Admission(1, 2, 7, Sampling(3, 9))], [PageChange(1, 0, [5])], int32s([0, 16]), [row], [])
     assert encode(Step([own], 0, 0)).hex() == (
@@ -89,7 +97,8 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
         "02c40407000000ff100000900000"
     )
     moving = (ReadLoads(), StageExperts(1, b""), PlaceExperts(1, b"", b""))
-    moving += (StorePages([b""]), FetchPages([b""]), PlacePages([b""]))
+    moving += (StorePages([b""], [b""]), FetchPages([b""]), ReadPages([b""], [b""], [b""]), DropPages(False))
+    moving += (PlacePages([b""]),)
     assert [encode(command).hex() for command in (Copy([b""]), Clear([b""]), Score(b"", b""), Flush(), *moving)] == [
         "92a4636f707991c400",
         "92a5636c65617291c400",
@@ -98,9 +107,11 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
         "91aa726561645f6c6f616473",
         "93ad73746167655f6578706572747301c400",
         "94ad706c6163655f6578706572747301c400c400",
-        "92ab73746f72655f706167657391c400",
-        "92ab66657463685f706167657391c400",
-        "92ab706c6163655f706167657391c400",
+        "93ab73746f72655f706167657391c40091c400",
+        "93ab66657463685f706167657391c40000",
+        "94aa726561645f706167657391c40091c40091c400",
+        "93aa64726f705f7061676573c2c400",
+        "93ab706c6163655f706167657391c40000",
     ]
 
 

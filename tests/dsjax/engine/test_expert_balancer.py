@@ -1,5 +1,6 @@
 """An engine whose experts follow the load tells every request what an engine tells whose experts stay, whatever happens meanwhile."""
 
+import asyncio
 import json
 import logging
 import threading
@@ -10,18 +11,20 @@ import pytest
 from balanced_model import generate, load
 from layouts import TINY, prompts, write_checkpoint
 
-from dsjax import SamplingParams
+from dsjax import LLM, SamplingParams
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.assembly import make_step
+from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
 from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, Step
 from dsjax.engine.eplb import EplbConfig, RebalanceUnderWayError
 from dsjax.engine.executor import ExpertSlots
-from dsjax.engine.expert_balancer import decide
+from dsjax.engine.expert_balancer import LayerChange, decide
 from dsjax.engine.expert_location import ExpertLocation
 from dsjax.engine.step_record import Collected, Launched, StepRecord, collected
 from dsjax.errors import UserError
 from sharding import MeshSpec
 from sharding.balancing import rank_loads, rebalance
+from sharding.layer_placement import exchange_rounds
 
 OFTEN = {"window_size": 4, "step_interval": 4}
 TOKENS = 40
@@ -72,6 +75,42 @@ def test_so_they_are_on_other_meshes(checkpoint, expected, mesh, dispatch):
         other.shutdown()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["auto", "fp8"])
+def test_in_bf16_each_token_is_the_one_that_a_device_whose_experts_stay_finds_behind_the_same_text(checkpoint, weights):
+    """Teacher-forced: log-probabilities differ by less than a 32nd of the largest logit, and tokens not where the best is that far ahead.
+
+    Both for 97 places of 100. Between two experts that are as good as tied a router may choose otherwise when sums are rounded to
+    8 bits in another order, and every logit behind moves: one place in 100 between dp=1 and dp=8 on which no expert moves.
+    """
+    moving = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="ragged", dtype="bfloat16", weights=weights)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
+    try:
+        made = [output.outputs[0] for output in moving.generate(prompts(), params)]
+        assert stats(moving).rebalances >= 3
+    finally:
+        moving.shutdown()
+    one = LLM(str(checkpoint), mesh="dp=1", dtype="bfloat16", weights=weights, prefill_chunk=128, page_size=4)
+    texts = [
+        prompt["prompt_token_ids"] + list(output.token_ids) for prompt, output in zip(prompts(), made, strict=True)
+    ]
+    try:
+        logits = np.concatenate([found[-TOKENS - 1 : -1] for found in one.logits(texts)])
+    finally:
+        one.shutdown()
+    tokens = np.concatenate([output.token_ids for output in made])
+    ours = [
+        entry[token].logprob for output in made for token, entry in zip(output.token_ids, output.logprobs, strict=True)
+    ]
+    theirs = np.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
+    bound = np.abs(logits).max() / 32
+    assert (np.abs(np.array(ours) - theirs) < bound).mean() > 0.97
+    second, first = np.sort(logits, axis=1)[:, -2:].T
+    apart = first - second > bound
+    assert apart.mean() > 0.5, "most tokens are as good as tied"
+    assert (logits.argmax(axis=1) == tokens)[apart].mean() > 0.97
+
+
 def test_nothing_is_compiled_and_memory_returns(llm):
     llm.engine.flush_prefix_cache()
     generate(llm, TOKENS)
@@ -88,6 +127,45 @@ def test_nothing_is_compiled_and_memory_returns(llm):
         llm.engine.step()
     assert llm.executor.programs.compiled == compiled
     assert sum(array.nbytes for array in jax.live_arrays()) == held
+
+
+def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, expected, monkeypatch):
+    """One device has two steps in flight, as accelerators have; it holds all experts, so they move between its own slots.
+
+    Each exchange is enqueued behind a step that is not done, and a step behind it, without waiting for either.
+    """
+    monkeypatch.setattr("dsjax.engine.loading.experts_per_exchange", lambda args, step: 2)
+    one = load(checkpoint, "dp=1")
+    executor, balancer, rng = one.executor, one.engine.core._balancer, np.random.default_rng(2)
+    launch, behind = executor.launch, []
+
+    def launched(command):
+        if isinstance(command, StageExperts | PlaceExperts):
+            in_flight = [one for one in executor._queue if isinstance(one.command, Step)]
+            behind.append(bool(in_flight))
+        return launch(command)
+
+    try:
+        assert executor.max_in_flight == 2
+        monkeypatch.setattr(executor, "launch", launched)
+        start(one)
+        found = {}
+        while one.engine.has_unfinished():
+            if not balancer.busy and one.engine.core.scheduler.num_unfinished:
+                layer = int(rng.integers(2))
+                old = executor.expert_slots.physical_to_logical[layer]
+                row = old.copy()
+                swapped = rng.permutation(len(old))[:4]
+                row[swapped] = np.roll(row[swapped], 1)
+                rounds = list(exchange_rounds(old, row, ranks=1, experts=2))
+                balancer._waiting.extend(LayerChange(layer, row, rounds, 4, 0.0, 0.0).commands())
+            found |= {int(output.request_id): output.outputs[0].token_ids for output in one.engine.step()}
+        assert [list(found[number]) for number in range(8)] == [list(tokens) for tokens in expected]
+        assert stats(one).layers_changed >= 3
+        assert not stats(one).failures
+        assert sum(behind) > 10
+    finally:
+        one.shutdown()
 
 
 def start(llm, tokens: int = TOKENS, **params) -> None:
@@ -133,6 +211,40 @@ def test_requests_that_come_in_the_middle_and_wait_get_theirs(llm, expected):
     assert len(found) == 80
     for number, output in found.items():
         assert list(output.token_ids) == list(expected[number % 8])
+
+
+def test_a_server_drains_and_ends_in_the_middle(checkpoint, expected):
+    """Whoever was admitted gets every token, nobody else comes in, and what is left of a rebalance keeps nobody waiting."""
+    draining = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="gather")
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+    async def serve():
+        engine = AsyncEngine(draining.engine)
+        engine.start()
+        stream = await engine.submit("all", prompts(), params)
+        while not await engine.call(lambda core: core._balancer.busy):
+            assert engine.num_unfinished
+        found = {}
+        async for index, output in stream:
+            found[index] = list(output.outputs[0].token_ids)
+        assert not engine.num_unfinished
+
+        def begin(core):
+            # What is under way may end first; then another one begins, of a window that nothing was counted in.
+            if not core._balancer.busy:
+                core.rebalance_experts()
+            return core._balancer.busy
+
+        while not await engine.call(begin):
+            pass
+        await engine.shutdown()
+        assert not engine.running
+        with pytest.raises(EngineClosingError):
+            await engine.submit("late", prompts(), params)
+        return found
+
+    found = asyncio.run(asyncio.wait_for(serve(), 120))
+    assert [found[number] for number in range(8)] == [list(tokens) for tokens in expected]
 
 
 def test_prompts_are_scored_as_ever(llm):

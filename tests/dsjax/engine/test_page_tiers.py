@@ -1,6 +1,7 @@
-"""Pages that leave the device for host memory come back as they were, and nobody waits who need not."""
+"""Pages that leave the device for host memory and the disk come back as they were, and nobody waits who need not."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine import arrivals, page_files
+from dsjax.engine.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
 from dsjax.engine.core import EngineCore
-from dsjax.engine.page_tiers import HostTier
+from dsjax.engine.page_tiers import FIRST_PAUSE, MOST_WRITING, DiskTier, HostTier
 from dsjax.engine.request import Request
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.errors import UserError
@@ -24,14 +27,16 @@ def test_each_page_has_a_slot_of_its_own_and_is_found_where_it_was_put(slots, ac
     for action, number in actions:
         name = bytes([number])
         if action == "store":
-            slot = tier.store(name)
-            assert (slot is None) == (name in where)
-            if slot is not None:
+            stored = tier.store(name)
+            assert (stored is None) == (name in where)
+            if stored is not None:
+                slot, victim = stored
+                assert victim == next((other for other, at in where.items() if at == slot), None)
                 where = {other: at for other, at in where.items() if at != slot}
                 where[name], memory[slot] = slot, name
         elif action == "fetch":
-            for found in tier.find([name]):
-                assert memory[tier.fetch(found)] == name
+            if tier.can_fetch(name):
+                assert memory[tier.fetch(name)] == name
         elif action == "forget":
             tier.forget([name])
             where.pop(name, None)
@@ -56,10 +61,81 @@ def test_what_was_fetched_outlives_what_was_only_stored():
 def test_a_page_is_not_fetched_while_it_leaves():
     tier = HostTier(4)
     tier.store(b"a")
-    assert tier.find([b"a"]) == []
+    assert not tier.can_fetch(b"a")
     tier.begin_step()
     tier.begin_step()
-    assert tier.find([b"a", b"b"]) == [b"a"]
+    assert tier.can_fetch(b"a")
+    assert not tier.can_fetch(b"b")
+
+
+def written(tier, *names, ok=True, now=0.0):
+    """Have pages written, and say so."""
+    numbers = [tier.write(name) for name in names]
+    assert all(number >= 0 for number in numbers)
+    for number in numbers:
+        tier.written(number, ok, now)
+
+
+def test_a_page_is_found_on_the_disk_when_it_has_been_written_and_only_then():
+    tier = DiskTier(4)
+    assert tier.write(b"a") == -1, "what an earlier run left is not known yet"
+    tier.found([])
+    number = tier.write(b"a")
+    assert b"a" not in tier
+    assert tier.write(b"a") == -1, "it is on its way"
+    tier.written(number, True, 0.0)
+    assert b"a" in tier
+    assert tier.counts()[:6] == (1, 4, 1, 0, 0, 0)
+
+
+def test_the_disks_room_is_never_exceeded_and_what_was_asked_for_stays():
+    tier = DiskTier(4)
+    tier.found([b"old", b"new"])
+    written(tier, b"a")
+    tier.fetch(b"old")
+    written(tier, b"b", b"c")
+    assert tier.take_dropped() == (False, [b"new"])
+    written(tier, b"d")
+    assert tier.take_dropped() == (False, [b"a"])
+    assert [name for name in (b"old", b"new", b"a", b"b", b"c", b"d") if name in tier] == [b"old", b"b", b"c", b"d"]
+    smaller = DiskTier(1)
+    smaller.found([b"old", b"new"])
+    assert b"new" in smaller
+    assert smaller.take_dropped() == (False, [b"old"])
+
+
+def test_a_page_that_is_forgotten_while_it_is_written_is_deleted_and_never_found():
+    tier = DiskTier(4)
+    tier.found([])
+    number = tier.write(b"a")
+    tier.forget([b"a"])
+    tier.written(number, True, 0.0)
+    assert b"a" not in tier
+    assert tier.take_dropped() == (False, [b"a"])
+    number = tier.write(b"a")
+    tier.flush()
+    tier.written(number, True, 0.0)
+    assert b"a" not in tier
+    assert tier.take_dropped() == (True, [])
+
+
+def test_a_disk_that_cannot_be_written_is_left_alone_for_longer_and_longer():
+    tier = DiskTier(1000)
+    tier.found([b"old"])
+    written(tier, b"a", b"b", ok=False, now=10.0)
+    tier.begin_step(10.0 + FIRST_PAUSE / 2)
+    assert tier.write(b"c") == -1
+    assert b"old" in tier, "it can still be read"
+    tier.begin_step(10.0 + FIRST_PAUSE)
+    written(tier, b"c", ok=False, now=20.0)
+    tier.begin_step(20.0 + 1.5 * FIRST_PAUSE)
+    assert tier.write(b"d") == -1
+    tier.begin_step(20.0 + 2 * FIRST_PAUSE)
+    written(tier, b"d", now=30.0)
+    written(tier, b"e", ok=False, now=40.0)
+    tier.begin_step(40.0 + FIRST_PAUSE)
+    assert all(tier.write(f"page {n}".encode()) >= 0 for n in range(MOST_WRITING))
+    assert tier.write(b"one too many") == -1
 
 
 def core(**sizes):
@@ -104,7 +180,7 @@ def test_tokens_are_those_without_a_tier_and_pages_come_back(in_flight, ranks):
             if f"{name}" not in gone:
                 assert found[f"{name}"] == expected_tokens(tokens, 6)
         assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
-    counts = [rank.pool.below.counts() for rank in engine.scheduler.ranks]
+    counts = [rank.pool.below.host.counts() for rank in engine.scheduler.ranks]
     assert all(one.stored > 20 and one.fetched > 20 for one in counts), counts
 
 
@@ -115,7 +191,7 @@ def test_requests_whose_pages_are_kept_give_way_to_one_that_needs_room():
     for turn in range(4):
         found = run(engine, [(turn * 10 + i, tokens) for i, tokens in enumerate(prompts)])
         assert list(found.values()) == [expected_tokens(tokens, 6) for tokens in prompts]
-    assert engine.scheduler.ranks[0].pool.below.counts().fetched > 20
+    assert engine.scheduler.ranks[0].pool.below.host.counts().fetched > 20
 
 
 def test_flushing_forgets_what_is_below_and_what_is_on_its_way():
@@ -123,10 +199,10 @@ def test_flushing_forgets_what_is_below_and_what_is_on_its_way():
     prompts = [(i, [i] * 4 + list(range(40))) for i in range(4)]
     run(engine, prompts)
     engine.flush_prefix_cache()
-    assert engine.scheduler.ranks[0].pool.below.counts().used_pages == 0
-    before = engine.scheduler.ranks[0].pool.below.counts().fetched
+    assert engine.scheduler.ranks[0].pool.below.host.counts().used_pages == 0
+    before = engine.scheduler.ranks[0].pool.below.host.counts().fetched
     run(engine, [(10 + i, tokens) for i, tokens in prompts])
-    assert engine.scheduler.ranks[0].pool.below.counts().fetched == before
+    assert engine.scheduler.ranks[0].pool.below.host.counts().fetched == before
 
 
 def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
@@ -143,6 +219,152 @@ def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
     for _ in range(50):
         engine.step()
     assert request.output_token_ids == expected_tokens([*tokens, 7], 6)
+
+
+DISKS = [
+    {"disk_pages": 200},
+    {"disk_pages": 200, "host_pages_per_rank": 3},
+    {"disk_pages": 20, "host_pages_per_rank": 60},
+]
+
+
+def begin_alike(number, count=5, beginnings=8):
+    """Prompts that begin with one of a few beginnings, the same ones for every `number`."""
+    choose = random.Random(4)
+    shared = [[choose.randrange(300) for _ in range(24)] for _ in range(beginnings)]
+    choose = random.Random(number)
+    tails = [[choose.randrange(300) for _ in range(choose.randrange(9))] for _ in range(count)]
+    return [(1000 * number + i, choose.choice(shared) + tail) for i, tail in enumerate(tails)]
+
+
+@pytest.mark.parametrize("takes", [0, 3, 20])
+@pytest.mark.parametrize("below", DISKS, ids=["disk alone", "little host memory", "little disk"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_those_without_a_disk_however_long_it_takes(ranks, below, takes):
+    engine = core(num_ranks=ranks, **below)
+    engine.executor.disk_takes = takes
+    for turn in range(12):
+        prompts = begin_alike(turn)
+        gone = [f"{prompts[0][0]}"] if turn % 3 == 0 else []
+        found = run(engine, prompts, abort=gone)
+        for name, tokens in prompts:
+            if f"{name}" not in gone:
+                assert found[f"{name}"] == expected_tokens(tokens, 6)
+        assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
+    counts = engine.scheduler.disk_counts()
+    assert counts.stored > 10
+    if below.get("host_pages_per_rank", 0) < 60:
+        assert counts.fetched > 20, counts
+        assert sum(rank.hits.disk for rank in engine.scheduler.ranks) > 40
+    for rank in engine.scheduler.ranks:
+        assert sum(rank.hits) == rank.prefix_hits
+
+
+def test_others_go_on_while_a_request_waits_for_the_disk():
+    engine = core(disk_pages=200)
+    run(engine, [(0, list(range(40)))])
+    run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
+    engine.executor.disk_takes = None
+    waiting = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
+    engine.add(waiting)
+    engine.step()
+    assert waiting.is_arriving
+    assert engine.scheduler.waits_for_disk
+    other = Request("4", [5, 6, 7], 3, SamplingParams(temperature=0), 6, 0)
+    engine.add(other)
+    for _ in range(20):
+        engine.step()
+    assert other.output_token_ids == expected_tokens([5, 6, 7], 6)
+    assert waiting.output_token_ids == []
+    engine.executor.disk_takes = 0
+    while engine.has_unfinished:
+        engine.step()
+    assert waiting.output_token_ids == expected_tokens(list(range(40)), 6)
+    assert waiting.num_disk_pages > 5
+
+
+def test_a_request_goes_on_without_a_disk_that_hangs(monkeypatch):
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.01)
+    engine = core(disk_pages=200)
+    run(engine, [(0, list(range(40)))])
+    run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
+    engine.executor.disk_takes = None
+    assert run(engine, [(3, list(range(40)))]) == {"3": expected_tokens(list(range(40)), 6)}
+    assert engine.scheduler.disk_counts().late == 1
+    assert run(engine, [(4, list(range(100, 156)))]) == {"4": expected_tokens(list(range(100, 156)), 6)}
+    assert engine.scheduler.disk_counts().late == 1, "it is left alone for a while"
+
+
+def test_a_disk_that_fails_costs_the_hits_and_nothing_else():
+    engine = core(disk_pages=200, host_pages_per_rank=3)
+    for turn in range(8):
+        engine.executor.disk_fails = turn % 2 == 1
+        prompts = begin_alike(turn)
+        assert list(run(engine, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
+    counts = engine.scheduler.disk_counts()
+    assert counts.failed_reads
+    assert counts.failed_writes
+
+
+def test_the_next_engine_finds_what_the_last_one_left():
+    first = core(disk_pages=200)
+    for turn in range(4):
+        run(first, begin_alike(turn))
+    first.executor.page_reports(), first.executor.page_reports()
+    second = core(disk_pages=200, disk=dict(first.executor.disk))
+    prompts = begin_alike(9)
+    assert list(run(second, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
+    assert second.scheduler.ranks[0].hits.disk > 40
+
+
+@pytest.mark.parametrize("kind", [PlacePages, FetchPages, ReadPages, DropPages, StorePages, Step])
+def test_an_interrupt_while_pages_are_sent_for_leaves_nothing_wrong(kind):
+    """Whichever command it comes before, what is launched afterwards is right, and the disk keeps to its room."""
+    engine = core(host_pages_per_rank=3, disk_pages=20)
+    launch, left = engine.executor.launch, iter(range(1, 6))
+
+    def interrupted(command):
+        if isinstance(command, kind) and next(left, 0) in (2, 5):
+            raise KeyboardInterrupt
+        return launch(command)
+
+    for turn in range(6):
+        run(engine, begin_alike(turn))
+        engine.executor.launch = interrupted
+        requests = [
+            Request(f"{name}+", list(tokens), len(tokens), SamplingParams(temperature=0), 6, 0)
+            for name, tokens in begin_alike(turn + 50)
+        ]
+        for request in requests:
+            engine.add(request)
+        while engine.has_unfinished:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                continue
+        engine.executor.launch = launch
+        for request in requests:
+            assert request.output_token_ids == expected_tokens(request.prompt_token_ids, 6)
+    assert next(left, None) is None, "it came twice"
+
+
+def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():
+    engine = core(disk_pages=200)
+    run(engine, [(0, list(range(40)))])
+    run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
+    engine.executor.disk_takes = None
+    request = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
+    engine.add(request)
+    engine.step()
+    assert request.is_arriving
+    engine.flush_prefix_cache()
+    for _ in range(30):
+        engine.step()
+    assert request.output_token_ids == expected_tokens(list(range(40)), 6)
+    engine.executor.disk_takes = 0
+    engine.executor.page_reports()
+    assert not engine.executor.disk
+    assert engine.scheduler.disk_counts().used_pages == 0
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +408,7 @@ def test_a_models_tokens_are_the_same_and_its_pages_come_back(checkpoint, expect
     llm = load(checkpoint, cache_tokens=80, host_cache_bytes=1 << 20, **options)
     try:
         outputs = [list(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) for prompt in prompts()]
-        counts = [rank.pool.below.counts() for rank in llm.engine.core.scheduler.ranks]
+        counts = [rank.pool.below.host.counts() for rank in llm.engine.core.scheduler.ranks]
         assert outputs == expected
         assert sum(one.fetched for one in counts) > 20, counts
     finally:
@@ -196,3 +418,67 @@ def test_a_models_tokens_are_the_same_and_its_pages_come_back(checkpoint, expect
 def test_room_for_less_than_a_page_is_refused(checkpoint):
     with pytest.raises(UserError, match="give at least"):
         load(checkpoint, host_cache_bytes=10)
+
+
+def generated(llm):
+    return [list(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) for prompt in prompts()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "dp=1", "host_cache_bytes": 0},
+        {"mesh": "dp=2,tp=2"},
+        {"mesh": "tp=2", "mla_prefill": "CD", "mla_decode": "CD"},
+        {"mesh": "dp=1", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    ],
+    ids=["disk alone", "dp=2,tp=2", "keys and values", "drafts"],
+)
+def test_a_models_pages_come_back_from_the_disk_after_a_restart_too(checkpoint, expected, options, tmp_path):
+    """Host memory holds a page or two of each rank, 5 % of what the prompts need."""
+    on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 80}
+    probe = {"host_cache_bytes": 1 << 14} | options
+    llm = load(checkpoint, **on_disk, **probe)
+    try:
+        assert generated(llm) == expected
+        first = llm.engine.core.scheduler.disk_counts()
+        assert first.fetched > 20, first
+        assert not first.failed_reads
+        assert llm.executor.limits.disk_page_bytes == page_files.bytes_on_disk(llm.facts.page_bytes)
+        with pytest.raises(UserError, match="in use by another engine"):
+            load(checkpoint, **on_disk, **probe)
+    finally:
+        llm.shutdown()
+    files = list(Path(tmp_path).glob("*/*/*.page"))
+    assert {-(-file.stat().st_size // 4096) * 4096 for file in files} == {llm.executor.limits.disk_page_bytes}
+    files[0].write_bytes(files[0].read_bytes()[:-3])
+    second = load(checkpoint, **on_disk, **probe)
+    try:
+        assert generated(second) == expected
+        hits = [rank.hits.disk for rank in second.engine.core.scheduler.ranks]
+        assert sum(hits) > sum(rank.hits.disk for rank in llm.engine.core.scheduler.ranks)
+        second.engine.flush_prefix_cache()
+        assert second.engine.core.scheduler.disk_counts().used_pages == 0
+    finally:
+        second.shutdown()
+    assert not list(Path(tmp_path).glob("*/*/*.page"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"disk_cache": "x"}, "without --disk-cache-bytes"),
+        ({"disk_cache_bytes": 5}, "without --disk-cache"),
+        ({"disk_cache": "x", "disk_cache_bytes": 5, "enable_prefix_caching": False}, "turns off"),
+        ({"disk_cache": "x", "disk_cache_bytes": 5, "record_steps": "y"}, "--record-steps does not go with"),
+        ({"disk_cache": "/proc/nothing", "disk_cache_bytes": 1 << 20}, "cannot be used as a folder"),
+    ],
+)
+def test_options_of_the_disk_that_cannot_be_are_refused(checkpoint, options, says):
+    with pytest.raises(UserError, match=says):
+        load(checkpoint, **options)
+
+
+def test_a_disk_with_less_room_than_a_page_is_refused(checkpoint, tmp_path):
+    with pytest.raises(UserError, match="give at least 4,096"):
+        load(checkpoint, disk_cache=str(tmp_path), disk_cache_bytes=100)

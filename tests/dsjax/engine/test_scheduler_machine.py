@@ -3,6 +3,7 @@ written by two, and every page that is read holds the tokens it should."""
 
 from collections import Counter
 
+from event_subscriber import Subscriber
 from fake_executor import NAN, FakeExecutor, expected_tokens
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -36,6 +37,16 @@ _requests = st.fixed_dictionaries(
 )
 
 
+def pages_of(prompts, page_size):
+    """What an earlier engine has left on the disk: the pages of these prompts by their names."""
+    found = {}
+    for tokens in prompts:
+        request = Request("", list(tokens), len(tokens), SamplingParams(), 1, 0)
+        for place, name in enumerate(extend_hashes(request, page_size)):
+            found[name] = list(tokens[place * page_size : (place + 1) * page_size])
+    return found
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Small sizes, so that pages, slots, rows and budget all run out.
 
@@ -53,6 +64,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.integers(0, 7).map(bool),
         host_pages=st.sampled_from([0, 0, 2, 30]),
+        disk_pages=st.sampled_from([0, 0, 3, 40]),
+        left_over=st.booleans(),
         asynchronous=st.booleans(),
         drafts=st.sampled_from([None, None, [[1, 4096, 1]], [[1, 4096, 3]], [[1, 2, 2], [3, 4096, 0]]]),
     )
@@ -68,6 +81,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy,
         prefix_caching,
         host_pages,
+        disk_pages,
+        left_over,
         asynchronous,
         drafts,
     ):
@@ -80,6 +95,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             pages_per_rank=pages,
             max_model_len=MAX_LEN,
             host_pages_per_rank=host_pages,
+            disk_pages=disk_pages,
+            disk=pages_of(SHARED, page_size) if disk_pages and left_over else None,
         )
         self.config = SchedulerConfig.from_limits(
             self.executor.limits,
@@ -89,7 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             speculation=drafts
             and SpeculativeConfig(method="mtp", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=drafts),
         )
-        self.core = EngineCore(self.executor, self.config, async_scheduling=asynchronous)
+        self.subscriber = Subscriber(num_ranks, page_size, self.executor.disk)
+        self.core = EngineCore(self.executor, self.config, async_scheduling=asynchronous, publisher=self.subscriber)
         self.scheduler = self.core.scheduler
         self.alive: dict[str, Request] = {}
         self.gone: list[Request] = []
@@ -193,6 +211,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.alive:
             self.executor.non_finite.add(self.alive[data.draw(st.sampled_from(sorted(begun or self.alive)))].seed)
 
+    @rule(takes=st.sampled_from([0, 1, 5, None]), fails=st.booleans())
+    def change_the_disk(self, takes, fails):
+        """It becomes fast or slow, hangs until the next change, or fails."""
+        self.executor.disk_takes, self.executor.disk_fails = takes, fails
+
     @rule(data=st.data())
     def evict(self, data):
         pool = data.draw(st.sampled_from(self.scheduler.ranks)).pool
@@ -238,6 +261,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert left <= cleared, "no page is left with values that are not finite"
 
     @invariant()
+    def subscribers_know_where_every_page_is(self):
+        self.core._publish()
+        self.subscriber.check(self.scheduler)
+
+    @invariant()
     def slots_queues_and_counters_are_consistent(self):
         for index, rank in enumerate(self.scheduler.ranks):
             mine = self._of(index)
@@ -275,6 +303,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
+        self.executor.disk_takes = 1
         for _ in range(2000):
             if not self.core.has_unfinished:
                 break

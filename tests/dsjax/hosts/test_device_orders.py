@@ -49,7 +49,7 @@ def test_groups_of_survivors_that_the_break_did_not_touch_are_whole_but_not_thos
 @pytest.mark.parametrize("shape", [(1, 4, 2), (2, 2, 2), (4, 1, 2), (1, 2, 4)])
 def test_no_group_of_any_axis_is_formed_twice_once_it_broke(shape):
     orders, rng, broken = of(4, 2), random.Random(3), set()
-    for _ in range(6):
+    for _ in range(3):  # (2, 2, 2) has so many pairs of devices that more may not be left
         lost = rng.randrange(1, 4)
         order = orders.choose(ids(range(4), 2), shape)
         groups = orders._groups(order, shape)

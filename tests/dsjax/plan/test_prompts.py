@@ -1,5 +1,6 @@
 """Prompts beside decodes: replicas that get theirs one by one wait for each other."""
 
+import dataclasses
 import math
 from itertools import pairwise
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from dsjax.plan.cluster import load_cluster
+from dsjax.plan.engine import PUBLISHED
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.prompts import _depth_of_one, _steps_with_prompts, prompts_beside_decodes
@@ -15,11 +17,10 @@ from dsjax.plan.workload import Lengths, Options, Workload
 
 @pytest.fixture
 def instance(v3):
-    def make(mesh, prompt=1024, output=2048):
-        layout = parse_layout(mesh, 0, v3)
-        return Instance(
-            v3, load_cluster("h200-8"), layout, Options(overlap="off"), Workload(Lengths(prompt), Lengths(output))
-        )
+    def make(mesh, prompt=1024, output=2048, eager=True):
+        layout, engine = parse_layout(mesh, 0, v3), dataclasses.replace(PUBLISHED, eager=eager)
+        options = Options(overlap="off", engine=engine)
+        return Instance(v3, load_cluster("h200-8"), layout, options, Workload(Lengths(prompt), Lengths(output)))
 
     return make
 
@@ -47,10 +48,10 @@ def test_one_replica_pays_for_each_prompt_as_it_comes(instance):
 
 
 def test_a_long_prompt_hides_what_few_decodes_would_read_and_a_short_one_hides_little(instance):
-    alone = instance("tp=8,ep=1")
+    alone = instance("tp=8,ep=1", eager=False)
 
     def hidden(prompt, batch):
-        one = instance("tp=8,ep=1", prompt)
+        one = instance("tp=8,ep=1", prompt, eager=False)
         return 1 - prompts_beside_decodes(one, batch, prompt)[1].value / one.prefill_step(float(prompt)).value
 
     assert 0 <= hidden(256, 256) < hidden(256, 8)
@@ -58,6 +59,14 @@ def test_a_long_prompt_hides_what_few_decodes_would_read_and_a_short_one_hides_l
     saved = alone.decode_step(8).value - alone.decode_attention(8).value
     marginal = instance("tp=8,ep=1", 8192).prefill_step(8192.0).value * 8 / 8192
     assert hidden(8192, 8) * instance("tp=8,ep=1", 8192).prefill_step(8192.0).value < saved + marginal
+
+
+def test_decodes_fill_what_a_short_prompt_waits_for_launches(instance):
+    eager, compiled = (instance("tp=8,ep=1", 256, eager=e) for e in (True, False))
+    steps = [prompts_beside_decodes(one, 64, 256)[1].value + one.decode_step(64).value for one in (eager, compiled)]
+    # The kernels of both take as long to be started as those of the prompt alone.
+    assert steps[0] == pytest.approx(eager.prefill_step(256.0).value, rel=0.01)
+    assert steps[1] < steps[0]
 
 
 def test_a_prompt_of_a_closed_loop_comes_with_those_of_the_same_step():

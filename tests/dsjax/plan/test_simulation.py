@@ -1,5 +1,6 @@
 """Arrivals on virtual time: prices are the step model's, requests are conserved, and queues behave as queues do."""
 
+import dataclasses
 import json
 import math
 
@@ -47,7 +48,7 @@ def candidate(v3):
 
 @pytest.mark.parametrize(("mesh", "overlap"), [("dp=8", False), ("dp=8", True), ("tp=8,ep=1", False)])
 def test_steps_of_even_ranks_cost_what_the_step_model_says(step_model, mesh, overlap):
-    model = step_model(mesh, overlap=overlap)
+    model = step_model(mesh, overlap=overlap, eager=False)
     prices, ranks = StepPrices(model, 8192), model.layout.mesh.dp_size
     # Interpolation between sizes a quarter of an octave apart: below 3 %. The model's own 3 % for uneven prompts is left out.
     for batch in (1, 13, 64, 200):
@@ -57,6 +58,28 @@ def test_steps_of_even_ranks_cost_what_the_step_model_says(step_model, mesh, ove
         work = [RankWork(prompts=count * 1000, pairs=count * 1000 * 500.5)] * ranks
         assert prices.seconds(work) == pytest.approx(model.prefill(count * 1000, prompt=1000).value / 1.03, rel=0.03)
     assert prices.seconds([RankWork()] * ranks) == 0
+
+
+def test_a_short_prompt_takes_as_long_as_its_kernels_take_to_be_started(step_model):
+    one = [RankWork(prompts=100, pairs=5050)]
+    eager, compiled = (StepPrices(step_model("tp=8,ep=1", eager=e), 8192).seconds(one) for e in (True, False))
+    # What SGLang logged for one token without a CUDA graph.
+    assert eager == pytest.approx(0.0826, rel=0.01)
+    assert compiled < 0.5 * eager
+
+
+def test_what_comes_during_a_step_waits_for_the_one_that_was_planned_without_it(candidate):
+    found = candidate(batch=16, concurrency=16.0)
+    serial = dataclasses.replace(
+        found.decode, options=dataclasses.replace(found.decode.options, host="serial"), steps={}
+    )
+    times = [
+        simulate(aggregated(i, 1, 16, 8192), Load(None, 16), Objective(), num_requests=200)
+        for i in (found.decode, serial)
+    ]
+    step, host = found.decode.decode_step(16).value, 0.005
+    # Serial steps take 5 ms more each, a prompt's own step and the one under way; planned ahead, one more step passes.
+    assert times[0].ttft.mean - times[1].ttft.mean == pytest.approx(step - 2 * host, rel=0.3)
 
 
 def test_all_ranks_wait_for_the_one_with_a_prompt(step_model):
@@ -118,10 +141,11 @@ def test_a_closed_loop_agrees_with_its_mean_value_answer(candidate, name):
     users = CLOSED[name]["batch"] * (8 if "mesh" in CLOSED[name] else 1)
     found = candidate(**CLOSED[name], concurrency=float(users))
     one = simulate(found, Load(None, users), Objective(), num_requests=300)
-    assert one.tpot.mean == pytest.approx(found.tpot.value, rel=0.05)
+    # Steps that are planned ahead let prompts of two steps come together, which the mean-value answer leaves out.
+    assert one.tpot.mean == pytest.approx(found.tpot.value, rel=0.07)
     # A step of prompts is priced at its mean size, the simulation plays each.
     assert one.ttft.mean == pytest.approx(found.ttft.value, rel=0.2)
-    assert one.tokens_per_s == pytest.approx(found.throughput.value, rel=0.05)
+    assert one.tokens_per_s == pytest.approx(found.throughput.value, rel=0.07)
     # Little's law, of the answer itself.
     output = found.decode.workload.output.mean
     stay = found.ttft.value + found.tpot.value * (output - 1)
@@ -142,7 +166,8 @@ def test_a_lone_request_has_its_own_prompt_and_steps(candidate, step_model):
     one = simulate(found, Load(0.01, None), Objective(), num_requests=5)
     transfer = found.ttft.part("cache transfer").value
     alone = found.prefill.prefill_step(1000.0, 1 / 8).value
-    assert one.ttft.p50 == pytest.approx(alone + transfer, rel=0.05)
+    front = found.ttft.part("front door").value
+    assert one.ttft.p50 == pytest.approx(front + alone + transfer, rel=0.05)
     step = step_model("tp=8,ep=1").decode(1, 1050).value
     assert one.tpot.p50 == pytest.approx(step, rel=0.03)
 

@@ -30,7 +30,13 @@ def exposed():
 
     metrics = Metrics("tiny", 4, 128, experts_per_device=2, device_memory=lambda: [("0", 90, 100)])
     server = LiveServer(
-        num_ranks=4, max_rows_decode=8, max_chunk=16, pages_per_rank=257, host_pages_per_rank=8, metrics=metrics
+        num_ranks=4,
+        max_rows_decode=8,
+        max_chunk=16,
+        pages_per_rank=257,
+        host_pages_per_rank=8,
+        disk_pages=9,
+        metrics=metrics,
     )
     body = {"prompt": "ab", "max_tokens": 6, "temperature": 0, "ignore_eos": True, "stream": True}
     assert server.post("/v1/completions", body).text.endswith("[DONE]\n\n")
@@ -38,7 +44,8 @@ def exposed():
     server.serving.metrics.show_exchange_share(0.3)
     drafts = DraftCounts(3, 6, 4, (3, 1))
     balance = BalanceStats(windows=1, rank_tokens=(3, 4))
-    server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), drafts=drafts, balance=balance))
+    others = {"drafts": drafts, "balance": balance, "page_waits": [("host", 0.01)]}
+    server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), **others))
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.page_tiers import TierCounts
+from dsjax.engine.page_tiers import DiskCounts, TierCounts, TierHits
 from dsjax.engine.request import ErrorKind, FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
@@ -232,8 +232,8 @@ def test_experts_are_shown_by_place_and_balancedness_in_both_meanings(metrics):
     metrics.on_step(step([]))  # recording ended: the last sums stay
     assert value(metrics, "dsjax_expert_tokens_total", expert="0", ep_rank="0") == 6
     assert value(metrics, "dsjax_expert_tokens_total", expert="7", ep_rank="3") == 8
-    assert value(metrics, "dsjax_expert_balancedness", of="sums") == 0.5  # loads 8, 0, 0, 8
-    assert value(metrics, "dsjax_expert_balancedness", of="layers") == 0.25  # each layer 8 on one of 4
+    assert value(metrics, "dsjax_expert_balancedness", of="sums") == 0.25  # each layer 8 on one of 4: (2 + 2) / (8 + 8)
+    assert value(metrics, "dsjax_expert_balancedness", of="layers") == 0.25
     assert value(metrics, "dsjax_dispatch_rows_total", device="2") == 7
     assert value(metrics, "dsjax_dispatch_bytes_total") == 4096
     assert value(metrics, "dsjax_dispatch_padding_share") == 0.25
@@ -280,6 +280,8 @@ def test_names_and_bounds_are_vllms(metrics, clock):
         **dict.fromkeys(
             (
                 "vllm:prefix_cache_queries",
+                "vllm:external_prefix_cache_hits",
+                "vllm:external_prefix_cache_queries",
                 "vllm:prefix_cache_hits",
                 "vllm:num_preemptions",
                 "vllm:prompt_tokens",
@@ -331,6 +333,34 @@ def test_names_and_bounds_are_vllms(metrics, clock):
     assert one_two_five(100) == [1, 2, 5, 10, 20, 50, 100]
 
 
+def test_bytes_hits_and_waits_are_told_by_tier():
+    metrics = Metrics("m", 2, 100, page_bytes=100)
+    loads = [load(0, used=2, cached=3, usable=10), load(1, used=1, usable=10)]
+    loads = [
+        one._replace(host=TierCounts(4, 5, 0, 0, 0), hits=TierHits(30 + i, 20, 10), queried=80)
+        for i, one in enumerate(loads)
+    ]
+    disk = DiskCounts(used_pages=7, usable_pages=9, failed_reads=1, late=2, page_bytes=128)
+    metrics.on_step(step(loads, disk=disk, page_waits=[("disk", 0.3), ("disk", 0.1), ("host", 0.002)]))
+    found = samples(read_text(metrics.render().decode()))
+
+    def value(name, **labels):
+        return next(v for n, own, v in found if n == name and dict(own) == {"model_name": "m", **labels})
+
+    assert [value("dsjax_cache_tier_bytes", tier=tier) for tier in ("device", "host", "disk")] == [600, 800, 896]
+    assert [value("dsjax_cache_tier_limit_bytes", tier=tier) for tier in ("device", "host", "disk")] == [
+        2000,
+        1000,
+        1152,
+    ]
+    assert value("dsjax_prefix_cache_hits_total", tier="device", engine="1") == 31
+    assert value("vllm:external_prefix_cache_queries_total", engine="1") == 80 - 31
+    assert value("vllm:external_prefix_cache_hits_total", engine="1") == 30
+    assert value("dsjax_cache_fetch_seconds_sum", tier="disk") == pytest.approx(0.4)
+    assert value("dsjax_cache_fetch_seconds_count", tier="host") == 1
+    assert [value("dsjax_disk_failures_total", operation=what) for what in ("read", "write", "late")] == [1, 0, 2]
+
+
 def filled() -> Metrics:
     """Every family has samples, some with odd labels and numbers."""
     metrics = Metrics(
@@ -340,8 +370,9 @@ def filled() -> Metrics:
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])
     below, balance = TierCounts(1, 4, 3, 1, 2), BalanceStats(windows=1, rank_tokens=(3, 4))
-    loads = [load(0), load(1, used=1, usable=3)._replace(host=below)]
-    metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), balance=balance))
+    loads = [load(0), load(1, used=1, usable=3)._replace(host=below, hits=TierHits(7, 4, 2), queried=20)]
+    waits = {"disk": DiskCounts(*range(11)), "page_waits": [("host", 0.003), ("disk", 0.2)]}
+    metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), balance=balance, **waits))
     metrics.show_exchange_share(0.3)
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from watched_server import WatchedServer, experts, load, request, step, token
 
+from dsjax.engine.page_tiers import DiskCounts, TierCounts, TierHits
 from dsjax.engine.request import FinishReason
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
@@ -149,6 +150,23 @@ def test_an_error_in_the_stream_is_shown_and_stop_ends_an_answer(browser, server
         page.click("#stop")
         sync_api.expect(page.locator(".turn footer").nth(3)).to_have_text("stopped")
         assert page.is_enabled("#send")
+
+
+def test_the_tiers_below_the_cache_are_shown_where_there_are_any(browser, server):
+    tile = lambda page, name: page.locator(f"#tiles div:has(dt:text-is('{name}')) dd")  # noqa: E731
+    with opened(browser, server) as page:
+        sync_api.expect(tile(page, "cache held")).to_have_text("0 %")
+        assert tile(page, "disk").count() == 0
+    ranks, host = server.ranks, TierCounts(10, 40, 0, 0, 0)
+    server.ranks = [load(n)._replace(host=host, hits=TierHits(10, 20, 5), queried=100) for n in range(4)]
+    server.disk = DiskCounts(30, 60)._asdict()
+    try:
+        with opened(browser, server) as page:
+            sync_api.expect(tile(page, "host memory")).to_have_text("25 %")
+            sync_api.expect(tile(page, "disk")).to_have_text("50 %")
+            sync_api.expect(tile(page, "hits below")).to_have_text("25 %")
+    finally:
+        server.ranks, server.disk = ranks, None
 
 
 def test_the_charts_show_what_the_registry_holds(browser, server):

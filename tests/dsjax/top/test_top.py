@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax import cli
-from dsjax.engine.page_tiers import TierCounts
+from dsjax.engine.page_tiers import DiskCounts, TierCounts, TierHits
 from dsjax.engine.request import FinishReason
 from dsjax.engine.stats import BalanceStats, DraftCounts
 from dsjax.top.reading import Client, Exposition, NoAnswerError, Reading
@@ -72,7 +72,7 @@ def test_a_view_is_what_happened_between_two_readings(server):
         "preempted": 0,
         "not_finite": 0,
     }
-    assert found["cache"] == {"usage": 0.1, "hit_share": 0.5, "host": None}
+    assert found["cache"] == {"usage": 0.1, "hit_share": 0.5, "host": None, "disk": None, "tiers": None}
     assert found["latency"]["inter_token"]["count"] == 2
     assert found["latency"]["step"]["mean"] == pytest.approx(0.01)
     assert found["steps"]["per_second"] == 0.75
@@ -106,6 +106,25 @@ def test_pages_in_host_memory_are_shown_where_there_are_any(server):
     console = Console(file=io.StringIO(), width=110, height=40)
     console.print(Screen(server.url, found))
     assert "host memory: pages 53% used, 10 stored, 1 fetched" in console.file.getvalue()
+    assert found["cache"]["disk"] is None
+
+
+def test_hits_and_waits_are_shown_by_tier_with_a_disk(server):
+    ranks, disk = list(server.ranks), DiskCounts(5, 20, 10, 3, 0)
+    server.metrics.on_step(step(ranks, disk=disk))
+    before = reading(server, 0.0)
+    ranks[0] = ranks[0]._replace(hits=TierHits(20, 0, 10), queried=100)
+    disk = disk._replace(used_pages=10, stored=15, fetched=4, failed_reads=2)
+    server.metrics.on_step(step(ranks, disk=disk, page_waits=[("disk", 0.015)]))
+    found = view(before, reading(server, 2.0))["cache"]
+    assert found["disk"] == {"usage": 0.5, "stored": 5.0, "fetched": 1.0, "failed": 2.0}
+    assert {tier: one["hit_share"] for tier, one in found["tiers"].items()} == {"device": 0.2, "host": 0.0, "disk": 0.1}
+    assert (found["tiers"]["disk"]["wait"]["count"], found["tiers"]["host"]["wait"]["count"]) == (1, 0)
+    console = Console(file=io.StringIO(), width=110, height=40)
+    console.print(Screen(server.url, view(before, reading(server, 2.0))))
+    assert "prefix hits by tier: device 20%, host 0%, disk 10%   waited for disk 15.0 ms" in console.file.getvalue()
+    assert "disk: pages 50% used, 5 stored, 1 fetched, 2 FAILED" in console.file.getvalue()
+    server.metrics.on_step(step(server.ranks))
 
 
 def test_acceptance_is_shown_where_the_server_drafts(server):

@@ -1,0 +1,70 @@
+"""The options of `dsjax bench network`."""
+
+import re
+from dataclasses import dataclass
+
+from dsjax.bench.serve.options import Checked, OptionError, option
+from dsjax.plan.measured_network import COLLECTIVES
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class GridOptions(Checked):
+    """What is timed, at which sizes."""
+
+    mesh: str = option("dp=1", "devices, and the groups that serving would form of them; emulated on a CPU")
+    sizes: str = option(
+        "1K,16K,256K,4M,64M", "bytes that leave a device in one collective; K, M and G are powers of 1,024"
+    )
+    only: str | None = option(None, f"collectives, separated by commas: {', '.join(COLLECTIVES)}")
+    dtype: str = option(
+        "auto", "of the values; auto: float32 on a CPU, else bfloat16", choices=("auto", "float32", "bfloat16")
+    )
+    repeats: int = option(10, "samples of each row", least=1)
+    row_limit: float = option(
+        20.0, "skip rows of which one collective would take longer than this, in seconds", above=0
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        unknown = [name for name in self.collectives if name not in COLLECTIVES]
+        if unknown:
+            raise OptionError(f"--only names {', '.join(unknown)}; expected some of {', '.join(COLLECTIVES)}")
+        self.byte_counts  # noqa: B018 (checks it)
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Names after `--only`, or all."""
+        return tuple(name.strip() for name in self.only.split(",")) if self.only else COLLECTIVES
+
+    @property
+    def byte_counts(self) -> list[int]:
+        """`--sizes` in bytes, ascending."""
+        found = [re.fullmatch(r"(\d+)([KMG]?)", part.strip()) for part in self.sizes.split(",")]
+        if not all(found) or any(int(match[1]) < 1 for match in found):
+            raise OptionError(f"--sizes is {self.sizes!r}, expected sizes such as 1K,256K,64M, separated by commas")
+        return sorted({int(match[1]) * _UNITS[match[2]] for match in found})
+
+
+@dataclass(frozen=True)
+class VerdictOptions(Checked):
+    """What it is held against, and where it is written."""
+
+    cluster: str | None = option(
+        None, "bundled name (configs/clusters) or a TOML file, whose links and [acceptance] say what is expected"
+    )
+    json_file: str | None = option(None, "write JSON to this file too; - for standard output", flag="--json")
+    progress: bool = option(True, "show a progress bar")
+
+
+@dataclass(frozen=True)
+class GroupOptions(Checked):
+    """Many hosts: the same command on each, as of dsjax serve."""
+
+    coordinator_address: str | None = option(None, "HOST:PORT of process 0; default: what Slurm, Kubernetes, … say")
+    num_processes: int | None = option(None, "processes of the group", least=1)
+    process_id: int | None = option(None, "which one this is, from 0", least=0)
+    host_address: str | None = option(None, "address of this host that the others reach")
+    start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
+    heartbeat_timeout: int = option(10, "seconds after which a silent process is taken for dead", least=1)

@@ -1,0 +1,126 @@
+"""One collective as a compiled program: a loop over it that can be timed, and one application whose every value is checked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsjax.bench.network.groups import DeviceGroup
+
+_RANK = "rank"
+_ALL = P(("group", _RANK))
+_PERIOD = 3
+"""Of the values that are checked: sums of them over 100 ranks are exact in bfloat16 too."""
+
+
+def all_gather(x, ranks: int):
+    """Every rank's values, in the order of ranks."""
+    return lax.all_gather(x, _RANK, tiled=True)
+
+
+def reduce_scatter(x, ranks: int):
+    """The sum of block k of all ranks, on rank k."""
+    return lax.psum_scatter(x, _RANK, scatter_dimension=0, tiled=True)
+
+
+def all_to_all(x, ranks: int):
+    """Block k of each rank, on rank k."""
+    return lax.all_to_all(x, _RANK, split_axis=0, concat_axis=0, tiled=True)
+
+
+def ragged_all_to_all(x, ranks: int):
+    """As `all_to_all`, by the collective that is told how many values go where."""
+    block = x.shape[0] // ranks
+    starts, sizes = jnp.arange(ranks, dtype=jnp.int32) * block, jnp.full(ranks, block, jnp.int32)
+    lands = jnp.full(ranks, lax.axis_index(_RANK) * block, jnp.int32)
+    return lax.ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, lands, sizes, axis_name=_RANK)
+
+
+def all_reduce(x, ranks: int):
+    """The sum over all ranks, on every rank."""
+    return lax.psum(x, _RANK)
+
+
+_APPLY: dict[str, Callable] = {
+    f.__name__: f for f in (all_gather, reduce_scatter, all_to_all, ragged_all_to_all, all_reduce)
+}
+
+
+class CollectiveProgram:
+    """`collective` over each of a group's rows of devices, with operands of about `sent` bytes that leave a device.
+
+    Attributes:
+        operand_bytes: of one device. sent_bytes: that leave a device: what a ring or a direct exchange of this operand sends.
+    """
+
+    def __init__(self, group: DeviceGroup, collective: str, sent: int, dtype: np.dtype):
+        self._group, self._dtype, self._apply = group, jnp.dtype(dtype), _APPLY[collective]
+        self._collective = collective
+        ranks, size = group.ranks, self._dtype.itemsize
+        blocks = {"all_gather": ranks - 1, "all_reduce": 2 * (ranks - 1)}.get(collective, ranks - 1)
+        block = max(1, round(sent / blocks / size))
+        self._length = block if collective == "all_gather" else block * ranks
+        self.operand_bytes, self.sent_bytes = self._length * size, block * blocks * size
+        self._place = NamedSharding(group.mesh(), _ALL)
+        self._global = (group.devices.size * self._length,)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a device while the loop runs: operand and result, each once more for the copy that a loop may make."""
+        result = self.operand_bytes * (self._group.ranks if self._collective == "all_gather" else 1)
+        return 2 * (self.operand_bytes + result)
+
+    def loop(self) -> Callable[[int], None]:
+        """A function that applies the collective so many times, one after another, and waits."""
+
+        def local(rounds, x):
+            def once(_, x):
+                # The barrier keeps all of the result; the one value makes the next application wait for this one.
+                result = lax.optimization_barrier(self._apply(x, self._group.ranks))
+                return x.at[0].set(result[-1])
+
+            return lax.fori_loop(0, rounds, once, x)
+
+        mapped = jax.shard_map(local, mesh=self._place.mesh, in_specs=(P(), _ALL), out_specs=_ALL, check_vma=False)
+        program = jax.jit(mapped, donate_argnums=1)
+        zeros = jax.jit(lambda: jnp.zeros(self._global, self._dtype), out_shardings=self._place)
+        held = [zeros()]
+        compiled = program.lower(jax.ShapeDtypeStruct((), np.int32), held[0]).compile()
+
+        def run(applications: int) -> None:
+            held[0] = jax.block_until_ready(compiled(np.int32(applications), held[0]))
+
+        return run
+
+    def arrives_right(self) -> bool:
+        """Apply it once to values that tell rank and place; whether this process's devices have what they should."""
+        ranks, length = self._group.ranks, self._length
+
+        def value(rank, place):
+            return ((rank + place) % _PERIOD).astype(self._dtype)
+
+        def local():
+            me = lax.axis_index(_RANK)
+            here = jnp.arange(length)
+            result = self._apply(value(me, here), ranks)
+            block = length // ranks
+            if self._collective == "all_gather":
+                right = jnp.concatenate([value(jnp.int32(rank), here) for rank in range(ranks)])
+            elif self._collective in ("all_to_all", "ragged_all_to_all"):
+                own = me * block + jnp.arange(block)
+                right = jnp.concatenate([value(jnp.int32(rank), own) for rank in range(ranks)])
+            else:
+                own = here if self._collective == "all_reduce" else me * block + jnp.arange(block)
+                right = functools.reduce(jnp.add, [value(jnp.int32(rank), own) for rank in range(ranks)])
+            return jnp.all(result == right)[None]
+
+        mapped = jax.shard_map(local, mesh=self._place.mesh, in_specs=(), out_specs=_ALL, check_vma=False)
+        found = jax.block_until_ready(jax.jit(mapped)())
+        return all(bool(np.asarray(shard.data).all()) for shard in found.addressable_shards)

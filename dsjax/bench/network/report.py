@@ -1,0 +1,97 @@
+"""A run as tables, and as JSON."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dsjax.bench.modules.ceilings import Device
+from dsjax.bench.modules.report import versions
+from dsjax.bench.network.options import GridOptions
+from dsjax.bench.network.run import VERDICTS, Found, Row
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.measured_network import FORMAT
+
+_STYLES = dict(zip(VERDICTS, ("green", "yellow", "bold red"), strict=True))
+
+
+def show(console: Console, found: Found, cluster: Cluster | None) -> None:
+    """A table for each group of devices, what was left out, and the verdict."""
+    for group in dict.fromkeys(row.case.group for row in found.rows):
+        console.print(_table([row for row in found.rows if row.case.group is group]))
+    reasons = dict.fromkeys((case.collective, case.group.name, reason) for case, reason in found.skipped)
+    for collective, group, reason in reasons:
+        console.print(f"left out: {collective} over {group}: {reason}", highlight=False)
+    console.print(
+        "ms: one collective, median of the repeats, the slowest process of each; bytes: that leave a device; GB/s: bytes ÷ time, "
+        "which nccl-tests calls bus bandwidth.",
+        style="dim",
+        highlight=False,
+    )
+    if cluster is None:
+        console.print(
+            "No --cluster: nothing is expected, only whether the data arrived right is judged.", highlight=False
+        )
+    if found.verdict:
+        counts = [sum(row.verdict == verdict for row in found.rows) for verdict in VERDICTS]
+        text = ", ".join(f"{count} {verdict}" for verdict, count in zip(VERDICTS, counts, strict=True))
+        console.print(f"{found.verdict}: {text}", style=_STYLES[found.verdict], highlight=False)
+
+
+def _table(rows: list[Row]) -> Table:
+    group = rows[0].case.group
+    where = f"between {group.hosts} hosts" if group.between_hosts else "inside a host"
+    title = f"{group.name}: {len(group.devices)} × {group.ranks} ranks, {where}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in ("bytes", "ms", "least–most", "GB/s", "expected ms", "warning", "failing"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in rows:
+        limits = row.expectation
+        table.add_row(
+            row.case.collective,
+            f"{row.sent_bytes:,}",
+            f"{row.median * 1e3:.4g}",
+            f"{min(row.samples) * 1e3:.3g}–{max(row.samples) * 1e3:.3g}",
+            f"{row.bandwidth / 1e9:.3g}",
+            *(f"{s * 1e3:.3g}" for s in (limits.expected, limits.warning, limits.failing)) if limits else ("", "", ""),
+            ("" if row.correct else "data wrong: ") + (row.verdict or ""),
+            style=_STYLES[row.verdict] if row.verdict in VERDICTS[1:] else None,
+        )
+    return table
+
+
+def to_json(
+    found: Found,
+    options: GridOptions,
+    dtype: np.dtype,
+    cluster: Cluster | None,
+    device: Device,
+    processes: list[dict[str, Any]],
+    command: str,
+) -> dict[str, Any]:
+    """Stable fields, as `docs/bench-network.md` lists them."""
+    return {
+        "format": FORMAT,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "device": device.to_json(),
+        "mesh": options.mesh,
+        "processes": processes,
+        "cluster": cluster and cluster.name,
+        "dtype": str(dtype),
+        "repeats": options.repeats,
+        "verdict": found.verdict,
+        "partial": found.interrupted,
+        "skipped": [
+            {"group": list(c.group.uses), "collective": c.collective, "bytes": c.size, "reason": r}
+            for c, r in found.skipped
+        ],
+        "rows": [row.to_json() for row in found.rows],
+    }

@@ -1,0 +1,237 @@
+"""A run: each collective over each group at each size, sampled in all processes together, and the verdict."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsjax.bench.modules.setting import free_memory
+from dsjax.bench.modules.timing import LEAST_SAMPLE
+from dsjax.bench.network.groups import DeviceGroup
+from dsjax.bench.network.options import GridOptions
+from dsjax.bench.network.programs import CollectiveProgram
+from dsjax.errors import UserError
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import exact
+from dsjax.plan.network import all_reduce, xla_collective
+from sharding.dispatch.ragged import NATIVE_PLATFORMS
+
+Agree = Callable[[str, Any], list[Any]]
+"""Give this process's value, get every process's: `HostGroup.ask`; of one process `lambda stage, value: [value]`."""
+VERDICTS = ("as expected", "warning", "failing")
+_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Seconds of one collective: expected, from where it is a warning, from where a failure; and where the first is from."""
+
+    expected: float
+    warning: float
+    failing: float
+    source: str
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One row to be."""
+
+    group: DeviceGroup
+    collective: str
+    size: int
+
+    @property
+    def title(self) -> str:
+        """For a progress bar."""
+        return f"{self.collective} over {self.group.name}, {self.size:,} bytes"
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What was found of a case. samples: seconds of one application, of the slowest process each time."""
+
+    case: Case
+    operand_bytes: int
+    sent_bytes: int
+    correct: bool
+    samples: tuple[float, ...]
+    expectation: Expectation | None
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.samples)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that leave a device; nccl-tests' bus bandwidth."""
+        return self.sent_bytes / self.median
+
+    @property
+    def verdict(self) -> str | None:
+        """One of `VERDICTS`; None where nothing is expected and the data are right."""
+        if not self.correct:
+            return VERDICTS[2]
+        if self.expectation is None:
+            return None
+        bounds = (self.expectation.warning, self.expectation.failing)
+        return VERDICTS[sum(self.median > bound for bound in bounds)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        ordered = sorted(self.samples)
+        few = len(ordered) < 10
+        expectation = self.expectation
+        return {
+            "group": list(self.case.group.uses),
+            "between_hosts": self.case.group.between_hosts,
+            "ranks": self.case.group.ranks,
+            "hosts": self.case.group.hosts,
+            "collective": self.case.collective,
+            "operand_bytes": self.operand_bytes,
+            "sent_bytes": self.sent_bytes,
+            "median_s": self.median,
+            "low_s": ordered[0 if few else len(ordered) // 10],
+            "high_s": ordered[-1 if few else len(ordered) - 1 - len(ordered) // 10],
+            "samples_s": list(self.samples),
+            "bytes_per_s": self.bandwidth,
+            "correct": self.correct,
+            "expected_s": expectation and expectation.expected,
+            "warning_s": expectation and expectation.warning,
+            "failing_s": expectation and expectation.failing,
+            "expected_source": expectation and expectation.source,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass
+class Found:
+    """What a run found."""
+
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[tuple[Case, str]] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def verdict(self) -> str | None:
+        """The worst of all rows; None where none has one."""
+        found = [VERDICTS.index(row.verdict) for row in self.rows if row.verdict]
+        return VERDICTS[max(found)] if found else None
+
+
+def cases(groups: Iterable[DeviceGroup], options: GridOptions) -> Iterator[Case]:
+    """Of each group each collective, small messages first."""
+    for group in groups:
+        for collective in options.collectives:
+            for size in options.byte_counts:
+                yield Case(group, collective, size)
+
+
+def run_cases(
+    todo: Iterable[Case],
+    options: GridOptions,
+    dtype: np.dtype,
+    cluster: Cluster | None,
+    agree: Agree,
+    on_start: Callable[[Case], None] = lambda case: None,
+) -> Found:
+    """Time each case in turn. Ctrl-C in a process that is alone ends the run; what was done is returned."""
+    found = Found()
+    last: dict[tuple, Row] = {}
+    try:
+        for case in todo:
+            on_start(case)
+            program = CollectiveProgram(case.group, case.collective, case.size, dtype)
+            key = (case.group, case.collective)
+            reason = why_not(case, program, last.get(key), options.row_limit, agree)
+            if reason:
+                found.skipped.append((case, reason))
+                continue
+            correct = all(agree("correct", program.arrives_right()))
+            samples = sample(program.loop(), options.repeats, agree)
+            expectation = expect(cluster, case, program.sent_bytes) if cluster else None
+            row = Row(case, program.operand_bytes, program.sent_bytes, correct, samples, expectation)
+            found.rows.append(row)
+            last[key] = row
+    except KeyboardInterrupt:
+        found.interrupted = True
+    return found
+
+
+def sample(run: Callable[[int], None], repeats: int, agree: Agree) -> tuple[float, ...]:
+    """Seconds of one application, so many times: a long call of a loop less the least empty one; of each, the slowest process's.
+
+    All processes apply the collective as often, or they would wait for each other for ever: the slowest says how often.
+    """
+    run(1)
+    each = max(agree("each", _time(run, 1)))
+    if each < LEAST_SAMPLE:
+        each = max(agree("each", min(_time(run, 4) for _ in range(3)) / 4))
+    count = max(1, math.ceil(LEAST_SAMPLE / max(each, 1e-7)))
+    empty, long = [], []
+    for _ in range(repeats):
+        empty.append(_time(run, 0))
+        long.append(_time(run, count))
+    own = [max(seconds - min(empty), 1e-9) / count for seconds in long]
+    return tuple(max(times) for times in zip(*agree("samples", own), strict=True))
+
+
+def why_not(case: Case, program: CollectiveProgram, before: Row | None, limit: float, agree: Agree) -> str | None:
+    """A line that says why a case cannot be timed here, the same in all processes; None if it can."""
+    device = jax.local_devices()[0]
+    if case.collective == "ragged_all_to_all" and device.platform not in NATIVE_PLATFORMS:
+        return "XLA has it on GPUs and TPUs only; elsewhere serving emulates it by all_to_all"
+    sharing = len(jax.local_devices()) if device.platform == "cpu" else 1
+    free = min(agree("free", free_memory(device)))
+    if program.memory * sharing > _MEMORY_SHARE * free:
+        return f"needs {program.memory * sharing / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    if before is not None and before.median * program.sent_bytes / before.sent_bytes > limit:
+        return f"would take more than --row-limit {limit:g} s, by the size before it"
+    return None
+
+
+def expect(cluster: Cluster, case: Case, sent: int) -> Expectation:
+    """What a cluster file says of a case: its own `[acceptance]` table for this collective, or the planner's figure for its links."""
+    group, limits = case.group, cluster.acceptance
+    place = "between_hosts" if group.between_hosts else "inside_host"
+    own = limits.expected.get((place, case.collective))
+    if own is not None:
+        seconds, source = own[0] + sent / own[1], f"{cluster.name}: acceptance.{place}.{case.collective}"
+    else:
+        near = group.near(cluster.domain, cluster.devices_per_host)
+        if case.collective == "all_reduce":
+            figure = all_reduce(cluster, group.ranks, sent * group.ranks / (2 * (group.ranks - 1)), near)
+        else:
+            figure = xla_collective(cluster, group.ranks, exact(sent / (group.ranks - 1)), near=near)
+        seconds, source = figure.value, f"{cluster.name}: its links, as dsjax plan reckons with them"
+    return Expectation(seconds, seconds * limits.warning, seconds * limits.failing, source)
+
+
+def check_cluster(cluster: Cluster, devices: np.ndarray) -> None:
+    """Make sure that a cluster file can speak of these devices.
+
+    Raises:
+        UserError: its hosts have another number of devices, or fewer of them exist.
+    """
+    by_process: dict[int, int] = {}
+    for device in devices.flat:
+        by_process[device.process_index] = by_process.get(device.process_index, 0) + 1
+    most = max(by_process.values())
+    if most > cluster.devices_per_host or len(by_process) > cluster.hosts:
+        raise UserError(
+            f"--cluster {cluster.name} has {cluster.hosts} hosts of {cluster.devices_per_host} devices, and the mesh takes {most} "
+            f"devices of each of {len(by_process)} processes; give the cluster that this is, one process a host"
+        )
+
+
+def _time(run: Callable[[int], None], applications: int) -> float:
+    started = time.perf_counter()
+    run(applications)
+    return time.perf_counter() - started

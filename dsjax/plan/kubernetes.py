@@ -1,0 +1,163 @@
+"""A planned service as a kustomize overlay of `deploy/base`: how many groups of how many hosts, their command, devices and memory."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dsjax.errors import UserError
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.memory import weight_bytes
+from dsjax.plan.recipe import recipe
+from dsjax.plan.search import Question
+
+REPOSITORIES = {
+    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
+    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
+}
+"""Where the weights of bundled configurations are; a service has to load some."""
+_TPU = {"tpu-v5e": "tpu-v5-lite-podslice", "tpu-v6e": "tpu-v6e-slice"}
+"""Hardware → label `cloud.google.com/gke-tpu-accelerator` of its nodes (GKE's documentation, "Plan TPUs in GKE")."""
+_SERVER = {"--host": "0.0.0.0", "--port": "8000", "--shutdown-timeout": "600"}
+_HOST_MEMORY = 16 << 30
+_DEVICE_MEMORY = 4 << 30
+_ROOM = 1.25
+"""Of the volume: a model's files, and compiled programs beside them."""
+
+
+def overlay(model: str, question: Question, candidate: Candidate, base: str, command: str) -> str:
+    """`kustomization.yaml` of the winner. base: its path from there; command: what it was planned with, for the first line.
+
+    Raises:
+        UserError: `dsjax serve` cannot run it: prefill and decode apart.
+    """
+    made = recipe(model, question, candidate)
+    if len(made["services"]) > 1:
+        raise UserError(
+            "--recipe FOLDER writes what dsjax serve can run, and the winner has prefill and decode apart; add --mode aggregated"
+        )
+    service, cluster = made["services"][0], question.cluster
+    hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)
+    devices = math.ceil(service["devices_each"] / hosts)
+    name = REPOSITORIES.get(model, model)
+    container = "/spec/leaderWorkerTemplate/workerTemplate/spec/containers/0"
+    group = [
+        {"op": "replace", "path": "/spec/replicas", "value": service["instances"]},
+        {"op": "replace", "path": "/spec/leaderWorkerTemplate/size", "value": hosts},
+        {"op": "replace", "path": f"{container}/args", "value": _arguments(service["options"])},
+        {"op": "replace", "path": f"{container}/resources", "value": _resources(cluster, devices)},
+    ]
+    selector = _node_selector(cluster, service["devices_each"])
+    if selector:
+        path = "/spec/leaderWorkerTemplate/workerTemplate/spec/nodeSelector"
+        group.append({"op": "add", "path": path, "value": selector})
+    volume = _gib(_checkpoint_bytes(candidate) * _ROOM)
+    variant = "tpu" if cluster.hardware.platform == "tpu" else "cuda"
+    start = service["cold_start_s"]
+    lines = [
+        f"# {command}",
+        f"# {cluster.description}: {service['instances']} engine{'s' * (service['instances'] > 1)} of {hosts} "
+        f"host{'s' * (hosts > 1)} with {devices} devices each; weights are read in about {start['value']:,.0f} s "
+        f"[{start['low']:,.0f} … {start['high']:,.0f}].",
+        *(f"# Note: {note}" for note in made["notes"]),
+        "apiVersion: kustomize.config.k8s.io/v1beta1",
+        "kind: Kustomization",
+        f"resources: [{base}]",
+        f"images: [{{name: dsjax, newName: dsjax, newTag: {variant}}}]  # newName: with your registry before it",
+        "patches:",
+        *_patch("LeaderWorkerSet", "dsjax", group),
+        *_patch("ConfigMap", "dsjax-model", [{"op": "replace", "path": "/data/MODEL", "value": name}]),
+        *_patch(
+            "PersistentVolumeClaim",
+            "dsjax-models",
+            [{"op": "replace", "path": "/spec/resources/requests/storage", "value": volume}],
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_overlay(folder: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
+    """An overlay, and beside it the base, unless the folder is one of the project's own `deploy/overlays`; and `recipe.json`."""
+    own = folder.resolve().parent.name == "overlays" and (folder.resolve().parents[1] / "base").is_dir()
+    text = overlay(model, question, candidate, "../../base" if own else "base", command)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kustomization.yaml").write_text(text, encoding="utf-8")
+    if own:
+        return
+    body = json.dumps(recipe(model, question, candidate), indent=2, allow_nan=False)
+    (folder / "recipe.json").write_text(body + "\n", encoding="utf-8")
+    with importlib.resources.as_file(_base()) as base:
+        shutil.copytree(base, folder / "base", dirs_exist_ok=True)
+
+
+def _base() -> Any:
+    """`deploy/base`: in the source tree, or as the wheel carries it."""
+    package = importlib.resources.files("dsjax")
+    carried = package / "deploy_base"
+    return carried if carried.is_dir() else package / ".." / "deploy" / "base"
+
+
+def _arguments(options: Mapping[str, str]) -> list[str]:
+    """`dsjax serve`'s, one a line; the model is the ConfigMap's."""
+    given = {**_SERVER, "--log-json": "", **options, "--model": "$(MODEL)"}
+    return ["serve", *(f"{flag}={value}" if value else flag for flag, value in given.items())]
+
+
+def _resources(cluster: Cluster, devices: int) -> dict[str, Any]:
+    """Requests of one pod: its devices; host memory for the process and what passes through it while weights are read."""
+    kind = "google.com/tpu" if cluster.hardware.platform == "tpu" else "nvidia.com/gpu"
+    memory = f"{(_HOST_MEMORY + devices * _DEVICE_MEMORY) >> 30}Gi"
+    return {
+        "requests": {"cpu": str(4 + 2 * devices), "memory": memory, kind: str(devices)},
+        "limits": {kind: str(devices)},
+    }
+
+
+def _node_selector(cluster: Cluster, devices: int) -> dict[str, str]:
+    """GKE places a TPU slice by its chip and topology; GPU nodes are told apart by what they offer."""
+    chip = _TPU.get(cluster.hardware.key)
+    if chip is None:
+        return {}
+    wide = 2 ** math.ceil(math.log2(devices) / 2)
+    sides = sorted((wide, devices // wide))
+    return {
+        "cloud.google.com/gke-tpu-accelerator": chip,
+        "cloud.google.com/gke-tpu-topology": f"{sides[0]}x{sides[1]}",
+    }
+
+
+def _checkpoint_bytes(candidate: Candidate) -> float:
+    """Of the whole model as it is kept: one device of a mesh of one has all of it."""
+    from dsjax.plan.layout import parse_layout
+
+    instance = candidate.decode
+    whole = parse_layout("dp=1", 0, instance.config)
+    return sum(weight_bytes(instance.config, whole, instance.options.precision, mtp=True).values())
+
+
+def _gib(size: float) -> str:
+    return f"{math.ceil(size / (1 << 30) / 10) * 10}Gi"
+
+
+def _patch(kind: str, name: str, operations: list[dict[str, Any]]) -> list[str]:
+    """A patch as kustomize takes it; each operation a line of JSON, which is YAML too, long lists one value a line."""
+    lines = [f"  - target: {{kind: {kind}, name: {name}}}", "    patch: |"]
+    for operation in operations:
+        value = operation["value"]
+        if isinstance(value, list):
+            lines += [f"      - op: {operation['op']}", f"        path: {operation['path']}", "        value:"]
+            lines += [f"          - {json.dumps(entry)}" for entry in value]
+        else:
+            lines.append(f"      - {json.dumps(operation)}")
+    return lines

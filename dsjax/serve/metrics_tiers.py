@@ -1,0 +1,160 @@
+"""`TierMetrics`: what the cache and the tiers below it hold, what was found in each, and how long it took to come."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from dsjax.engine.page_tiers import DiskCounts
+from dsjax.engine.rank import RankLoad
+from dsjax.serve.metrics_families import Gauge, Histogram, Labels, Registry, Total
+
+FETCH_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class TierMetrics:
+    """Gauges and counters are read from the loads and the disk's counts at the scrape.
+
+    Args:
+        ranks: labels (model_name, engine) of each DP rank.
+        loads: gives the ranks' loads.
+        page_bytes: of a page of the cache, on all devices of a DP rank.
+    """
+
+    def __init__(
+        self, registry: Registry, ranks: Sequence[Labels], loads: Callable[[], Sequence[RankLoad]], page_bytes: int
+    ):
+        self._registry, self._ranks, self._loads, self._page_bytes = registry, ranks, loads, page_bytes
+        self._model = ranks[0][0]
+        self._disk: DiskCounts | None = None
+        self._add_hits()
+        self._add_bytes()
+        self._add_host()
+        self._add_disk()
+        self._waits = Histogram(
+            registry,
+            "dsjax_cache_fetch_seconds",
+            "Time that a request waited for pages of a tier.",
+            ("model_name", "tier"),
+            FETCH_SECONDS,
+        )
+
+    def enter(self, disk: DiskCounts | None, waits: Iterable[tuple[str, float]] = ()) -> None:
+        """Show the disk's counts from now on, and enter what requests have waited for pages: (tier, seconds)."""
+        self._disk = disk
+        for tier, seconds in waits:
+            self._waits.observe((self._model, tier), seconds)
+
+    def _add_hits(self) -> None:
+        def by_tier() -> Iterable[tuple[Labels, float]]:
+            for load in self._loads():
+                for tier, tokens in load.hits._asdict().items():
+                    yield (*self._ranks[load.rank], tier), tokens
+
+        def below(value: Callable[[RankLoad], int]) -> Callable[[], Iterable[tuple[Labels, float]]]:
+            return lambda: [
+                (self._ranks[load.rank], value(load))
+                for load in self._loads()
+                if load.host is not None or self._disk is not None
+            ]
+
+        labels, name = ("model_name", "engine"), "vllm:external_prefix_cache"
+        Total(
+            self._registry,
+            "dsjax_prefix_cache_hits",
+            "Tokens of prompts that were found cached, by the tier that had them.",
+            (*labels, "tier"),
+            by_tier,
+        )
+        Total(
+            self._registry,
+            f"{name}_queries",
+            "Tokens of prompts that the devices' cache did not have, so that the tiers below were asked.",
+            labels,
+            below(lambda load: load.queried - load.hits.device),
+        )
+        Total(
+            self._registry,
+            f"{name}_hits",
+            "Those that a tier below had.",
+            labels,
+            below(lambda load: load.hits.host + load.hits.disk),
+        )
+
+    def _add_bytes(self) -> None:
+        def read(of: Callable[[RankLoad], tuple[int, int]], disk: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
+            def samples() -> Iterable[tuple[Labels, float]]:
+                loads = self._loads()
+                pages = [of(load) for load in loads]
+                yield (self._model, "device"), self._page_bytes * sum(own for own, _ in pages)
+                if any(load.host is not None for load in loads):
+                    yield (self._model, "host"), self._page_bytes * sum(host for _, host in pages)
+                if self._disk is not None:
+                    yield (self._model, "disk"), self._disk.page_bytes * getattr(self._disk, disk)
+
+            return samples
+
+        name, labels = "dsjax_cache_tier", ("model_name", "tier")
+        Gauge(
+            self._registry,
+            f"{name}_bytes",
+            "Bytes of pages that hold tokens, of all ranks.",
+            labels,
+            read(
+                lambda load: (load.used_pages + load.cached_pages, load.host.used_pages if load.host else 0),
+                "used_pages",
+            ),
+        )
+        Gauge(
+            self._registry,
+            f"{name}_limit_bytes",
+            "Bytes of pages that there is room for.",
+            labels,
+            read(lambda load: (load.usable_pages, load.host.usable_pages if load.host else 0), "usable_pages"),
+        )
+
+    def _add_host(self) -> None:
+        def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
+            return lambda: [
+                (self._ranks[load.rank], getattr(load.host, field)) for load in self._loads() if load.host is not None
+            ]
+
+        name, labels = "dsjax_rank_host_pages", ("model_name", "engine")
+        Gauge(self._registry, name, "Pages that host memory has room for.", labels, read("usable_pages"))
+        Gauge(self._registry, f"{name}_used", "Pages in host memory.", labels, read("used_pages"))
+        for what, documentation in (
+            ("stored", "Pages that went from the device to host memory."),
+            ("fetched", "Pages that came back from there."),
+            ("evicted", "Pages that were dropped there because others needed the room."),
+        ):
+            Total(self._registry, f"{name}_{what}", documentation, labels, read(what))
+
+    def _add_disk(self) -> None:
+        def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
+            return lambda: [] if self._disk is None else [((self._model,), getattr(self._disk, field))]
+
+        name, labels = "dsjax_disk_pages", ("model_name",)
+        Gauge(self._registry, name, "Pages that the disk has room for.", labels, read("usable_pages"))
+        Gauge(self._registry, f"{name}_used", "Pages on the disk.", labels, read("used_pages"))
+        Gauge(self._registry, f"{name}_writing", "Pages on their way to the disk.", labels, read("writing"))
+        for what, documentation in (
+            ("stored", "Pages that were written to the disk."),
+            ("fetched", "Pages that came back from there."),
+            ("evicted", "Pages that were deleted there because others needed the room."),
+            ("not_written", "Pages that were not written, because the disk was too slow or had failed."),
+        ):
+            Total(self._registry, f"{name}_{what}", documentation, labels, read(what))
+
+        def failures() -> Iterable[tuple[Labels, float]]:
+            if self._disk is not None:
+                for operation, count in (
+                    ("read", self._disk.failed_reads),
+                    ("write", self._disk.failed_writes),
+                    ("late", self._disk.late),
+                ):
+                    yield (self._model, operation), count
+
+        Total(
+            self._registry,
+            "dsjax_disk_failures",
+            "Pages that could not be read or written, and requests that went on without pages that were late.",
+            ("model_name", "operation"),
+            failures,
+        )

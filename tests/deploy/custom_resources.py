@@ -1,0 +1,83 @@
+"""Schemas of the two custom resources that `deploy/` uses, as far as it uses them; they take no unknown field, as the API server does.
+
+LeaderWorkerSet: version v1, in kubernetes-sigs/lws at commit 060ab4d (2026-08-21),
+config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml.
+PodMonitor: version v1 of the operator's 0.91.0, in prometheus-operator/prometheus-operator,
+example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml.
+Names, types, enumerations and what is required are theirs; a pod's template is the core schema's, held against it as a Pod.
+"""
+
+from typing import Any
+
+_INT, _STRING, _BOOL = {"type": "integer"}, {"type": "string"}, {"type": "boolean"}
+_MAP = {"type": "object", "additionalProperties": _STRING}
+_INT_OR_STRING = {"anyOf": [_INT, _STRING]}
+_STRINGS = {"type": "array", "items": _STRING}
+_UNITS = "".join(f"(([0-9]+){unit})?" for unit in ("y", "w", "d", "h", "m", "s", "ms"))
+_DURATION = {"type": "string", "pattern": f"^(0|{_UNITS})$"}
+
+
+def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def _choice(*values: str) -> dict[str, Any]:
+    return {"enum": list(values)}
+
+
+_METADATA = _object(("name",), name=_STRING, namespace=_STRING, labels=_MAP, annotations=_MAP)
+_TEMPLATE = _object(metadata={"type": "object"}, spec={"type": "object"})
+
+LEADER_WORKER_SET = _object(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion=_choice("leaderworkerset.x-k8s.io/v1"),
+    kind=_choice("LeaderWorkerSet"),
+    metadata=_METADATA,
+    spec=_object(
+        ("leaderWorkerTemplate",),
+        replicas={"type": "integer", "minimum": 0, "maximum": 1_000_000},
+        startupPolicy=_choice("LeaderCreated", "LeaderReady"),
+        networkConfig=_object(("subdomainPolicy",), subdomainPolicy=_choice("Shared", "UniquePerReplica")),
+        rolloutStrategy=_object(
+            ("type",),
+            type=_choice("RollingUpdate"),
+            rollingUpdateConfiguration=_object(maxSurge=_INT_OR_STRING, maxUnavailable=_INT_OR_STRING, partition=_INT),
+        ),
+        leaderWorkerTemplate=_object(
+            ("workerTemplate",),
+            size=_INT,
+            restartPolicy=_choice("Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"),
+            leaderTemplate=_TEMPLATE,
+            workerTemplate=_TEMPLATE,
+            subGroupPolicy=_object(subGroupPolicyType=_choice("LeaderWorker", "LeaderExcluded"), subGroupSize=_INT),
+        ),
+    ),
+)
+
+POD_MONITOR = _object(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion=_choice("monitoring.coreos.com/v1"),
+    kind=_choice("PodMonitor"),
+    metadata=_METADATA,
+    spec=_object(
+        ("selector",),
+        selector=_object(matchLabels=_MAP, matchExpressions={"type": "array"}),
+        jobLabel=_STRING,
+        podTargetLabels=_STRINGS,
+        podMetricsEndpoints={
+            "type": "array",
+            "items": _object(
+                port=_STRING,
+                path=_STRING,
+                scheme=_STRING,
+                interval=_DURATION,
+                scrapeTimeout=_DURATION,
+                honorLabels=_BOOL,
+                filterRunning=_BOOL,
+                authorization=_object(
+                    type=_STRING, credentials=_object(("key",), key=_STRING, name=_STRING, optional=_BOOL)
+                ),
+            ),
+        },
+    ),
+)

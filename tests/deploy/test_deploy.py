@@ -1,0 +1,217 @@
+"""`deploy/`: manifests that the published schemas accept, with commands that `dsjax serve` takes and devices that the clusters have."""
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from custom_resources import LEADER_WORKER_SET, POD_MONITOR
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.cli.main import COMMANDS
+from dsjax.plan.cluster import bundled_clusters, load_cluster
+from sharding import MeshSpec
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+OVERLAYS = sorted(folder.name for folder in (DEPLOY / "overlays").iterdir())
+KUBERNETES = ("1.30", "1.37")
+CUSTOM = {"LeaderWorkerSet": LEADER_WORKER_SET, "PodMonitor": POD_MONITOR}
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+def render(folder: Path) -> list[dict]:
+    """What `kubectl kustomize` makes of a folder, of the features that `deploy/` uses: resources, images' tags, JSON patches."""
+    custom = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert custom.keys() <= {"apiVersion", "kind", "resources", "images", "patches"}
+    found = []
+    for name in custom["resources"]:
+        path = folder / name
+        found += render(path) if path.is_dir() else [d for d in yaml.safe_load_all(path.read_text()) if d]
+    found = copy.deepcopy(found)  # anchors made some of it shared
+    for patch in custom.get("patches", ()):
+        target = patch["target"]
+        (one,) = [d for d in found if (d["kind"], d["metadata"]["name"]) == (target["kind"], target["name"])]
+        for operation in yaml.safe_load(patch["patch"]):
+            *way, last = [int(k) if k.isdigit() else k for k in operation["path"].split("/")[1:]]
+            place = one
+            for key in way:
+                place = place[key]
+            assert (last in place) == (operation["op"] == "replace")
+            place[last] = operation["value"]
+    for image in custom.get("images", ()):
+        text = json.dumps(found)
+        found = json.loads(
+            text.replace(f'"image": "{image["name"]}"', f'"image": "{image["newName"]}:{image["newTag"]}"')
+        )
+    return found
+
+
+def by_kind(folder: Path) -> dict[str, dict]:
+    return {document["kind"]: document for document in render(folder)}
+
+
+def check(document: dict) -> None:
+    """Hold a document against the published schema of its kind."""
+    schema = CUSTOM.get(document["kind"])
+    for version in KUBERNETES:
+        if schema is None:
+            kubernetes_validate.validate(document, version, strict=True)
+            continue
+        jsonschema.validate(document, schema)
+        for name, template in document["spec"].get("leaderWorkerTemplate", {}).items():
+            if name.endswith("Template"):
+                pod = {"apiVersion": "v1", "kind": "Pod", **template}
+                kubernetes_validate.validate(pod, version, strict=True)
+
+
+FOLDERS = [DEPLOY / "base", *(DEPLOY / "overlays" / name for name in OVERLAYS)]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_manifest_is_what_the_published_schemas_say(folder):
+    documents = render(folder)
+    assert sorted(d["kind"] for d in documents) == [
+        "ConfigMap", "Job", "LeaderWorkerSet", "PersistentVolumeClaim", "PodMonitor", "Service"
+    ]  # fmt: skip
+    for document in documents:
+        check(document)
+
+
+def test_a_wrong_manifest_is_found():
+    """The validation can fail: of a core kind, inside the group's pod, and of a custom resource."""
+    found = by_kind(DEPLOY / "base")
+    pod = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    pod["containers"][0]["readinessProbes"] = pod["containers"][0].pop("readinessProbe")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check(found["LeaderWorkerSet"])
+    found["Service"]["spec"]["ports"][0]["port"] = "eighty"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check(found["Service"])
+    found["PodMonitor"]["spec"]["podMetricsEndpoints"][0]["interval"] = "15 seconds"
+    with pytest.raises(jsonschema.ValidationError):
+        check(found["PodMonitor"])
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
+@pytest.mark.parametrize("name", ["base", "overlays/hosts-2", "overlays/tpu-v6e-32"])
+def test_kustomize_renders_the_same(name):
+    made = subprocess.run(
+        ["kubectl", "kustomize", DEPLOY / name], capture_output=True, text=True, check=True, timeout=60
+    )
+    theirs = {d["kind"]: d for d in yaml.safe_load_all(made.stdout)}
+    assert theirs == by_kind(DEPLOY / name)
+
+
+def test_there_is_an_overlay_for_each_cluster_and_for_1_2_and_4_hosts():
+    assert set(OVERLAYS) == {*bundled_clusters(), "hosts-1", "hosts-2", "hosts-4"}
+    for hosts in (1, 2, 4):
+        group = by_kind(DEPLOY / "overlays" / f"hosts-{hosts}")["LeaderWorkerSet"]["spec"]
+        assert (group["replicas"], group["leaderWorkerTemplate"]["size"]) == (1, hosts)
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_takes_the_devices_that_the_cluster_has_and_its_mesh_wants(name):
+    found = by_kind(DEPLOY / "overlays" / name)
+    spec = found["LeaderWorkerSet"]["spec"]
+    size = spec["leaderWorkerTemplate"]["size"]
+    container = spec["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]
+    limits = container["resources"]["limits"]
+    (devices,) = [int(count) for kind, count in limits.items() if "/" in kind]
+    options = dict(word.removeprefix("--").split("=", 1) for word in container["args"][1:] if "=" in word)
+    assert MeshSpec.parse(options["mesh"]).num_devices == size * devices
+    text = (DEPLOY / "overlays" / name / "kustomization.yaml").read_text()
+    cluster = load_cluster(re.search(r"--cluster (\S+)", text)[1])
+    assert spec["replicas"] * size <= cluster.hosts
+    assert devices <= cluster.devices_per_host
+    assert container["image"].endswith(":tpu" if cluster.hardware.platform == "tpu" else ":cuda")
+    chips = spec["leaderWorkerTemplate"]["workerTemplate"]["spec"].get("nodeSelector", {})
+    if "cloud.google.com/gke-tpu-topology" in chips:
+        sides = [int(side) for side in chips["cloud.google.com/gke-tpu-topology"].split("x")]
+        assert sides[0] * sides[1] == size * devices
+    assert "/" in found["ConfigMap"]["data"]["MODEL"], "a repository with weights, not a bundled configuration"
+
+
+def serve_flags() -> set[str]:
+    import importlib
+
+    module, function = COMMANDS["serve"]
+    command = typer.Typer(add_completion=False)
+    command.command()(getattr(importlib.import_module(module), function))
+    return {flag for option in typer.main.get_command(command).params for flag in option.opts}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_commands_are_made_of_options_that_serve_has(folder):
+    pod = by_kind(folder)["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    words = pod["containers"][0]["args"]
+    assert words[0] == "serve"
+    assert {word.partition("=")[0] for word in words[1:]} <= serve_flags()
+
+
+def test_probes_drain_and_ports_agree_with_the_server():
+    found = by_kind(DEPLOY / "base")
+    pod = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    container = pod["containers"][0]
+    from dsjax.serve.guards import _OPEN_PATHS
+
+    probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert probes == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
+    assert set(probes.values()) <= _OPEN_PATHS, "a probe has no key"
+    options = dict(word.removeprefix("--").split("=", 1) for word in container["args"][1:] if "=" in word)
+    drain, waits = int(options["shutdown-timeout"]), int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert waits + drain < pod["terminationGracePeriodSeconds"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    from dsjax.hosts.options import COORDINATOR_PORT
+
+    assert ports == {"http": int(options["port"]), "coordinator": COORDINATOR_PORT}
+    labels = pod and found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["metadata"]["labels"]
+    selector = found["Service"]["spec"]["selector"]
+    assert selector.items() <= {**labels, "leaderworkerset.sigs.k8s.io/worker-index": "0"}.items()
+    assert found["PodMonitor"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_image_has_no_compiler_and_no_root():
+    text = (DEPLOY / "Dockerfile").read_text()
+    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
+    assert all(stage.startswith("python:${PYTHON}-slim") for stage in stages)
+    assert not re.search(r"apt|gcc|clang|build-essential|ziglang|native", re.sub(r"#.*", "", text))
+    assert "--only-binary :all:" in text
+    assert re.findall(r"^USER (.*)", stages[-1], re.MULTILINE) == ["10001:10001"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"cuda", "tpu"} <= extras.keys()
+    copied = set(re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE))
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {name for names in copied for name in names.split()} == allowed
+
+
+def test_a_plan_writes_an_overlay_with_all_that_it_needs(tmp_path):
+    folder = tmp_path / "mine"
+    ask = ["plan", "--cluster", "h20-32", "--mesh", "dp=32", "--concurrency", "64", "--recipe", str(folder)]
+    result = CliRunner().invoke(app, ask)
+    assert result.exit_code == 0, result.output
+    found = by_kind(folder)
+    for document in found.values():
+        check(document)
+    spec = found["LeaderWorkerSet"]["spec"]
+    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (1, 4)
+    made = json.loads((folder / "recipe.json").read_text())
+    (service,) = made["services"]
+    args = spec["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]["args"]
+    for flag, value in service["options"].items():
+        if flag != "--model":
+            assert (f"{flag}={value}" if value else flag) in args
+    assert found["ConfigMap"]["data"]["MODEL"] == "deepseek-ai/DeepSeek-V3"
+    # 671 B parameters and the MTP module in FP8, and a quarter.
+    assert found["PersistentVolumeClaim"]["spec"]["resources"]["requests"]["storage"] == "800Gi"

@@ -1,0 +1,250 @@
+"""`dsjax bench network`: which devices meet, that wrong data are found, what the verdict hangs on; and what the planner takes of it."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
+
+from processes import Group
+
+from dsjax.bench.network import programs
+from dsjax.bench.network.groups import device_groups
+from dsjax.bench.network.options import GridOptions, OptionError
+from dsjax.bench.network.programs import CollectiveProgram
+from dsjax.bench.network.run import Case, check_cluster, expect, run_cases, sample
+from dsjax.cli import app
+from dsjax.errors import UserError
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.measured_network import read_network
+from sharding import MeshSpec
+
+CLUSTER = """
+name = "two"
+description = "2 hosts x 2 devices"
+hardware = "h100"
+hosts = 2
+devices_per_host = 2
+scale_up_devices = 2
+network = "RoCE"
+network_gbps = 100
+nics_per_host = 1
+latency_us = 5
+latency_us_range = [2, 8]
+"""
+SOURCES = '\n[sources]\nnetwork_gbps = "ours"\n'
+
+
+@pytest.fixture
+def cluster_file(tmp_path):
+    def write(acceptance=""):
+        path = tmp_path / "cluster.toml"
+        path.write_text(CLUSTER + acceptance + SOURCES)
+        return path
+
+    return write
+
+
+def pretended(spec: str, processes: int):
+    """A mesh whose devices say that they are of so many processes."""
+    spec = MeshSpec.parse(spec)
+    each = spec.num_devices // processes
+    devices = np.empty(spec.num_devices, object)
+    devices[:] = [SimpleNamespace(id=k, process_index=k // each) for k in range(spec.num_devices)]
+    return spec, SimpleNamespace(devices=devices.reshape(spec.shape))
+
+
+def ids(group):
+    return [[device.id for device in row] for row in group.devices]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "found"),
+    [
+        (
+            "dp=4",
+            {
+                ("host",): [[0, 1], [2, 3]],
+                ("hosts",): [[0, 2], [1, 3]],
+                ("experts",): [[0, 1, 2, 3]],
+            },
+        ),
+        (
+            "dp=2,tp=2",
+            {
+                ("host", "tp"): [[0, 1], [2, 3]],
+                ("hosts",): [[0, 2], [1, 3]],
+                ("experts",): [[0, 1, 2, 3]],
+            },
+        ),
+        ("dp=4,ep=2", {("host", "experts"): [[0, 1], [2, 3]], ("hosts",): [[0, 2], [1, 3]]}),
+    ],
+)
+def test_groups_are_the_links_and_what_serving_forms_of_them(mesh, found):
+    groups = device_groups(*pretended(mesh, 2))
+    assert {group.uses: ids(group) for group in groups} == found
+    assert {group.uses: group.between_hosts for group in groups} == {uses: "host" not in uses for uses in found}
+
+
+def test_one_of_each_host_reaches_the_others_over_the_network_unless_a_rack_is_one_domain():
+    groups = {group.uses[0]: group for group in device_groups(*pretended("dp=16", 2))}
+    assert [groups[use].near(8, 8) for use in ("host", "hosts", "experts")] == [8, 1, 8]
+    assert [groups[use].near(72, 8) for use in ("host", "hosts", "experts")] == [8, 2, 16]
+
+
+def test_a_mesh_with_an_uneven_share_of_each_process_is_refused():
+    spec, mesh = pretended("dp=4", 2)
+    mesh.devices.flat[2].process_index = 0
+    with pytest.raises(UserError, match="1 to 3 devices of a process"):
+        device_groups(spec, mesh)
+
+
+@pytest.fixture(scope="module")
+def host():
+    spec = MeshSpec.parse("dp=4,ep=2")
+    return device_groups(spec, spec.build())[-1]
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
+def test_data_that_arrive_wrong_are_found(host, collective, monkeypatch):
+    assert host.devices.shape == (2, 2)  # two groups at once
+    program = CollectiveProgram(host, collective, 64, jnp.dtype("bfloat16"))
+    assert program.sent_bytes == 64
+    assert program.arrives_right()
+    right = programs._APPLY[collective]
+    monkeypatch.setitem(programs._APPLY, collective, lambda x, ranks: jnp.roll(right(x, ranks), 1))
+    assert not CollectiveProgram(host, collective, 64, jnp.dtype("bfloat16")).arrives_right()
+
+
+def test_the_slowest_process_is_what_counts():
+    """All processes apply the collective as often as the slowest one says, and its seconds are the sample."""
+    counts = []
+    told = {"each": lambda own: [own, 1.0], "samples": lambda own: [own, [7.0] * len(own)]}
+    found = sample(counts.append, 3, lambda stage, own: told[stage](own))
+    assert found == (7.0,) * 3
+    assert set(counts) == {0, 1}  # a second each: one application is a sample
+
+
+def test_expectations_are_the_planner_s_or_the_file_s_own(cluster_file):
+    groups = {group.uses[0]: group for group in device_groups(*pretended("dp=4", 2))}
+    plain = load_cluster(cluster_file())
+    away = expect(plain, Case(groups["hosts"], "all_to_all", 0), 1 << 30)
+    # All goes over the device's half of a card of 100 Gb/s, at the planner's 60 %.
+    assert away.expected == pytest.approx((1 << 30) / (0.6 * 6.25e9), rel=1e-3)
+    inside = expect(plain, Case(groups["host"], "all_to_all", 0), 1 << 30)
+    assert inside.expected == pytest.approx((1 << 30) / (0.6 * 450e9), rel=0.02)
+    assert (inside.warning, inside.failing) == (inside.expected * 1.5, inside.expected * 3)
+    own = load_cluster(
+        cluster_file(
+            "[acceptance]\nwarning = 2\nfailing = 5\n[acceptance.between_hosts.all_gather]\nlatency_us = 10\ngb_per_s = 1\n"
+        )
+    )
+    found = expect(own, Case(groups["experts"], "all_gather", 0), 1_000_000)
+    assert (found.expected, found.warning, found.failing) == pytest.approx((1.01e-3, 2.02e-3, 5.05e-3))
+    assert found.source == "two: acceptance.between_hosts.all_gather"
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "message"),
+    [
+        ("[acceptance]\nwarning = 4\nfailing = 3\n", "the second no less than the first"),
+        ("[acceptance]\nwarning = 0.5\n", "expected 1 or more"),
+        ("[acceptance]\nworse = 4\n", "acceptance has worse, expected some of warning, failing"),
+        ("[acceptance.inside_host.broadcast]\nlatency_us = 1\n", "has broadcast, expected some of all_gather"),
+        ("[acceptance.inside_host.all_gather]\nlatency_us = 1\n", "needs both latency_us and gb_per_s"),
+        ("[acceptance.inside_host.all_gather]\nlatency_us = 1\ngb_per_s = 0\n", "expected a number above 0"),
+    ],
+)
+def test_a_wrong_acceptance_table_says_what_is_wrong(cluster_file, acceptance, message):
+    with pytest.raises(UserError, match=message):
+        load_cluster(cluster_file(acceptance))
+
+
+def test_a_cluster_of_smaller_hosts_is_refused(cluster_file):
+    spec, mesh = pretended("dp=4", 1)
+    with pytest.raises(
+        UserError, match="has 2 hosts of 2 devices, and the mesh takes 4 devices of each of 1 processes"
+    ):
+        check_cluster(load_cluster(cluster_file()), mesh.devices)
+    assert spec.num_devices == 4
+
+
+def test_what_is_too_large_or_too_slow_is_left_out_with_a_line(host):
+    options = GridOptions(
+        mesh="dp=4,ep=2", sizes="1K,1M", only="all_gather,ragged_all_to_all", repeats=1, row_limit=1e-9
+    )
+    todo = [Case(host, name, size) for name in options.collectives for size in (1024, 1 << 20, 1 << 50)]
+    found = run_cases(todo, options, jnp.dtype("float32"), None, lambda stage, value: [value])
+    assert [(row.case.collective, row.case.size, row.verdict) for row in found.rows] == [("all_gather", 1024, None)]
+    reasons = [reason for _, reason in found.skipped]
+    assert "--row-limit" in reasons[0]
+    assert "GB are free" in reasons[1]
+    assert all("GPUs and TPUs only" in reason for reason in reasons[2:])
+
+
+OWN = "[acceptance.inside_host.all_to_all]\nlatency_us = {us}\ngb_per_s = 1000\n"
+
+
+@pytest.mark.parametrize(
+    ("us", "code", "verdict"), [(1e9, 0, "as expected"), (1e-3, 3, "warning"), (1e-9, 4, "failing")]
+)
+def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, verdict):
+    # A collective takes between 1 ns and 1,000 s on any machine: the bounds leave no doubt.
+    limits = "[acceptance]\nwarning = 1\nfailing = 1e12\n" if us == 1e-3 else ""
+    where = tmp_path / "n.json"
+    arguments = ["--mesh", "dp=2", "--sizes", "64", "--repeats", "2", "--only", "all_to_all", "--no-progress"]
+    arguments += ["--cluster", str(cluster_file(limits + OWN.format(us=us))), "--json", str(where)]
+    result = CliRunner().invoke(app, ["bench", "network", *arguments])
+    assert result.exit_code == code, result.output
+    body = json.loads(where.read_text())
+    assert body["verdict"] == verdict
+    assert body["rows"][0]["ranks"] == 2
+    assert body["rows"][0]["correct"]
+    assert len(body["rows"][0]["samples_s"]) == 2
+    assert read_network(where).curves["all_to_all", False][0].ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sizes": "1Q"}, "--sizes is '1Q'"),
+        ({"only": "broadcast"}, "--only names broadcast"),
+        ({"repeats": 0}, "--repeats is 0"),
+    ],
+)
+def test_wrong_options_say_so(options, message):
+    with pytest.raises(OptionError, match=message):
+        GridOptions(**options)
+
+
+def test_one_device_sends_nothing():
+    result = CliRunner().invoke(app, ["bench", "network"])
+    assert isinstance(result.exception, UserError)
+    assert "--mesh dp=1 is one device" in str(result.exception)
+
+
+@pytest.mark.slow
+def test_two_processes_measure_between_hosts_and_end_with_one_verdict(tmp_path, cluster_file):
+    where = tmp_path / "n.json"
+    command = ["-m", "dsjax", "bench", "network", "--mesh", "dp=4", "--sizes", "64", "--repeats", "2", "--no-progress"]
+    command += ["--cluster", str(cluster_file(OWN.format(us=1e-9))), "--json", str(where)]
+    group = Group([*command, "--only", "all_gather,all_to_all"], 2)
+    try:
+        assert group.codes(120) == [4, 4], group.last_words()
+    finally:
+        group.end()
+    body = json.loads(where.read_text())
+    assert len(body["processes"]) == 2
+    found = {(row["group"][0], row["between_hosts"], row["hosts"], row["ranks"]) for row in body["rows"]}
+    assert found == {("host", False, 1, 2), ("hosts", True, 2, 2), ("experts", True, 2, 4)}
+    assert all(row["correct"] for row in body["rows"])
+    assert "experts: 1 × 4 ranks, between 2 hosts" in group.output[0]
+    assert "ranks, between" not in group.output[1]  # one process reports
+    assert dataclasses.asdict(GridOptions())["repeats"] == 10

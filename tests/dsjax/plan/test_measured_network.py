@@ -1,0 +1,126 @@
+"""`dsjax plan --network`: measured times of collectives in place of assumptions about links."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.errors import UserError
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.figure import Kind, exact
+from dsjax.plan.measured_network import read_network
+from dsjax.plan.network import all_reduce, moved_bytes, own_exchange, xla_collective
+
+
+def row(collective, between, ranks, sent, seconds, **more):
+    return {
+        "collective": collective,
+        "between_hosts": between,
+        "ranks": ranks,
+        "sent_bytes": sent,
+        "median_s": seconds,
+        "low_s": seconds / 2,
+        "high_s": seconds * 2,
+        **more,
+    }
+
+
+ROWS = [
+    row("all_to_all", False, 8, 1000, 1e-3),
+    row("all_to_all", False, 8, 2000, 2e-3),
+    row("all_to_all", True, 32, 1000, 10e-3),
+    row("all_to_all", True, 32, 2000, 30e-3),
+    row("all_gather", True, 32, 1000, 50e-3),
+    row("all_reduce", False, 8, 1000, 4e-3),
+]
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(rows=ROWS, **more):
+        path = tmp_path / "network.json"
+        device = {"name": "NVIDIA H100", "hardware": "h100"}
+        body = {"format": "dsjax network 1", "date": "2026-11-22", "device": device, "rows": rows, **more}
+        path.write_text(json.dumps(body))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def cluster(written):
+    return dataclasses.replace(load_cluster("h100-32"), measured=read_network(written()))
+
+
+def test_times_of_the_same_ranks_are_taken_as_they_are_and_interpolated_in_bytes(cluster):
+    found = xla_collective(cluster, 8, exact(1500 / 7))
+    assert (found.value, found.low, found.high) == pytest.approx((1.5e-3, 0.75e-3, 3e-3))
+    assert found.kinds & Kind.MEASURED
+    assert not found.kinds & Kind.ASSUMPTION
+    assert xla_collective(cluster, 32, exact(1500 / 31)).value == pytest.approx(20e-3)
+    assert all_reduce(cluster, 8, 1000 * 8 / 14).value == pytest.approx(4e-3)
+    assert moved_bytes(cluster, 8, exact(2000.0)).value == pytest.approx(2e-3)
+
+
+def test_each_dispatch_takes_its_own_collective(cluster):
+    tokens, bytes_of_a_row, one = 4.0, 250.0 / 31, exact(1.0)
+    gathered = own_exchange(cluster, "gather", 32, tokens, 8, bytes_of_a_row, one)
+    assert gathered.value == pytest.approx(50e-3)  # 4 rows to 31 ranks: 1,000 bytes
+    ragged = own_exchange(cluster, "ragged", 32, 1e-9, 8, bytes_of_a_row, one)
+    assert ragged.value == pytest.approx(20e-3)  # the sizes go first: two collectives of next to nothing, by all_to_all
+
+
+def test_what_was_not_timed_is_told_by_the_nearest_and_called_an_assumption(cluster):
+    wider = xla_collective(cluster, 16, exact(1000 / 15))  # two hosts; 32 ranks of four were timed
+    assert wider.value == pytest.approx(10e-3)
+    assert wider.low == pytest.approx(5e-3 / 2)
+    assert wider.kinds & Kind.ASSUMPTION
+    beyond = xla_collective(cluster, 8, exact(4000 / 7))
+    assert beyond.value == pytest.approx(4e-3)
+    assert beyond.kinds & Kind.ASSUMPTION
+    plain = dataclasses.replace(cluster, measured=None)
+    assert all_reduce(cluster, 32, 1e6).value == all_reduce(plain, 32, 1e6).value  # nothing of the kind in the file
+
+
+def test_a_sweep_scales_what_was_measured(cluster):
+    each = exact(2000 / 31)
+    assert xla_collective(cluster.scaled("network", 2), 32, each).value == pytest.approx(10e-3 + 20e-3 / 2)
+    assert xla_collective(cluster.scaled("latency", 10), 32, each).value == pytest.approx(1e-3 + 20e-3)
+    assert xla_collective(cluster.scaled("network", 2), 8, exact(2000 / 7)).value == pytest.approx(2e-3)
+
+
+def test_a_plan_with_a_slow_network_is_slower_and_says_what_it_was_made_of(written):
+    slow = [row(c, b, r, s, t) for c in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce") for b, r in ((False, 8), (True, 32))
+            for s, t in ((1 << 10, 5e-3), (1 << 26, 1.0))]  # fmt: skip
+    base = ["plan", "--cluster", "h100-32", "--concurrency", "64", "--mesh", "dp=32", "--json", "-"]
+
+    def tpot(*more):
+        result = CliRunner().invoke(app, [*base, *more])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["ranked"][0]["tpot_s"]
+
+    plain, timed = tpot(), tpot("--network", str(written(slow)))
+    assert timed["value"] > plain["value"] + 58 * 2 * 4e-3  # an exchange there and back in each of 58 layers
+    assert "measured" in timed["kind"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "dsjax modules 1"}, "its format is 'dsjax modules 1', expected 'dsjax network 1'"),
+        ({"rows": []}, "it has no rows"),
+        ({"rows": [{"collective": "all_gather"}]}, "row 0 is incomplete"),
+        ({"rows": [row("all_gather", False, 8, 1, 1e-3, correct=False)]}, "data arrived wrong"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(written, change, message):
+    with pytest.raises(UserError, match=message):
+        read_network(written(**change))
+
+
+def test_a_file_of_other_devices_is_refused(written):
+    result = CliRunner().invoke(app, ["plan", "--cluster", "h20-32", "--network", str(written())])
+    assert isinstance(result.exception, UserError)
+    assert "was taken on NVIDIA H100, and h20-32 has H20 SXM" in str(result.exception)
