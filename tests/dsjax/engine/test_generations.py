@@ -225,14 +225,18 @@ FEATURES = {
 }
 
 
-def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_tokens(checkpoint):
+def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_tokens(checkpoint, tmp_path):
     params = [
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False),
         SamplingParams(temperature=0.9, seed=4, max_tokens=9, ignore_eos=True, detokenize=False),
         SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=9, ignore_eos=True, detokenize=False),
     ]
     prompts = [{"prompt_token_ids": list(range(3 + i, 9 + 2 * i))} for i in range(3)]
-    llm = LLM(str(checkpoint), mesh="dp=2", **SIZES, **FEATURES)
+    disk = {
+        "disk_cache": str(tmp_path / "pages"),
+        "disk_cache_bytes": 10_000_000,
+    }  # its lock is given back and taken again
+    llm = LLM(str(checkpoint), mesh="dp=2", **SIZES, **FEATURES, **disk)
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         llm.engine.add_request(str(index), prompt, param)
