@@ -47,6 +47,13 @@ def plan(
     mtp: Annotated[int, typer.Option(help="Tokens drafted by the MTP module a step.")] = 0,
     mtp_acceptance: Annotated[float, typer.Option(help="Chance that a draft is accepted.")] = 0.85,
     redundant_experts: Annotated[int | None, typer.Option(help="Physical minus logical; default: tried.")] = None,
+    enable_shared_experts_fusion: Annotated[
+        bool,
+        typer.Option(
+            "--enable-shared-experts-fusion",
+            help="The shared expert is one more routed one, with a copy on each device.",
+        ),
+    ] = False,
     expert_skew: Annotated[
         str,
         typer.Option(
@@ -240,6 +247,7 @@ def plan(
                 decode_instances,
             ),
             max_devices_per_instance,
+            enable_shared_experts_fusion,
         ),
     )
     console = report_console()

@@ -76,6 +76,7 @@ def make_step(
         num_physical=placement.n_physical + fusion * spec.ep_size if config.is_moe else 0,
         shared_apart=not fusion,
         materialise="AM_CC_ME" in (args.mla_prefill, args.mla_decode),
+        derived_dtype=dtype,
         mtp=mtp,
     )
     return Step(

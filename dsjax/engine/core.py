@@ -31,6 +31,10 @@ DISK_WAIT = 0.002
 """Seconds that the engine waits for the disk at a time where every request does. It looks for new requests in between."""
 
 
+LEAVE_SECONDS = 3.0
+"""At the end of an engine pages that only its devices have are sent to the disk for so long at most."""
+
+
 class _Totals(NamedTuple):
     """What the scheduler has counted since its start."""
 
@@ -291,10 +295,26 @@ class EngineCore:
                 self._publisher.publish(rank, events)
 
     def shutdown(self) -> None:
-        """Give back what the executor holds, and tell subscribers nothing more."""
+        """Give back what the executor holds, and tell subscribers nothing more. What only the devices hold goes to the disk before."""
+        if self.scheduler.disk is not None:
+            self._leave()
         if self._publisher is not None:
             self._publisher.close()
         self.executor.shutdown()
+
+    def _leave(self) -> None:
+        """Write what only the devices hold to the disk, most recently used first, for `LEAVE_SECONDS` at most."""
+        end, disk = time.monotonic() + LEAVE_SECONDS, self.scheduler.disk
+        room = disk.num_pages  # lest what is written now goes for more of it
+        while (now := time.monotonic()) < end and room:
+            plan = self.scheduler.leave(room, now)
+            if plan is not None:
+                for moves in self._writer.moves(plan):
+                    self.executor.launch(moves)
+                room = max(0, room - sum(len(rank.moves.stores) for rank in plan.ranks))
+            elif disk.writable:
+                return
+            self._enter_pages(0.05)
 
     def _clear_dirty(self) -> None:
         dirty = self.scheduler.take_dirty()

@@ -60,8 +60,8 @@ class DiskPages:
                 LISTING_SECONDS,
             )
 
-    def write(self, number: int, name: bytes, page: Callable[[], Page]) -> None:
-        """Write a page. page: gives its arrays, in the writer's thread."""
+    def write(self, number: int, name: bytes, page: Page) -> None:
+        """Write a page, which is not changed any more."""
         self._writing.put(lambda: self._write(number, name, page))
 
     def drop(self, everything: bool, names: list[bytes]) -> None:
@@ -116,7 +116,7 @@ class DiskPages:
     def _list(self) -> None:
         try:
             listing = self._files.list()
-        except OSError as error:
+        except Exception as error:
             self._warn("list", "its pages cannot be listed (%s); none of an earlier run is found", error)
             names: list[bytes] = []
         else:
@@ -153,13 +153,13 @@ class DiskPages:
                     "delete", "a page cannot be deleted (%s); the folder may grow beyond --disk-cache-bytes", error
                 )
 
-    def _write(self, number: int, name: bytes, page: Callable[[], Page]) -> None:
+    def _write(self, number: int, name: bytes, page: Page) -> None:
         try:
             self._make_room(1)
-            self._files.write(name, page())
+            self._files.write(name, page)
             self._own += 1
             ok = True
-        except OSError as error:
+        except Exception as error:  # whatever it is, the scheduler waits for a report, and serving goes on
             self._warn("write", "a page cannot be written (%s); it is tried again later", error)
             ok = False
         with self._reported:
@@ -173,7 +173,7 @@ class DiskPages:
                 self._own = 0
             for name in names:
                 self._own -= self._files.delete(name)
-        except OSError as error:
+        except Exception as error:
             self._warn("delete", "a page cannot be deleted (%s); the folder may grow beyond --disk-cache-bytes", error)
 
     # In a reader's.
@@ -201,7 +201,7 @@ class DiskPages:
             self._warn("damage", "%s; it is deleted, and its tokens are computed again", error)
         except FileNotFoundError:  # evicted since it was asked for
             pass
-        except OSError as error:
+        except Exception as error:
             self._warn("read", "a page cannot be read (%s); its tokens are computed again", error)
         return None
 

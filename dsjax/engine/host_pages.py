@@ -167,15 +167,18 @@ class HostPages:
             for name, own in shards.items():
                 for first, rest, values in own:
                     for rank, block in enumerate(values, start=first):
-                        kept = np.flatnonzero(head.slots[rank] >= 0)
-                        self._memory[name][(rank, head.slots[rank][kept], *rest)] = block[kept]
+                        slots = head.slots[rank]
+                        if (slots >= 0).all():  # the usual case, without another copy
+                            self._memory[name][(rank, slots, *rest)] = block[: len(slots)]
+                        else:
+                            kept = np.flatnonzero(slots >= 0)
+                            self._memory[name][(rank, slots[kept], *rest)] = block[kept]
             for rank, place, number, page_name in head.writes:
-                self._disk.write(
-                    number, page_name, lambda shards=shards, rank=rank, place=place: self._page(shards, rank, place)
-                )
+                # A copy: what was taken has room for `MOVED_PAGES` of each rank, and must not wait for a slow disk for the sake of one.
+                self._disk.write(number, page_name, self._page(shards, rank, place))
 
     def _page(self, shards: dict[str, list[Shard]], rank: int, place: int) -> Page:
-        """One page out of what has left the devices, its shards put together. Of the writer's thread."""
+        """One page out of what has left the devices, its shards put together."""
         page = {}
         for name, own in shards.items():
             described = self._described[name]

@@ -36,7 +36,7 @@ from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
-from dsjax.model.parameters import device_bytes
+from dsjax.model.parameters import device_bytes, store
 from dsjax.model.step import Step
 from sharding import MeshSpec
 
@@ -265,7 +265,7 @@ def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
                 lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
             )
             found |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
-        return found
+        return {path: store(value, derived[path].dtype, derived[path].storage_dtype) for path, value in found.items()}
 
     return {**params, **jax.jit(products, out_shardings=shardings)(params)}
 

@@ -304,6 +304,15 @@ class DiskTier:
         self._by_number[number] = name
         return number
 
+    @property
+    def writable(self) -> int:
+        """How many further pages may be on their way there now."""
+        return MOST_WRITING - len(self._writing) if self._listed and not self.writes_pause else 0
+
+    def has(self, name: bytes) -> bool:
+        """Whether a page is there, whether or not it can be read now, or on its way there."""
+        return name in self._names or name in self._writing
+
     def written(self, number: int, ok: bool, now: float) -> bytes | None:
         """A writing has ended; the page's name, unless it was forgotten meanwhile. It can be found from now on if all went well."""
         name = self._by_number.pop(number, None)

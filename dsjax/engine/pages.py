@@ -6,7 +6,7 @@ from hashlib import sha256
 
 from dsjax.engine.commands import int32s
 from dsjax.engine.page_events import RankEvents
-from dsjax.engine.page_tiers import StoredPage
+from dsjax.engine.page_tiers import NOWHERE, StoredPage
 from dsjax.engine.request import Request
 from dsjax.engine.tiers_below import TiersBelow
 
@@ -94,6 +94,16 @@ class PagePool:
             self._holders[page] = 1
             pages.append(page)
         return pages
+
+    def leave(self, most: int) -> list[StoredPage]:
+        """The `most` most recently used cached pages that the disk has not, to be written: the engine ends. They stay here too.
+
+        The last used comes last, as it would have come to the disk.
+        """
+        disk = self.below.disk
+        lacking = [page for page in reversed(self._idle) if not disk.has(self._hash_of[page])][:most]
+        stored = [StoredPage(page, NOWHERE, disk.write(self._hash_of[page]), self._hash_of[page]) for page in lacking]
+        return [one for one in reversed(stored) if one.number != NOWHERE]
 
     def hold(self, found: Iterable[int]) -> None:
         """Take pages that `find` gave, beside whoever holds them."""

@@ -144,6 +144,7 @@ class Request:
         self.status = Status.WAITING
         self.rank = self.slot = -1
         self.pages, self.held_pages, self.is_arriving, self.num_sealed_pages = [], [], False, 0
+        self.ignores_disk, self.num_host_pages, self.num_disk_pages = False, 0, 0
         self.num_promised = self.backlog = 0
         self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
         self.drafts, self.must_leave, self.num_clean_pages = (), False, None

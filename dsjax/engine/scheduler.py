@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from dsjax.engine.executor import PageReports, RankResults, RowResult
 from dsjax.engine.page_events import Event, PageEvents, RankEvents
-from dsjax.engine.page_tiers import DiskCounts, DiskTier, HostTier
+from dsjax.engine.page_tiers import DiskCounts, DiskTier, HostTier, PageMoves
 from dsjax.engine.pages import PagePool
-from dsjax.engine.plan import ScheduledRow, StepPlan
+from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.rank import Rank, RankLoad
 from dsjax.engine.request import ErrorKind, FinishReason, Request, Status
 from dsjax.engine.routing import Router, standing_cost
@@ -192,6 +192,18 @@ class Scheduler:
         self.disk.begin_step(now)
         ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
         return StepPlan(ranks, num_drafts, num_drafts, *self.disk.take_dropped())
+
+    def leave(self, most: int, now: float = 0.0) -> StepPlan | None:
+        """Plan nothing but writing to the disk what only the devices have, `most` pages; None where nothing is left, or the disk takes
+        none now. The engine is about to end.
+        """
+        self.disk.begin_step(now)
+        each = -(-min(most, self.disk.writable) // len(self.ranks))
+        stores = [rank.pool.leave(each) for rank in self.ranks]
+        if not any(stores):
+            return None
+        ranks = [RankPlan([], [], [], PageMoves(stores=own)) for own in stores]
+        return StepPlan(ranks, 0, 0, *self.disk.take_dropped())
 
     def enter_pages(self, reports: PageReports, now: float = 0.0) -> None:
         """Enter what came of pages and the disk. Only with one."""

@@ -24,7 +24,7 @@ from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.forms import Form, Layout, cache_arrays
 from dsjax.model.mla import MLA, Projections
-from dsjax.model.parameters import reinterpret, value_of
+from dsjax.model.parameters import reinterpret, store, value_of
 from dsjax.model.softmax import attend_in_blocks
 from sharding import MeshSpec, fp8
 
@@ -90,7 +90,7 @@ class PagedAttention:
                 if "scale" in cache:
                     values["latent"], values["scale"] = fp8.quantise(values["latent"])
                 return {
-                    name: paging.write(array, layer, slots[0], _store(values[name], arrays[name][1], array.dtype))
+                    name: paging.write(array, layer, slots[0], store(values[name], arrays[name][1], array.dtype))
                     for name, array in cache.items()
                 }
 
@@ -373,9 +373,3 @@ def _apart(scale: float):
         return score, lambda probs, c: _product("rchs,rsm->rchm", probs.astype(q_rope.dtype), c["latent"])
 
     return kernel
-
-
-def _store(values: Array, dtype: jnp.dtype, stored: jnp.dtype) -> Array:
-    """Round to the cache's dtype, then to the bits that lie in memory."""
-    rounded = values.astype(dtype)
-    return rounded if stored == dtype else jax.lax.bitcast_convert_type(rounded, stored)

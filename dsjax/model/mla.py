@@ -58,8 +58,9 @@ class MLA(nnx.Module):
             self.o_bias = declare.parameter((D,), ("embed",), init="zeros")
         if materialise:
             heads_over = ("query_latent", "heads", "latent")
-            self.query_key = declare.parameter((Q or D, H, M), heads_over, init="derived")
-            self.value_output = declare.parameter((H, M, D), ("heads", "latent", "embed"), init="derived")
+            derived = {"init": "derived", "dtype": declare.derived_dtype}
+            self.query_key = declare.parameter((Q or D, H, M), heads_over, **derived)
+            self.value_output = declare.parameter((H, M, D), ("heads", "latent", "embed"), **derived)
 
     def project(
         self, x: Float[Array, "*b D"], rotation: Rotation, *, query_heads: bool = True, multiply: Multiply = multiply

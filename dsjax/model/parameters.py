@@ -72,6 +72,12 @@ def reinterpret(array: Array, dtype: np.dtype) -> Array:
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
 
 
+def store(values: Array, dtype: np.dtype, stored: np.dtype) -> Array:
+    """Round to ``dtype``, then to the bits that lie in memory: what ``reinterpret`` reads."""
+    rounded = values.astype(dtype)
+    return rounded if stored == dtype else jax.lax.bitcast_convert_type(rounded, stored)
+
+
 def dequantise(weight: Array, scale: Array, dtype: jnp.dtype) -> Array:
     """``weight × scale`` with one scale per 128 × 128 block of the last two matrix dimensions.
 
@@ -95,16 +101,23 @@ def blocks(size: int) -> int:
 
 
 class Declaration:
-    """Makes the parameters of one model: it knows how matrices are kept, for which platform, and how many layers are stacked."""
+    """Makes the parameters of one model: it knows how matrices are kept, for which platform, and how many layers are stacked.
 
-    def __init__(self, weights: Weights, platform: str, stack: int | None = None):
+    derived_dtype: of what is computed from parameters once; None: as of parameters that are never quantised. FP8 weights times their
+        scales do not fit bfloat16, so that where float32 is computed in, what is derived from them is kept in float32.
+    """
+
+    def __init__(
+        self, weights: Weights, platform: str, stack: int | None = None, derived_dtype: np.dtype | None = None
+    ):
         self.weights = weights
         self.platform = platform
+        self.derived_dtype = derived_dtype
         self._stack = stack
 
     def stacked(self, depth: int) -> Declaration:
         """A declaration like this one, whose parameters get a leading ``layers`` axis of size ``depth``."""
-        return Declaration(self.weights, self.platform, depth)
+        return Declaration(self.weights, self.platform, depth, self.derived_dtype)
 
     @property
     def plain_dtype(self) -> np.dtype:
@@ -114,7 +127,7 @@ class Declaration:
     @property
     def for_experts(self) -> Declaration:
         """The declaration for the matrices of routed experts, which ``mixed`` keeps in bf16."""
-        return Declaration("bf16", self.platform, self._stack) if self.weights == "mixed" else self
+        return Declaration("bf16", self.platform, self._stack, self.derived_dtype) if self.weights == "mixed" else self
 
     def parameter(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -95,18 +96,19 @@ def parameter_table(
     materialise: bool = False,
     mtp: bool = True,
     shared_apart: bool = True,
+    derived_dtype: np.dtype | None = None,
 ) -> ParameterTable:
     """The model's structure and its parameters, holding no memory.
 
     weights: how matrices are kept; platform: where (see ``parameters.storage_dtype``); num_physical: physical experts,
     default the logical ones; materialise: with the products that the MLA form ``AM_CC_ME`` wants, which are derived
     from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any. shared_apart:
-    False where the shared expert is one of the physical experts, and has no parameters beside them.
+    False where the shared expert is one of the physical experts, and has no parameters beside them. derived_dtype: as of ``Declaration``.
     """
     if not shared_apart:
         config = dataclasses.replace(config, n_shared_experts=0)
     num_physical = config.n_routed_experts if num_physical is None else num_physical
-    declare = Declaration(weights, platform)
+    declare = Declaration(weights, platform, derived_dtype=derived_dtype)
     model = Transformer(declare, config, num_physical=num_physical, materialise=materialise, mtp=mtp)
     return ParameterTable.of(model)
 

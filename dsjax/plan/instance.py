@@ -146,25 +146,24 @@ class Instance:
 
     def prefill_step(self, tokens: float, busy: float = 1.0) -> Figure:
         """`static_ctx`: seconds of one prefill step of `tokens` prompt tokens on each DP rank, or on this share of them."""
+        return self._prefill(tokens, busy)[0]
+
+    def launch_slack(self, tokens: float, busy: float = 1.0) -> float:
+        """Seconds of such a prefill step in which the device waits for launches: decodes in the same program may fill them."""
+        return self._prefill(tokens, busy)[1]
+
+    def _prefill(self, tokens: float, busy: float) -> tuple[Figure, float]:
         key = ("prefill", tokens, busy)
         if key not in self.steps:
             computed, work = self.workload.computed, self.workload
             prompt = computed * (1 + work.input.variation**2)
-            times = [m.prefill(tokens, prompt=prompt, cached=work.cached, busy=busy) for m in self.step_models()]
-            self.steps[key] = self._paced(min(times, key=lambda time: time.value), False)
-        return self.steps[key]
-
-    def launch_slack(self, tokens: float, busy: float = 1.0) -> float:
-        """Seconds of such a prefill step in which the device waits for launches: decodes in the same program may fill them."""
-        key = ("slack", tokens, busy)
-        if key not in self.steps:
-            work = self.workload
-            prompt = work.computed * (1 + work.input.variation**2)
-            slack = []
+            found = []
             for model in self.step_models():
-                device, _ = model.prefill_device(tokens, prompt=prompt, cached=work.cached, busy=busy)
-                slack.append(max(0.0, model.launches().value - device.value))
-            self.steps[key] = min(slack)
+                device, rows = model.prefill_device(tokens, prompt=prompt, cached=work.cached, busy=busy)
+                slack = max(0.0, model.launches().value - device.value)
+                found.append((model.launched(device, tokens, rows), slack))
+            step, slack = min(found, key=lambda one: one[0].value)
+            self.steps[key] = self._paced(step, False), slack
         return self.steps[key]
 
     @property

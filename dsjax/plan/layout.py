@@ -12,10 +12,11 @@ from sharding.mesh import MeshSpec
 
 @dataclass(frozen=True)
 class Layout:
-    """One instance of the engine: a mesh and its redundant experts."""
+    """One instance of the engine: a mesh and its redundant experts; fused: the shared expert is a routed one with a copy on each device."""
 
     mesh: MeshSpec
     redundant: int = 0
+    fused: bool = False
 
     @property
     def devices(self) -> int:
@@ -41,7 +42,9 @@ class Layout:
         mesh = self.mesh
         if mesh.expert_copies == 1:
             return self
-        return Layout(MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size), self.redundant)
+        return Layout(
+            MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size), self.redundant, self.fused
+        )
 
     def __str__(self) -> str:
         return f"{self.mesh}" + (f" +{self.redundant}" if self.redundant else "")

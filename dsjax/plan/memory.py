@@ -31,12 +31,13 @@ def weight_bytes(config: ModelConfig, layout: Layout, precision: Precision, mtp:
     attention += [(width, query)] if config.query_compressed else []
     norms = 2 * width + rank + (config.q_lora_rank or 0)
     slots = (config.n_routed_experts + layout.redundant) // mesh.ep_size if config.is_moe else 0
+    of_shared = mesh.expert_width_shards if layout.fused else tp
     found = {
         "attention": layers * (_bytes(attention, precision.linear) + norms * 2),
         "dense MLP": dense_layers * _mlp(width, config.intermediate_size // tp, precision.expert),
         "experts": moe_layers * slots * expert_bytes(config, mesh.expert_width_shards, precision),
         "shared experts": moe_layers
-        * _mlp(width, config.n_shared_experts * config.moe_intermediate_size // tp, precision.expert),
+        * _mlp(width, config.n_shared_experts * config.moe_intermediate_size // of_shared, precision.expert),
         "router": moe_layers * (counts["router"] * 2 + router_bias_parameters(config) * 4),
         "embedding and head": (counts["embedding"] + counts["head"]) * 2 // tp + width * 2,
     }

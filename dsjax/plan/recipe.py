@@ -49,6 +49,8 @@ def serve_options(
         found["--dispatch-wire"] = "fp8"
     if options.dispatch != "deepep":
         found["--dispatch"] = options.dispatch
+    if instance.layout.fused:
+        found["--enable-shared-experts-fusion"] = ""
     if instance.layout.redundant and instance.places_by_load and dsjax_engine().balances:
         found["--enable-eplb"] = ""
         found["--eplb-config"] = json.dumps({"num_redundant_experts": instance.layout.redundant})

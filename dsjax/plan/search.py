@@ -105,6 +105,12 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
             copies=question.devices <= 64,
         )
     )
+    if question.options.fused:
+        if question.config.n_shared_experts != 1:
+            raise UserError(
+                f"--enable-shared-experts-fusion needs a model with one shared expert; this one has {question.config.n_shared_experts}"
+            )
+        found = [dataclasses.replace(layout, fused=True) for layout in found]
     widest = question.options.widest
     if widest is not None:
         found = [layout for layout in found if layout.devices <= widest]

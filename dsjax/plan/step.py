@@ -90,6 +90,10 @@ class StepModel:
         ranks that have so many tokens; the others have none, and their experts work for these.
         """
         done, rows = self.prefill_device(tokens, prompt=prompt, cached=cached, busy=busy)
+        return self.launched(done, tokens, rows)
+
+    def launched(self, done: Figure, tokens: float, rows: float) -> Figure:
+        """A prefill step in which the device computes for so long: with what launches and host take."""
         launched = self.launches()
         if launched.high > done.low:
             done = largest(done, launched).named("device, or what launches take", "s")
@@ -254,7 +258,7 @@ class StepModel:
         """The parts, without attention, that are the same in all layouts of a replica's width, computed once for them."""
         config, chip, mesh = self.config, self.chip, self.layout.mesh
         tp, moe, streamed = mesh.tp_size, layers - dense, self._streamed(tokens, decode)
-        key = (tp, tokens, read, decode, layers, dense, streamed)
+        key = (tp, tokens, read, decode, layers, dense, streamed, self.layout.fused)
         if key in self.shared:
             return self.shared[key]
         found = {
@@ -275,7 +279,7 @@ class StepModel:
             found["dense MLP"] = self._mlp(tokens, config.intermediate_size // tp) * dense
         if moe:
             found["router"] = chip.bf16_product(tokens / tp, config.n_routed_experts, config.hidden_size) * moe
-        if moe and config.n_shared_experts:
+        if moe and config.n_shared_experts and not self.layout.fused:
             hidden = config.n_shared_experts * config.moe_intermediate_size // tp
             found["shared experts"] = self._mlp(tokens, hidden) * moe
         self.shared[key] = found
@@ -318,7 +322,8 @@ class StepModel:
         rotation = 4 * heads * config.qk_head_dim
         keys = 0 if decode else 2 * heads * (config.qk_head_dim + config.qk_nope_head_dim)
         output = 3 * heads * config.v_head_dim
-        shared = 5 * F * config.n_shared_experts / mesh.tp_size  # the routed experts' are in their products' times
+        apart = 0 if self.layout.fused else config.n_shared_experts
+        shared = 5 * F * apart / mesh.tp_size  # the routed experts' are in their products' times
         return tokens * (norms + rotation + keys + output + shared)
 
     def _mlp(self, tokens: float, hidden: int) -> Figure:
@@ -336,7 +341,20 @@ class StepModel:
         own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
         split = mesh.tp_size if mesh.splits_expert_width else 1
         balanced = self.places_by_load
-        key = ("experts", own, devices, mesh.ep_size, split, self.layout.redundant, balanced, decode, layers, busy)
+        fused = self.layout.fused
+        key = (
+            "experts",
+            own,
+            devices,
+            mesh.ep_size,
+            split,
+            self.layout.redundant,
+            balanced,
+            decode,
+            layers,
+            busy,
+            fused,
+        )
         if key in self.shared and not self.dry_runs:
             return self.shared[key]
         places = self.expert_slots()
@@ -360,7 +378,16 @@ class StepModel:
             )
         if products is None:
             received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
+            if fused:  # one expert more in the same product, with every token of the ranks that share its width
+                pooled = exact(own * busy * mesh.expert_width_shards, "rows of the shared expert", "rows")
+                used, arriving, slots = used + 1, arriving + pooled, slots + 1
             products = chip.experts(used, arriving, received * slowest.value, slots, width, inner, decode)
+        elif fused:
+            more = 1 + max(1 / touched, 1 / top_k)
+            products = products * assumed(
+                1 + 1 / touched, 1.0, more, "the shared expert in the same product",
+                "one expert's weights more, or where rows take the time one in top-k of them",
+            )  # fmt: skip
         there, back = self._exchanges(own, decode, slowest)
         if mesh.splits_expert_width and mesh.ep_size > 1:
             size = tokens * top_k * width * BF16

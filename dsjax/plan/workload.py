@@ -141,7 +141,7 @@ class Options:
     dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
     instance; None searches. measured: times of modules, taken where they are of a layout. operators: tables of operations. host:
     `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of separated services.
-    widest: most devices of an instance, None for all.
+    widest: most devices of an instance, None for all. fused: the shared expert is a routed one, with a copy on each device.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -162,10 +162,16 @@ class Options:
     engine: Engine = PUBLISHED
     pins: Pins = field(default_factory=lambda: Pins())
     widest: int | None = None
+    fused: bool = False
 
     def __post_init__(self):
         if self.host not in HOST_TIMES:
             raise UserError(f"--host-scheduling is {self.host!r}, expected one of {', '.join(HOST_TIMES)}")
+        if self.fused and self.measured:
+            raise UserError(
+                "--enable-shared-experts-fusion is given with --measured, whose experts were timed without the shared one; leave one of "
+                "them out"
+            )
         if self.dispatch not in DISPATCHES:
             raise UserError(f"--dispatch is {self.dispatch!r}, expected one of {', '.join(DISPATCHES)}")
         if self.overlap not in ("auto", "on", "off"):

@@ -81,6 +81,28 @@ def test_every_dispatch_equals_the_single_device_sums_on_every_layout(layout, me
         assert report["rounds"].tolist() == [0]
 
 
+HOME_CASES = [(layout, method) for layout in ("dp=8", "tp=8,ep=1", "dp=8,tp=4,ep=2") for method in METHODS]
+
+
+@pytest.mark.parametrize(("layout", "method"), [("dp=1", "gather"), *HOME_CASES, ("dp=4,tp=8", "ragged")])
+def test_an_expert_that_each_rank_has_for_its_own_tokens_adds_to_theirs_and_sends_no_row(layout, method):
+    spec, call = compiled(layout, METHODS[method], EXPERTS, home=True)
+    tokens = TOKENS * spec.num_devices
+    x, weights = coded_rows(tokens), weights_of(tokens)
+    _, place, part = np.unravel_index(np.arange(spec.num_devices), spec.shape)
+    own = place if spec.splits_expert_width else place * spec.tp_size + part
+    gain = 500 + np.repeat(own, TOKENS)[:, None]
+    for name, slots in routings(tokens, EXPERTS, spec.num_devices).items():
+        y, report = call(x, slots, weights)
+        used = (slots >= 0).any(axis=1, keepdims=True)
+        np.testing.assert_array_equal(y, expected(x, slots, weights) + x * gain * used, err_msg=name)
+        loads, sent, received = expected_counts(spec, slots, EXPERTS)
+        np.testing.assert_array_equal(report["tokens_per_expert"], loads, err_msg=name)
+        np.testing.assert_array_equal(report["rows_sent"], sent, err_msg=name)
+        if method == "gather":
+            np.testing.assert_array_equal(report["rows_received"], received, err_msg=name)
+
+
 def test_only_the_group_that_overflows_runs_further_rounds():
     spec, call = compiled("dp=8,ep=2", METHODS["padded, capacity 1"], EXPERTS)
     tokens = TOKENS * spec.num_devices

@@ -84,6 +84,18 @@ def test_redundant_slots_hold_copies_of_their_logical_expert(tiny_config):
     assert names.places()["model.layers.1.mlp.experts.5.down_proj.weight"][1].index[:2] == (0, 5)
 
 
+def test_the_number_behind_the_last_expert_is_the_shared_one(tiny_config):
+    slots = (0, 1, 2, 3, 8, 4, 5, 6, 7, 8)
+    declared = abstract_parameters(tiny_config, num_physical=10, shared_apart=False)
+    assert not any(".shared." in path for path in declared)
+    names = TensorNames(tiny_config, declared, slots)
+    pieces = [piece for piece in names.pieces("moe_layers.moe.experts.down.weight") if piece.index[0] == 0]
+    assert [piece.name.removeprefix("model.layers.1.mlp.") for piece in pieces] == [
+        "shared_experts.down_proj.weight" if e == 8 else f"experts.{e}.down_proj.weight" for e in slots
+    ]
+    assert names.expected() == TensorNames(tiny_config, abstract_parameters(tiny_config)).expected()
+
+
 @pytest.mark.parametrize("change", [{"q_lora_rank": None}, {"attention_bias": True}, {"tie_word_embeddings": True}])
 def test_names_follow_the_configurations_switches(tiny_config, change):
     config: ModelConfig = dataclasses.replace(tiny_config, **change)

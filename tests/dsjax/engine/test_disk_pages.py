@@ -144,7 +144,7 @@ class Disk:
 
     def write(self, *numbers):
         for number in numbers:
-            self.pages.write(number, name(number), lambda number=number: page(number))
+            self.pages.write(number, name(number), page(number))
         written = {}
         self.wait(lambda reports: written.update(reports.written) or written.keys() >= set(numbers))
         return {number: written[number] for number in numbers}
@@ -185,14 +185,14 @@ def test_what_one_run_wrote_the_next_one_finds(tmp_path):
 def test_what_is_written_when_the_end_comes_is_there_afterwards(tmp_path):
     first = Disk(tmp_path)
     for number in range(20):
-        first.pages.write(number, name(number), lambda number=number: page(number))
+        first.pages.write(number, name(number), page(number))
     first.pages.close()
     assert len(files(tmp_path).list().names) == 20
 
 
 def test_deleting_comes_after_what_was_to_be_written_before(tmp_path, disk):
     for number in range(6):
-        disk.pages.write(number, name(number), lambda number=number: page(number))
+        disk.pages.write(number, name(number), page(number))
     disk.pages.drop(False, [name(2)])
     disk.pages.drop(True, [])
     disk.write(7)

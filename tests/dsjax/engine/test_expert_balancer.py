@@ -65,10 +65,15 @@ def test_tokens_are_the_same_while_experts_move_beneath_them(llm, expected):
     assert not after.layers_left
 
 
-@pytest.mark.parametrize(("mesh", "dispatch"), [("dp=4,tp=2", "ragged"), ("dp=8,ep=4", "gather")])
-def test_so_they_are_on_other_meshes(checkpoint, expected, mesh, dispatch):
-    other = load(checkpoint, mesh, eplb=OFTEN | {"max_bytes_per_step": 2**20}, dispatch=dispatch)
+@pytest.mark.parametrize(("mesh", "dispatch", "fused"), [("dp=4,tp=2", "ragged", False), ("dp=8,ep=4", "gather", True)])
+def test_so_they_are_on_other_meshes(checkpoint, expected, mesh, dispatch, fused):
+    """Fused: the shared expert has a slot on each device, behind those whose experts move."""
+    config = OFTEN | {"max_bytes_per_step": 2**20}
+    other = load(checkpoint, mesh, eplb=config, dispatch=dispatch, enable_shared_experts_fusion=fused)
     try:
+        assert any(".shared." in path for path in other.executor.params) != fused
+        slots = other.executor.params["moe_layers.moe.experts.down.weight"].shape[1]
+        assert slots == (other.executor.expert_slots.physical_to_logical.shape[1]) + fused * 4
         assert generate(other, TOKENS) == expected
         assert stats(other).rebalances >= 3
     finally:
@@ -409,6 +414,12 @@ def test_a_wrong_configuration_names_what_was_found_and_what_would_fit(given, fo
 def test_balancing_that_cannot_be_is_refused_at_start(checkpoint, mesh, options, found):
     with pytest.raises(UserError, match=found):
         load(checkpoint, mesh, **options)
+
+
+def test_fusion_without_a_shared_expert_is_refused_at_start(tmp_path):
+    directory = write_checkpoint(tmp_path, n_shared_experts=2)
+    with pytest.raises(UserError, match="makes a layer's one shared expert a routed one, but this model has 2"):
+        load(directory, "dp=8", enable_shared_experts_fusion=True)
 
 
 def test_a_server_begins_as_a_file_of_places_or_of_loads_says(llm, checkpoint, tmp_path, expected):

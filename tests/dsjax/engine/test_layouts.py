@@ -97,6 +97,17 @@ def test_experts_that_do_not_divide_are_filled_up_with_redundant_ones(checkpoint
     assert difference(found, one_device) is None
 
 
+FUSED = {"dp=1": "gather", "dp=8": "padded", "tp=8,ep=1": "padded", "dp=8,ep=2": "gather", "dp=16,tp=2,ep=8": "ragged"}
+
+
+@pytest.mark.parametrize("layout", FUSED)
+def test_the_shared_expert_as_a_routed_one_changes_nothing(checkpoint, one_device, layout):
+    found = answer(
+        checkpoint, layout, FUSED[layout], "CC", "A_CC_ME", redundant_experts=8, enable_shared_experts_fusion=True
+    )
+    assert difference(found, one_device) is None
+
+
 def test_bounded_dispatch_chunks_change_nothing(checkpoint, one_device):
     found = answer(checkpoint, "dp=4", "padded", "CC", "A_CC_ME", moe_chunk_tokens=5)
     assert difference(found, one_device) is None

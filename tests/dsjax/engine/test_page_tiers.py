@@ -11,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine import arrivals, page_files
+from dsjax.engine import arrivals, page_files, tier_sizes
+from dsjax.engine import core as engine_core
+from dsjax.engine.args import EngineArgs
 from dsjax.engine.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
 from dsjax.engine.core import EngineCore
 from dsjax.engine.page_tiers import FIRST_PAUSE, MOST_WRITING, DiskTier, HostTier
+from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import Request
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.errors import UserError
@@ -348,6 +351,36 @@ def test_an_interrupt_while_pages_are_sent_for_leaves_nothing_wrong(kind):
     assert next(left, None) is None, "it came twice"
 
 
+def test_what_only_the_devices_have_goes_to_the_disk_at_the_end_the_newest_first():
+    first = core(disk_pages=8)
+    first.executor.disk_takes = 0
+    for number in range(2):
+        run(first, [(number, list(range(100 * number, 100 * number + 25)))])
+    assert not first.executor.disk
+    first.shutdown()
+    assert first.executor.closed
+    first.executor.page_reports()
+    newest, older = [], []
+    for number, found in enumerate((older, newest)):
+        request = Request("", list(range(100 * number, 100 * number + 25)), 25, SamplingParams(), 1, 0)
+        found += [name for name in extend_hashes(request, 4) if name in first.executor.disk]
+    assert len(newest) == 6, "all of them"
+    assert len(first.executor.disk) == 8
+    assert next(iter(first.executor.disk)) in older, "the next one to go"
+    second = core(disk_pages=8, disk=dict(first.executor.disk))
+    run(second, [(3, list(range(100, 125)))])
+    assert second.scheduler.ranks[0].hits.disk == 24
+
+
+def test_an_end_does_not_wait_for_a_disk_that_hangs(monkeypatch):
+    monkeypatch.setattr(engine_core, "LEAVE_SECONDS", 0.05)
+    first = core(disk_pages=1000)
+    run(first, [(n, list(range(100 * n, 100 * n + 24))) for n in range(2)])
+    first.executor.disk_takes = None
+    first.shutdown()
+    assert first.executor.closed
+
+
 def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():
     engine = core(disk_pages=200)
     run(engine, [(0, list(range(40)))])
@@ -436,11 +469,21 @@ def generated(llm):
 )
 def test_a_models_pages_come_back_from_the_disk_after_a_restart_too(checkpoint, expected, options, tmp_path):
     """Host memory holds a page or two of each rank, 5 % of what the prompts need."""
-    on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 80}
+    on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 92}
     probe = {"host_cache_bytes": 1 << 14} | options
     llm = load(checkpoint, **on_disk, **probe)
     try:
         assert generated(llm) == expected
+        ranks = llm.engine.core.scheduler.ranks
+        alone = sum(rank.hits.disk for rank in ranks)
+        for _ in range(2):  # several at a time, which have to give way to each other; one of them is given up
+            llm.engine.add_request("gone", prompts()[0], GREEDY)
+            llm.engine.step()
+            llm.engine.abort("gone")
+            outputs = llm.generate(prompts(), GREEDY)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert all(rank.pool.num_used == 0 for rank in ranks)
+        assert len(ranks) > 1 or ranks[0].num_preemptions
         first = llm.engine.core.scheduler.disk_counts()
         assert first.fetched > 20, first
         assert not first.failed_reads
@@ -455,8 +498,7 @@ def test_a_models_pages_come_back_from_the_disk_after_a_restart_too(checkpoint, 
     second = load(checkpoint, **on_disk, **probe)
     try:
         assert generated(second) == expected
-        hits = [rank.hits.disk for rank in second.engine.core.scheduler.ranks]
-        assert sum(hits) > sum(rank.hits.disk for rank in llm.engine.core.scheduler.ranks)
+        assert sum(rank.hits.disk for rank in second.engine.core.scheduler.ranks) > alone
         second.engine.flush_prefix_cache()
         assert second.engine.core.scheduler.disk_counts().used_pages == 0
     finally:
@@ -477,6 +519,12 @@ def test_a_models_pages_come_back_from_the_disk_after_a_restart_too(checkpoint, 
 def test_options_of_the_disk_that_cannot_be_are_refused(checkpoint, options, says):
     with pytest.raises(UserError, match=says):
         load(checkpoint, **options)
+
+
+def test_a_mesh_of_several_processes_is_refused_a_disk(tmp_path):
+    args = EngineArgs.from_options(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
+    with pytest.raises(UserError, match="does not work on a mesh of several processes"):
+        tier_sizes.lock_disk(args, object())
 
 
 def test_a_disk_with_less_room_than_a_page_is_refused(checkpoint, tmp_path):

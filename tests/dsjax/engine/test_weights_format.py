@@ -54,3 +54,13 @@ def test_experts_in_float32_stay_so_whatever_the_configuration_says(checkpoint, 
     assert llm.facts.weights == "f32"
     assert expert_storage(llm) == {"float32"}
     llm.shutdown()
+
+
+def test_products_made_ahead_from_fp8_weights_give_the_logits_of_the_weights_themselves(checkpoint):
+    found = {}
+    for form in ("A_CC_ME", "AM_CC_ME"):
+        llm = LLM(str(checkpoint), weights="fp8", mla_prefill=form, mla_decode=form, **SIZES)
+        found[form] = llm.logits([TOKENS])[0]
+        llm.shutdown()
+    difference = np.abs(found["AM_CC_ME"] - found["A_CC_ME"]).max()
+    assert difference <= 1e-4 * np.abs(found["A_CC_ME"]).max(), "the products are kept in float32, not in bf16"

@@ -78,7 +78,7 @@ def test_pictures_are_drawn(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(modes=("separated",)), Options(redundant=32), Options(dispatch="auto")]
+    "options", [Options(), Options(modes=("separated",)), Options(redundant=32, fused=True), Options(dispatch="auto")]
 )
 def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
     question = ask("h200-16", objective=Objective(tpot=0.05), options=options)
@@ -95,6 +95,7 @@ def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
                 given[name] = True if value.startswith("--") else int(value) if numeric else value
         args = EngineArgs(**given)
         assert (args.num_redundant > 0) == args.enable_eplb, "what was priced as balanced is balanced"
+        assert args.enable_shared_experts_fusion == options.fused
     assert [s["role"] for s in made["services"]][-1] in ("decode", "prefill and decode")
 
 

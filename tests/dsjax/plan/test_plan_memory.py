@@ -1,5 +1,6 @@
 """Weights are exact to the byte; the cache holds what is left."""
 
+import dataclasses
 import gzip
 import json
 import math
@@ -46,6 +47,16 @@ def test_heads_widths_and_vocabulary_are_divided_over_tp_and_nothing_else(v3):
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="the real tensor list is not here")
+def test_a_fused_shared_expert_is_whole_on_each_device_that_holds_whole_experts(v3):
+    def shared(mesh, fused):
+        layout = dataclasses.replace(parse_layout(mesh, None, v3), fused=fused)
+        return weight_bytes(v3, layout, PRECISIONS["fp8"])["shared experts"]
+
+    assert shared("dp=8", True) == shared("dp=8", False)
+    assert shared("tp=8", True) == shared("dp=8", False) > 7.9 * shared("tp=8", False)
+    assert shared("tp=8,ep=1", True) == shared("tp=8,ep=1", False)
+
+
 def test_fp8_weights_of_one_device_are_those_of_the_real_checkpoint_to_the_byte(v3):
     listed = json.loads(gzip.decompress(REFERENCE.read_bytes()))
     tensors = listed.get("tensors", listed) if isinstance(listed, dict) else listed

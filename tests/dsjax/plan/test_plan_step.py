@@ -1,6 +1,7 @@
 """The model of a step: arithmetic that can be checked, and no resource of which more is worse."""
 
 import csv
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ def test_decode_attention_is_the_tables_time_for_rows_and_context_that_were_time
     assert figure.value == pytest.approx(61e-3 * sum(timed) / 2, rel=1e-6)
     flops = mla_cost(v3, "A_CC", rows=128, chunk=1, context=4096).attention_flops * 61
     assert 0.5 < flops / figure.value / 989e12 < 0.7
+
+
+def test_a_fused_shared_expert_is_one_more_in_the_routed_ones_product(v3):
+    def steps(mesh, rows, **changed):
+        layout = dataclasses.replace(parse_layout(mesh, None, v3), **changed)
+        return StepModel(v3, load_cluster("h200-8"), layout, PRECISIONS["fp8"]).decode(rows, 4096)
+
+    for mesh in ("dp=8", "tp=8", "tp=8,ep=1"):
+        apart, fused = steps(mesh, 1), steps(mesh, 1, fused=True)
+        assert apart.part("shared experts").value > 0
+        assert "shared experts" not in {part.name for part in fused.parts}
+        assert fused.part("experts").value > apart.part("experts").value
+    # A token reads the whole expert in place of an eighth of it, on the one device that it is on.
+    assert steps("tp=8", 1, fused=True).value > steps("tp=8", 1).value
 
 
 def test_an_fp8_cache_speeds_decode_attention_up_on_blackwell_and_hardly_on_hopper(v3):
