@@ -180,9 +180,6 @@ class MeshSpec:
         Raises:
             MeshError: fewer devices exist than the mesh wants, or JAX does not start.
         """
-        import numpy as np
-        from jax.sharding import AxisType, Mesh
-
         if devices is None:
             devices = _all_devices()
         ordered = sorted(devices, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
@@ -196,7 +193,14 @@ class MeshSpec:
             raise MeshError(
                 f"mesh {self} wants {self.num_devices} devices, found {len(ordered)} of platform {platform!r}; {advice}"
             )
-        grid = np.array(ordered[: self.num_devices], dtype=object).reshape(self.shape)
+        return self.arrange(ordered[: self.num_devices])
+
+    def arrange(self, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+        """Make the mesh from just these devices, row by row in this order."""
+        import numpy as np
+        from jax.sharding import AxisType, Mesh
+
+        grid = np.array(devices, dtype=object).reshape(self.shape)
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

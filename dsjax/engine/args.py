@@ -155,7 +155,7 @@ class EngineArgs:
     )
     start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
     heartbeat_timeout: int = option(
-        10, "seconds after which a process that gives no sign of life is taken for dead", least=1
+        10, "seconds after which a process that gives no sign of life is taken for dead; the rest goes on", least=1
     )
 
     def __post_init__(self):

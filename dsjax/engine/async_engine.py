@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
@@ -16,9 +16,12 @@ from dsjax.engine.input_processor import PreparedRequest, Prompt
 from dsjax.engine.output_stream import EngineClosingError, EngineDeadError, OutputStream
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
+from dsjax.engine.scheduler import AdmissionError, Update, refuse
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.errors import UserError
+
+if TYPE_CHECKING:  # they bring JAX in
+    from dsjax.engine.generations import Generation, Generations
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ class AsyncEngine:
 
     Attributes:
         observers: told of every step and output, in the event loop's thread. Add them before `start`.
+        on_change: called in the event loop's thread when the mesh has changed.
         step_started: when the step under way began, on the monotonic clock; None between steps.
     """
 
@@ -45,6 +49,7 @@ class AsyncEngine:
         self.tokenizer = engine and engine.tokenizer
         self.error: BaseException | None = None
         self.on_death: Callable[[], None] | None = None
+        self.on_change: list[Callable[["Generations"], None]] = []
         self.observers: list[EngineObserver] = []
         self.step_started: float | None = None
         self._closing = False
@@ -61,6 +66,7 @@ class AsyncEngine:
         self._between_steps: deque[Callable[[], object]] = deque()
         self._done: tuple[list[Update], StepStats | None] | None = None  # of a step, not yet handed over
         self._ending = False
+        self._failure: BaseException | None = None  # of a change of the mesh, after which nothing goes on
         # Of the event loop's: calls whose result is not there yet.
         self._calls: set[asyncio.Future] = set()
 
@@ -88,9 +94,18 @@ class AsyncEngine:
         """Whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def change_under_way(self) -> str | None:
+        """What is being done to go on on another mesh; None while nothing is."""
+        generations = self._core.generations
+        return generations.phase if generations is not None else None
+
     def start(self) -> None:
         """Start the thread. Call it in the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()
+        if self._core.generations is not None:
+            self._core.generations.wake = self._look_at_processes
+            self._look_at_processes()  # one may have gone since it was loaded
         self._thread = threading.Thread(target=self._run, name="dsjax-engine", daemon=True)
         self._thread.start()
 
@@ -176,6 +191,27 @@ class AsyncEngine:
         self._commands.put(lambda: self._between_steps.append(run))
         return await future
 
+    async def scale(self, mesh: str) -> "Generations":
+        """Go on on another mesh, up or down, with all requests; give what says which mesh that is now, and whether it is the one wanted.
+
+        Raises:
+            UserError, MeshError: the mesh cannot be, or another change is under way; everything is as it was.
+            EngineDeadError: the engine has failed, before or in this.
+        """
+        generations = self._core.generations
+        if generations is None:
+            raise UserError("this engine was given its executor, and cannot make another one for another mesh")
+        wanted = await asyncio.to_thread(generations.ask, mesh)
+        try:
+            # A change that has begun ends, whether or not somebody still waits for it.
+            await asyncio.shield(
+                asyncio.ensure_future(self.call(lambda core: self._change(lambda: generations.to(wanted))))
+            )
+        except EngineDeadError:
+            generations.forget()
+            raise
+        return generations
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that nobody waits for any more."""
         ended = [request for request_id in request_ids for request in self._outputs.unfinished(request_id)]
@@ -191,14 +227,6 @@ class AsyncEngine:
         for stream in set(self._streams.values()):
             stream.put(EngineClosingError("the server is shutting down"))
         self.abort(list(self._streams))
-
-    def fail(self, error: Exception) -> None:
-        """End every request with an error, for one that the engine's thread need not see: a step may never return. From any thread."""
-        if self._loop is None:
-            return
-        logger.error("%s", error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._die, error)
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
@@ -221,6 +249,8 @@ class AsyncEngine:
                     self._hand_over()
                 while self._between_steps:
                     self._between_steps.popleft()()
+                if self._failure is not None:
+                    raise self._failure
                 if self._ending:
                     self._core.finish()
                     self._core.shutdown()
@@ -241,7 +271,14 @@ class AsyncEngine:
 
     def _step(self) -> None:
         self.step_started = time.monotonic()
-        updates = self._core.step(self._meanwhile)
+        try:
+            updates = self._core.step(self._meanwhile)
+        except Exception as error:
+            lost = error  # Python forgets the other name
+            self.step_started = None
+            self._hand_over()
+            self._enter_change(lambda: self._core.survive(lost))
+            return
         self.step_started = None
         self._hand_over()  # nothing is left but for a step in which there was nothing to compute
         stats = self._core.stats() if self.observers else None
@@ -249,6 +286,30 @@ class AsyncEngine:
             self._done = (updates, stats)
             if not self._core.has_unfinished:
                 self._hand_over()
+
+    def _change(self, make: "Callable[[], Generation]") -> None:
+        try:
+            self._enter_change(lambda: self._core.change(make))
+        except BaseException as error:
+            self._failure = error  # there is no executor any more
+            raise
+
+    def _enter_change(self, change: Callable[[], list[Update]]) -> None:
+        """Change the executor, and tell of it."""
+        updates = change()
+        self._inputs.change(self._core.scheduler.config)
+        self._loop.call_soon_threadsafe(self._tell_change, self._core.generations)
+        self._done = (updates, None)
+        self._hand_over()
+
+    def _look_at_processes(self) -> None:
+        """A process has gone, or come back. From any thread."""
+
+        def look() -> None:
+            if self._core.generations.due:
+                self._change(self._core.generations.regroup)
+
+        self._commands.put(lambda: self._between_steps.append(look))
 
     def _meanwhile(self) -> None:
         self._hand_over()
@@ -267,11 +328,21 @@ class AsyncEngine:
         self._ending = True
 
     def _add(self, requests: Sequence[Request]) -> None:
+        refused = []
         for request in requests:
-            self._core.add(request)
+            try:
+                self._core.add(request)
+            except AdmissionError as error:  # it was prepared for a larger mesh
+                refused.append(refuse(request, error, time.monotonic()))
+        if refused:
+            self._loop.call_soon_threadsafe(self._deliver, refused, None)
         self._taken = _plus(self._taken, requests)
 
     # In the event loop's thread.
+
+    def _tell_change(self, generations: "Generations") -> None:
+        for call in self.on_change:
+            call(generations)
 
     def _abort_completions(self, completion_ids: Sequence[str]) -> None:
         for completion_id in completion_ids:

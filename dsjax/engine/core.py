@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.commands import Flush, Step
 from dsjax.engine.executor import Executor, RankResults
+from dsjax.engine.page_events import AllBlocksCleared
 from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.plan import RankPlan, StepPlan
 from dsjax.engine.rank import RankLoad
@@ -14,10 +15,16 @@ from dsjax.engine.request import Request, Status
 from dsjax.engine.scheduler import Scheduler, SchedulerConfig, Update
 from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
 from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
+from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
     from dsjax.engine.event_publisher import EventPublisher
     from dsjax.engine.expert_balancer import ExpertBalancer
+    from dsjax.engine.generations import Generation, Generations
+
+
+class ChangeUnderWayError(UserError):
+    """Another mesh was asked for while the mesh is being changed."""
 
 
 DISK_WAIT = 0.002
@@ -55,6 +62,9 @@ class EngineCore:
         async_scheduling: False plans a step only when the results of the one before are entered.
         balancer: moves experts between steps; None: they stay where they are.
         publisher: is given the events of pages; None: there are none.
+
+    Attributes:
+        generations: makes further executors; None: this one is all there is.
     """
 
     def __init__(
@@ -73,7 +83,9 @@ class EngineCore:
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
-        self._balancer = balancer
+        self._balancing = self._balancer = balancer
+        self.generations: Generations | None = None
+        self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
         self._entered = 0.0  # when the last step was
         self._stats: StepStats | None = None
         self._reported = _Totals(0, 0, 0)
@@ -108,16 +120,23 @@ class EngineCore:
             return []
         if meanwhile is not None:
             meanwhile()
-        return self._enter_oldest()
+        self._enter_oldest()
+        return self._take_owed()
 
     def finish(self) -> list[Update]:
         """Wait for the steps under way, and enter them; nothing further is launched."""
-        updates = []
-        while self._under_way:
-            updates += self._enter_oldest()
-        return updates
+        self._enter_all()
+        return self._take_owed()
 
-    def _enter_oldest(self) -> list[Update]:
+    def _enter_all(self) -> None:
+        while self._under_way:
+            self._enter_oldest()
+
+    def _take_owed(self) -> list[Update]:
+        owed, self._owed = self._owed, []
+        return owed
+
+    def _enter_oldest(self) -> None:
         plan, command, pending, (began, planned, launched) = self._under_way[0]
         self.executor.wait(pending)  # what is under way behind it starts now, before anything else is done
         computed = time.monotonic()
@@ -125,6 +144,7 @@ class EngineCore:
         self._under_way.popleft()  # an interrupt before leaves it to be waited for
         _follow_rules(plan, command, results)
         updates = self.scheduler.update(plan, results, computed)
+        self._owed += updates
         self._clear_dirty()
         self._publish()
         before, now = self._reported, self._totals()
@@ -157,7 +177,45 @@ class EngineCore:
             disk=self.disk(),
             page_waits=self.scheduler.take_page_waits(),
         )
-        return updates
+
+    def change(self, make: "Callable[[], Generation]") -> list[Update]:
+        """Go on with an executor made anew, on another mesh, when the steps under way are done and entered; give their updates too.
+
+        make: gives up the old executor and gives the new one.
+        """
+        try:
+            self._enter_all()
+        except Exception as error:
+            return self.survive(error)
+        return self._renew(make)
+
+    def survive(self, error: Exception) -> list[Update]:
+        """Go on after a step failed, where that is because of a process that is gone. The steps under way are void: no token of theirs is
+        entered, and no page that they wrote is found again. Gives what was entered before, and what became of requests.
+
+        Raises:
+            the error itself, where nothing goes on.
+        """
+        if self.generations is None:
+            raise error
+        return self._renew(lambda: self.generations.after(error))
+
+    def _renew(self, make: "Callable[[], Generation]") -> list[Update]:
+        self._under_way.clear()
+        self._stats = None
+        new = make()
+        self.executor = new.executor
+        limits = new.executor.limits
+        if self._publisher is not None:
+            for rank in range(max(len(self.scheduler.ranks), limits.num_ranks)):
+                self._publisher.publish(rank, [AllBlocksCleared()])
+        self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, time.monotonic())
+        self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
+        self._reported = _Totals(0, 0, 0)
+        if self._balancing is not None:  # a mesh may be too small for it, and the next one may not
+            self._balancing = self._balancing.successor(new.executor)
+            self._balancer = None if new.executor.expert_slots is None else self._balancing
+        return self._take_owed() + refused
 
     def stats(self) -> StepStats | None:
         """What the step did that the last call of `step` entered; None where it entered none.
@@ -176,7 +234,7 @@ class EngineCore:
 
     def balance(self) -> BalanceStats | None:
         """What came of balancing experts so far; None where they stay where they are."""
-        return self._balancer.stats if self._balancer else None
+        return self._balancing.stats if self._balancing else None
 
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it. Running requests keep what they read.

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.eplb import EplbConfig
@@ -13,6 +14,10 @@ from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
+from dsjax.errors import UserError
+
+if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.generations import Generations
 
 
 class LLMEngine:
@@ -101,7 +106,12 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give the outputs of the requests it changed, as their `output_kind` says."""
-        outputs, to_abort = self.outputs.process(self.core.step())
+        try:
+            updates = self.core.step()
+        except Exception as error:
+            updates = self.core.survive(error)
+            self.inputs.change(self.core.scheduler.config)
+        outputs, to_abort = self.outputs.process(updates)
         for completion_id in to_abort:
             self.core.abort(completion_id)
         aborted, self._aborted = self._aborted, []
@@ -111,6 +121,27 @@ class LLMEngine:
         """Whether any request waits, runs, or has an output to give."""
         return self.core.has_unfinished or bool(self._aborted)
 
+    def scale(self, mesh: str) -> None:
+        """Go on on another mesh of the devices that there are, up or down; requests go on too.
+
+        Raises:
+            UserError, MeshError: the mesh cannot be; everything is as it was.
+        """
+        generations = self._generations()
+        wanted = generations.ask(mesh)
+        outputs, to_abort = self.outputs.process(self.core.change(lambda: generations.to(wanted)))
+        for completion_id in to_abort:
+            self.core.abort(completion_id)
+        self._aborted += outputs
+        self.inputs.change(self.core.scheduler.config)
+        if generations.failure is not None:
+            raise generations.failure
+
+    def _generations(self) -> "Generations":
+        if self.core.generations is None:
+            raise UserError("this engine was given its executor, and cannot make another one for another mesh")
+        return self.core.generations
+
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it."""
         return self.core.flush_prefix_cache()
@@ -118,6 +149,8 @@ class LLMEngine:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first request."""
         self.core.executor.warm_up(progress)
+        if self.core.generations is not None:
+            self.core.generations.warm = True
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""

@@ -108,7 +108,7 @@ class EventPublisher:
         self._queue: queue.Queue[tuple[int, int, EventBatch] | None] = queue.Queue(config.max_queue_size)
         self._next = [0] * num_ranks
         self._kept: list[deque[tuple[int, bytes]]] = [deque(maxlen=config.buffer_steps) for _ in range(num_ranks)]
-        self._lost = False
+        self._warned: set[str] = set()
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets, self._replays = [], []
         context = zmq.Context.instance()
@@ -130,18 +130,24 @@ class EventPublisher:
 
     def publish(self, rank: int, events: Sequence[Event]) -> None:
         """Publish a rank's events as one batch. What there is no room for is lost, and its number with it."""
+        if rank >= len(self._next):  # the mesh has grown beyond the one of the start, whose ranks have a port each
+            self._warn_once(
+                "DP ranks beyond the first %d have no port; what they store is not published.", len(self._next)
+            )
+            return
         number = self._next[rank]
         self._next[rank] += 1
         try:
             self._queue.put_nowait((rank, number, EventBatch(time.time(), list(events), rank)))
         except queue.Full:
-            if not self._lost:
-                self._lost = True
-                _log.warning(
-                    "%s: events come faster than they are published, and some are lost; subscribers see gaps in the numbers. "
-                    "This is said once.",
-                    FLAG,
-                )
+            self._warn_once(
+                "events come faster than they are published, and some are lost; subscribers see gaps in the numbers."
+            )
+
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning(f"%s: {text} This is said once.", FLAG, *values)
 
     def close(self) -> None:
         """Publish what waits, for a second at most, and end."""

@@ -11,6 +11,8 @@ from dsjax.engine.commands import Command
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
     import numpy as np
 
+    from dsjax.engine.request import ErrorKind
+
 TokenScore = tuple[int, float, int, list[tuple[int, float]]]
 """(token, log-probability, its place among all tokens, the most probable tokens with theirs)."""
 
@@ -28,6 +30,7 @@ class RowResult(NamedTuple):
         error: why the request fails although its logits are finite: no token was allowed, or its grammar cannot go on.
         num_drafts: drafts that were verified.
         drafts: what the MTP module proposes next, where the slot has a guide: the host must check it.
+        kind: of the error, where that does not follow from the request's parameters.
     """
 
     token_ids: tuple[int, ...] | list[int] = ()
@@ -37,6 +40,7 @@ class RowResult(NamedTuple):
     error: str | None = None
     num_drafts: int = 0
     drafts: tuple[int, ...] | list[int] = ()
+    kind: ErrorKind | None = None
 
     @property
     def failed(self) -> bool:
@@ -206,6 +210,10 @@ class Executor(Protocol):
     def counts(self) -> ExecutorCounts:
         """What the last step did, and what happened since the start."""
 
+    @property
+    def recording(self) -> bool:
+        """Whether the experts' load is recorded."""
+
     def set_recording(self, on: bool) -> None:
         """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
 
@@ -252,6 +260,11 @@ class ExecutorAround:
     def counts(self) -> ExecutorCounts:
         """The inner executor's."""
         return self.inner.counts()
+
+    @property
+    def recording(self) -> bool:
+        """The inner executor's."""
+        return self.inner.recording
 
     def set_recording(self, on: bool) -> None:
         """As of the inner executor: whether experts' load is recorded."""

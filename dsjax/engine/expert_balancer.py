@@ -147,6 +147,13 @@ class ExpertBalancer:
         """What came of it so far."""
         return replace(self._stats, layers_left=sum(isinstance(command, PlaceExperts) for command in self._waiting))
 
+    def successor(self, executor: Executor) -> ExpertBalancer:
+        """A balancer for an executor made anew. What was counted goes on; windows begin anew, for experts lie elsewhere."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        new = ExpertBalancer(self._config, executor, self._clock)
+        new._stats = replace(self._stats, rank_tokens=())
+        return new
+
     def before_step(self, under_way: int) -> None:
         """Launch what is due before the next step. under_way: steps that were launched and not entered."""
         number = self._steps + under_way

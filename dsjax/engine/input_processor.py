@@ -33,7 +33,7 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Makes requests. Has no other state than the generator of seeds for requests without one.
+    """Makes requests. Has no other state than the generator of seeds for requests without one, and the sizes of now.
 
     Attributes:
         config, vocab_size, eos_token_ids: as given.
@@ -58,6 +58,10 @@ class InputProcessor:
     def draw_seed(self) -> int:
         """A uint32, for a request without a seed or for another process's processor."""
         return self._seeds.getrandbits(32)
+
+    def change(self, scheduler_config: SchedulerConfig) -> None:
+        """Admit what another scheduler's sizes have room for, from now on."""
+        self.config = scheduler_config
 
     def prepare(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from typing import Any
 
 from dsjax.engine.args import EngineArgs
@@ -43,9 +44,22 @@ def join_group(args: EngineArgs, options: HostOptions | None):
         emulate_devices(devices)
         return None
     emulate_devices(-(-devices // options.num_processes))
+    _bound_collectives(options.heartbeat_timeout)
     from dsjax.hosts.group import HostGroup
 
     return HostGroup.start(options, lambda: _alike(args, devices, options))
+
+
+def _bound_collectives(seconds: int) -> None:
+    """Have a collective of the CPU platform fail when another process has not come to it for so long: it hangs.
+
+    Nobody compiles between two collectives: after a compilation at first use all wait for all (`Programs`), without a limit. Where
+    a process was only late, all go on in a new generation.
+    """
+    flag = "--xla_cpu_collective_timeout_seconds"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={seconds}".strip()
 
 
 def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, Any]:

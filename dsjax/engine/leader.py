@@ -9,7 +9,8 @@ import msgspec
 
 from dsjax.engine.commands import Command, Flush, Score, Step
 from dsjax.engine.executor import Executor, ExecutorAround, Progress
-from dsjax.hosts.group import GroupError, HostGroup, StreamWriter
+from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.stream import StreamWriter
 
 
 class Launch(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
@@ -56,27 +57,33 @@ def is_collected(command: Command) -> bool:
 
 
 class LeaderExecutor(ExecutorAround):
-    """An executor that writes down each command for the group's other processes, and then carries it out itself.
+    """An executor that writes down each command for the other processes of a generation, and then carries it out itself.
 
-    What fails because a process has gone away is a `GroupError` that names it.
+    What fails because a process has gone away is a `GroupError` that names it. Nothing more is to be launched then: who survives goes
+    on in another generation, with another executor.
+
+    Attributes:
+        collected: how many results have been collected.
     """
 
     def __init__(self, inner: Executor, group: HostGroup):
         super().__init__(inner)
         self.group = group
         self._stream = StreamWriter(group)
-        self._collected = 0
+        self.collected = 0
         self._numbers: deque[int] = deque()
         group.at_end(lambda reason: self._put(End(reason)))
 
     def launch(self, command: Command) -> Any:
         """Tell the others, and launch a command."""
         self.group.check()
-        number = self._put(Launch(self._collected, command))
+        number = self._put(Launch(self.collected, command))
         if is_collected(command):
             self._numbers.append(number)
         try:
             return self._inner(self.inner.launch, command)
+        except (GroupError, RuntimeError):
+            raise  # it cannot be survived in this generation; whoever calls knows whether there is a next one
         except BaseException as error:
             # The others carry it out, and this process has not: nothing that comes after would be the same there.
             self.group.leave(f"a command could not be launched ({type(error).__name__})")
@@ -90,7 +97,7 @@ class LeaderExecutor(ExecutorAround):
         """As the inner executor. What all have done by then is deleted from the stream."""
         results = self._inner(self.inner.collect, pending)
         if is_collected(pending.command):
-            self._collected += 1
+            self.collected += 1
             number = self._numbers.popleft()
             if not isinstance(pending.command, Flush):  # which gathers nothing: somebody may not have read it yet
                 self._stream.forget(number)
@@ -110,6 +117,10 @@ class LeaderExecutor(ExecutorAround):
         self._put(WarmUp())
         self.inner.warm_up(progress)
         self.group.ask("warm-up")
+
+    def retire(self) -> None:
+        """This generation is over: its stream is read no more."""
+        self._stream.drop()
 
     def shutdown(self) -> None:
         """End the others, and give back what the inner executor holds."""

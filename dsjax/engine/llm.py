@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.step_writer import clear_command
 from dsjax.errors import UserError
 from sharding.mesh import MeshSpec
+
+if TYPE_CHECKING:
+    from dsjax.engine.executor import Executor
+    from dsjax.engine.loading import EngineFacts
 
 
 class LLM:
@@ -47,35 +51,50 @@ class LLM:
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
         group = join_group(self.args, host_options(self.args))
+        from dsjax.engine.generations import Generations
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
         from dsjax.engine.process import size_memory_pool
 
         size_memory_pool(self.args.gpu_memory_utilization)
 
-        loaded = load_model(self.args, group, show_progress=show_progress)
         if group is not None and not group.is_leader:
             from dsjax.engine.follower import Follower
 
-            Follower(group).follow(loaded.executor)
+            Follower(group).run_with(self.args)
             raise SystemExit(0)
+        loaded = load_model(self.args, group, show_progress=show_progress)
         self.group = group
-        self.executor, self.tokenizer, self.config, self.facts = (
-            loaded.executor,
-            loaded.tokenizer,
-            loaded.config,
-            loaded.facts,
-        )
+        self.tokenizer, self.config = loaded.tokenizer, loaded.config
         self.engine = LLMEngine(
-            self.executor,
+            loaded.executor,
             self.tokenizer,
-            self.args.scheduler_config(self.executor.limits),
+            self.args.scheduler_config(loaded.executor.limits),
             eos_token_ids=loaded.eos_token_ids,
             seed=self.args.seed,
             async_scheduling=self.args.async_scheduling,
             eplb=self.args.eplb,
             kv_events=self.args.kv_events,
         )
+        self.engine.core.generations = self._generations = Generations(self.args, group, loaded)
         self._ids = itertools.count()
+
+    @property
+    def executor(self) -> Executor:
+        """What computes, on the mesh of now."""
+        return self.engine.core.executor
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What was loaded, on the mesh of now."""
+        return self._generations.facts
+
+    def scale(self, mesh: str | MeshSpec) -> None:
+        """Go on on another mesh of the devices that there are, up or down; requests that are under way go on too.
+
+        Raises:
+            UserError, MeshError: the mesh cannot be; everything is as it was.
+        """
+        self.engine.scale(str(mesh))
 
     def generate(
         self,

@@ -110,12 +110,15 @@ class LoadedModel:
     facts: EngineFacts
 
 
-def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progress: bool = False) -> LoadedModel:
+def load_model(
+    args: EngineArgs, group: HostGroup | None = None, *, mesh: Mesh | None = None, show_progress: bool = False
+) -> LoadedModel:
     """Check everything, then load the model that ``args`` names onto its mesh.
 
     Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
 
     group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
+    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. With it no tokenizer is read, for there is one already.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -128,8 +131,9 @@ def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progres
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
     check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
-    mesh = spec.build()
-    if group is not None:
+    later = mesh is not None
+    mesh = mesh or spec.build()
+    if group is not None and not later:
         _check_shares(spec, mesh, group)
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
@@ -192,13 +196,15 @@ def load_model(args: EngineArgs, group: HostGroup | None = None, *, show_progres
                 mtp=step.has_module,
                 only=paths,
             ),
+            meet=None if group is None else lambda: group.ask("compiled") and None,
             disk=lock and partial(tier_sizes.open_disk, args, step, directory, lock),
         )
-    if group is not None and group.is_leader:
+    if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)
     if args.record_steps is not None and (group is None or group.is_leader):
         executor = _recording(args, executor, mesh, directory)
-    tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    has_tokenizer = (directory / "tokenizer.json").is_file() and not later
+    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     return LoadedModel(
         executor,
         tokenizer,
@@ -362,7 +368,7 @@ def _facts(
         platform=device.platform,
         device_kind=device.device_kind,
         num_devices=spec.num_devices,
-        num_processes=jax.process_count(),
+        num_processes=len({device.process_index for device in step.mesh.devices.flat}),
         dp_ranks=spec.dp_size,
         physical_experts_per_device=step.placement.n_physical // spec.ep_size if config.is_moe else 0,
         dtype=str(step.dtype),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Mapping
@@ -101,6 +102,8 @@ class MeshExecutor:
 
     On one device, and on accelerators, two steps may be in flight: all programs of a command are enqueued at once. On emulated
     devices, programs in flight together can deadlock: each program is waited for before the next one starts, and so is each command.
+
+    meet: waits for the other processes of the mesh, where there are any; they all call it at the same place.
     """
 
     def __init__(
@@ -113,12 +116,13 @@ class MeshExecutor:
         num_drafts: int = 0,
         experts_per_exchange: int = 0,
         reload: Reload | None = None,
+        meet: Callable[[], None] | None = None,
         disk: Callable[[Shapes], DiskPages] | None = None,
     ):
         self.model, self.limits, self.buckets = step, limits, buckets
         self.params = {path: params[path] for path in step.table.infos}
         self.state = device_state.allocate(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
-        self.programs = Programs(step, self.params, self.state, limits, experts_per_exchange)
+        self.programs = Programs(step, self.params, self.state, limits, experts_per_exchange, meet)
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
@@ -186,6 +190,7 @@ class MeshExecutor:
         """Compile every program that commands can ask for."""
         self.programs.warm_up(self.buckets, progress)
         if self._exchange:
+            self.programs.meet()
             self._exchange.rehearse()
         self._warm = self.programs.compiled
 
@@ -193,6 +198,11 @@ class MeshExecutor:
         """What the last step and the programs count."""
         late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
         return ExecutorCounts(self._padding, late, self._recorder.counts())
+
+    @property
+    def recording(self) -> bool:
+        """Whether the experts' load is recorded."""
+        return self._recorder.on
 
     def set_recording(self, on: bool) -> None:
         """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
@@ -209,6 +219,23 @@ class MeshExecutor:
         for array in jax.tree.leaves(self.state):
             array.delete()
         self.programs.drop()
+
+    def release(self) -> None:
+        """`shutdown`, and free the parameters too, whatever became of the last step: wait until no program runs any more."""
+        arrays = [*jax.tree.leaves(self.state), *self.params.values()]
+        arrays += [pending.last for pending in self._queue if pending.last is not None]
+        for array in arrays:
+            with contextlib.suppress(RuntimeError):  # of the program that made it, or it was given to one that failed
+                array.block_until_ready()
+        if self._host_pages:
+            self._host_pages.close()
+        self._queue.clear()
+        self.programs.drop()
+        self._exchange = self._host_pages = None
+        for array in arrays:
+            with contextlib.suppress(RuntimeError):
+                array.delete()
+        self.params = {}
 
     def _advance(self) -> None:
         """Start what comes next; what nobody waits for is done at once."""

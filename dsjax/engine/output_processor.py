@@ -118,6 +118,8 @@ def error_kind(params: SamplingParams, result: RowResult | None) -> ErrorKind:
     """Why a request with these parameters failed with this result; without a result the step itself was not finite."""
     if result is None or result.error is None:
         return ErrorKind.NON_FINITE
+    if result.kind is not None:
+        return result.kind
     return ErrorKind.NO_TOKEN_ALLOWED if params.structured_outputs is None else ErrorKind.STRUCTURED_OUTPUT
 
 

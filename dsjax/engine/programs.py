@@ -42,7 +42,8 @@ class Programs:
     rows, everywhere: shardings of what the host sends: one entry for each DP rank; the same on all devices.
     experts_per_exchange: experts that a rank sends and receives in one run of ``stage_experts``; 0: experts stay where they are.
     shared: whether other processes have a part of the mesh: then the outcome of a step is the same on all devices, and what else is
-    to be read must be gathered.
+    to be read must be gathered. meet: waits for those processes; after a compilation at first use, which takes each as long as it
+    takes, they must not wait for each other in a collective: that has a time limit.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Programs:
         state: DeviceState,
         limits: ExecutorLimits,
         experts_per_exchange: int = 0,
+        meet: Callable[[], None] | None = None,
     ):
         # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
         self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
@@ -60,6 +62,7 @@ class Programs:
             for path, array in params.items()
         }
         self._limits, self._exchanged = limits, experts_per_exchange
+        self.meet = meet or (lambda: None)
         self._state = device_state.description(state)
         self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
         self.everywhere = NamedSharding(step.mesh, P())
@@ -362,7 +365,8 @@ class Programs:
                 )
                 if jax.tree.leaves(tree):
                     key, described = _described_tree(tree)
-                    self._get(key, lambda described=described: self._lower_gather(described))
+                    if key not in self._compiled:
+                        self._compiled[key] = self._lower_gather(described).compile()
 
     def _of_rows(self, sampled: tuple[int, int, int]):
         """Descriptions of what a step hands on to the sampling programs: packed rows, outcome, logits."""
@@ -392,6 +396,7 @@ class Programs:
     def _get(self, key: Hashable, lower: Callable[[], Lowered]) -> Compiled:
         if key not in self._compiled:
             self._compiled[key] = lower().compile()
+            self.meet()
         return self._compiled[key]
 
     def _constant(self, key: Hashable, make: Callable[[], Array]) -> Array:

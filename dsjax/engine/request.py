@@ -34,6 +34,7 @@ class ErrorKind(enum.StrEnum):
     NON_FINITE = "non_finite_values"  # the logits held a NaN or an infinity
     STRUCTURED_OUTPUT = "structured_output_failed"  # the grammar came to no legal token, or cost too much
     NO_TOKEN_ALLOWED = "no_token_allowed"  # allowed tokens, bad words and minimum length exclude each other
+    NO_ROOM = "no_room_on_the_new_mesh"  # the mesh has changed while it ran, and the new one's cache cannot hold it
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +58,7 @@ class Request:
         session: requests of one session go to one rank.
         rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
-        rank: DP rank, for the whole life of the request.
+        rank: DP rank, for the whole life of the request, unless the mesh changes.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
         admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
             was preempted may come back to the same slot with other pages.
@@ -130,6 +131,23 @@ class Request:
 
     def __post_init__(self):
         self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
+
+    def set_max_tokens(self, max_tokens: int) -> None:
+        """Change how many tokens it makes at most."""
+        self.max_tokens = max_tokens
+        self.max_total_tokens = self.num_prompt_tokens + max_tokens
+
+    def void(self) -> None:
+        """Forget where it ran and what was computed: all below the scheduler is made anew. Its tokens and what was told of it stay."""
+        if self.status is Status.RUNNING:
+            self.num_preemptions += 1
+        self.status = Status.WAITING
+        self.rank = self.slot = -1
+        self.pages, self.held_pages, self.is_arriving, self.num_sealed_pages = [], [], False, 0
+        self.ignores_disk, self.num_host_pages, self.num_disk_pages = False, 0, 0
+        self.num_promised = self.backlog = 0
+        self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
+        self.drafts, self.must_leave, self.num_clean_pages = (), False, None
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -10,7 +10,7 @@ from dsjax.engine.page_tiers import DiskCounts, DiskTier, HostTier, PageMoves
 from dsjax.engine.pages import PagePool
 from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.rank import Rank, RankLoad
-from dsjax.engine.request import FinishReason, Request, Status
+from dsjax.engine.request import ErrorKind, FinishReason, Request, Status
 from dsjax.engine.routing import Router, standing_cost
 from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.tiers_below import TiersBelow
@@ -157,6 +157,32 @@ class Scheduler:
         _finish(request, FinishReason.ABORT, now)
         return Update(request, None, FinishReason.ABORT)
 
+    def successor(self, config: SchedulerConfig, num_ranks: int, now: float = 0.0) -> tuple["Scheduler", list[Update]]:
+        """A scheduler for an executor made anew, with this one's requests; and an `Update` for each that the new one cannot hold.
+
+        Slots, pages and what was computed are void, so every request that ran waits again, in its old order, as a preempted one
+        does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
+        """
+        new = Scheduler(config, num_ranks, page_events=self.events is not None)
+        new._arrivals = self._arrivals
+        refused: list[Update] = []
+        for request in sorted(self._requests.values(), key=lambda request: request.order):
+            ran = request.status is Status.RUNNING
+            request.void()
+            if request.params.max_tokens is None:
+                most = config.max_request_len - request.num_prompt_tokens
+                request.set_max_tokens(max(min(most, request.max_tokens), request.num_output_tokens + 1))
+            try:
+                config.check_fits(request.num_prompt_tokens, request.max_tokens)
+            except AdmissionError as error:
+                refused.append(refuse(request, error, now))
+                continue
+            request.rank = new._router.choose(request)
+            new._requests[request.request_id] = request
+            new.ranks[request.rank].add(request)
+            new.ranks[request.rank].num_preemptions += ran
+        return new, refused
+
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Plan the next step, while up to one that was planned before computes.
 
@@ -289,6 +315,13 @@ class Scheduler:
             return 0
         most = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
         return self.config.speculation.drafts(max(1, min(most, self.config.max_num_seqs)))
+
+
+def refuse(request: Request, error: AdmissionError, now: float) -> Update:
+    """End an accepted request that the mesh of now cannot hold."""
+    _finish(request, FinishReason.ERROR, now)
+    message = f"the server's mesh has changed, and {error}"
+    return Update(request, RowResult(error=message, kind=ErrorKind.NO_ROOM), FinishReason.ERROR)
 
 
 def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:

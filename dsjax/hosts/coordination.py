@@ -12,7 +12,7 @@ import jax
 from jax._src import clusters, distributed, xla_bridge
 from jax._src.lib import _jax
 
-from dsjax.hosts.options import HostOptions, joined
+from dsjax.hosts.options import HostOptions, joined, split
 
 _ABORT_SIGNAL = 6
 _kept: list[object] = []  # what C code calls must not be collected
@@ -24,18 +24,20 @@ def detect(timeout: int) -> tuple[str | None, int | None, int | None]:
     return found[:3]
 
 
-def join(options: HostOptions) -> None:
-    """Join this process to the others, which must all be joining now.
+def join(options: HostOptions, service: str) -> None:
+    """Join this process to the others, which must all be joining now; or to a group that has formed, under the id of one that is gone.
 
     Another process's death does not end this one (`jax_enable_recoverability`): whoever asks `live` sees it. Process 0's death does,
     as it has the service.
+
+    service: `HOST:PORT` where process 0 starts it.
     """
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which the server drains on
     jax.config.update("jax_check_proxy_envs", False)
-    host, port = options.coordinator
+    port = split(service)[1]
     jax.distributed.initialize(
-        joined(host, port),
+        service,
         options.num_processes,
         options.process_id,
         initialization_timeout=options.start_timeout,

@@ -1,4 +1,4 @@
-"""`HostGroup`: this process's face of a started group: who is alive, what all agree on, and the leader's stream of messages."""
+"""`HostGroup`: this process's face of a started group: who is alive, which generation it is, and what all in it agree on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dsjax.hosts import coordination
-from dsjax.hosts.meeting import Arrival, GroupError, meet
+from dsjax.hosts import announcement, coordination
+from dsjax.hosts.announcement import Announcement, Announcements
+from dsjax.hosts.meeting import Arrival, GroupError, Meeting, meet
 from dsjax.hosts.options import HostOptions
 
 Result = TypeVar("Result")
@@ -22,8 +23,7 @@ Result = TypeVar("Result")
 _LOOK_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
-_BLOCK = 64
-_WAIT_SECONDS = 3600.0
+_JOIN_SECONDS = 30.0
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -36,40 +36,61 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
 class HostGroup:
     """A group whose processes are all there. `start` forms it; `leave` must be called, or happens when Python ends.
 
-    A thread asks again and again who is alive, which is JAX's own question: a process counts as gone when it has given no sign of life
-    for the heartbeat's timeout, whether it died or hangs. Compiling, loading or a long step never counts, for that
-    thread goes on meanwhile.
+    Process 0 sees a process go when its connection ends, or when it has given no sign of life for the heartbeat's timeout, whether it died
+    or hangs. Compiling, loading or a long step never counts: signs of life come from threads of their own. What is to be done
+    then is decided by process 0 alone, which announces a new generation; the others wait for that. Where process 0 goes, all end.
 
     Attributes:
-        members: all processes, in the order of their ids.
-        generation: of the group; keys in the store begin with it. It changes when the mesh does.
-        on_lost: called once, in a thread of its own, with the error, when a member is gone. Without it the process ends soon after, for
-            a collective that waits for that member may never return.
+        members: all processes, in the order of their ids, as they came last.
+        present: those of the generation of now.
+        generation: keys in the store begin with it. It changes when the mesh does.
+        lost: members that are gone, with what is said of them.
+        on_change: process 0's: called in another thread when a member has gone (with the error) or come back (with None).
+        announcements: of generations, for every other process.
     """
 
-    def __init__(self, options: HostOptions, members: Sequence[Arrival], store: coordination.Store | None = None):
+    def __init__(
+        self,
+        options: HostOptions,
+        members: Sequence[Arrival],
+        store: coordination.Store | None = None,
+        meeting: Meeting | None = None,
+    ):
         self.options, self.members = options, list(members)
+        self.present = list(members)
         self.generation = 0
-        self.on_lost: Callable[[GroupError], None] | None = None
-        self.error: GroupError | None = None
-        self._store = store or coordination.Store()
+        self.on_change: Callable[[GroupError | None], None] | None = None
+        self.lost: dict[int, GroupError] = {}
+        self.store = store or coordination.Store()
+        self.announcements: Announcements | None = None
+        self._meeting = meeting
+        self._unseen: set[int] = set()  # gave no sign of life when they were looked for last
+        self._seen = threading.Condition()
+        self._coming: set[int] = set()  # let in at the door, and not joined yet
         self._leaving = False
         self._alone = threading.Event()
         self._told: dict[str, int] = {}
-        self._ends: list[Callable[[str | None], None]] = []
+        self._end: Callable[[str | None], None] | None = None
 
     @classmethod
     def start(cls, options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> HostGroup:
         """Meet the others and join them; see `meet`. JAX must not have started, and starts with all devices of the group.
 
+        Where the group has formed already, and this process's id is that of one that is gone, `generation` is the first one that this
+        process may be in: it waits for its announcement.
+
         Raises:
             GroupError, UserError: there is no group; as `meet` says.
         """
-        members = meet(options, prepare)
-        coordination.join(options)
-        group = cls(options, members)
-        if not group.is_leader:
+        meeting = meet(options, prepare)
+        coordination.join(options, meeting.service)
+        group = cls(options, meeting.members, meeting=meeting)
+        group.generation = meeting.generation
+        if group.is_leader:
+            meeting.door.watch(group._left, group._may_come)
+        else:
             coordination.on_abort(group._end_on_abort)
+            group.hear(max(1, meeting.generation))
         threading.Thread(target=group._watch, name="dsjax-hosts", daemon=True).start()
         atexit.register(group.leave)
         return group
@@ -79,8 +100,41 @@ class HostGroup:
         """Whether this is process 0."""
         return self.options.is_leader
 
+    @property
+    def is_present(self) -> bool:
+        """Whether this process has a part in the generation of now."""
+        return any(member.process_id == self.options.process_id for member in self.present)
+
+    @property
+    def live(self) -> list[Arrival]:
+        """Who can be in the next generation."""
+        return [member for member in self.members if member.process_id not in self.lost]
+
+    def key(self, *parts: object) -> str:
+        """A key of the generation of now."""
+        return "/".join(["dsjax", str(self.generation), *map(str, parts)])
+
+    # Generations.
+
+    def announce(self, found: Announcement) -> None:
+        """Process 0's: begin a generation, and tell all others."""
+        self.enter(found)
+        self.store.set(announcement.key(found.number), msgspec.msgpack.encode(found))
+
+    def hear(self, first: int) -> None:
+        """Begin to listen for announcements, from this generation's on."""
+        self.announcements = Announcements(self, first)
+
+    def enter(self, found: Announcement) -> None:
+        """Be in a generation: its questions and its stream are new."""
+        self.generation = found.number
+        self.present = [member for member in self.members if member.process_id in found.process_ids]
+        self._told = {}
+
+    # Agreement.
+
     def run(self, stage: str, act: Callable[[], Result]) -> Result:
-        """Do something that all processes do; give its result when all have done it.
+        """Do something that all present processes do; give its result when all have done it.
 
         Raises:
             GroupError: it failed elsewhere, or somebody is gone. What `act` itself raises is raised here, and told to the others.
@@ -97,17 +151,17 @@ class HostGroup:
         """Say a plain value, or why this process cannot go on, to whoever asks for it."""
         number = self._told[stage] = self._told.get(stage, -1) + 1
         said = msgspec.msgpack.encode(Said(value, error))
-        self._store.set(self._key("agree", stage, number, self.options.process_id), said)
+        self.store.set(self.key("agree", stage, number, self.options.process_id), said)
 
     def ask(self, stage: str, value: Any = None) -> list[Any]:
-        """Tell all processes a plain value; give everybody's, in the order of their ids. All ask the same questions in the same order.
+        """Tell all present processes a plain value; give everybody's, in the order of their ids. All ask the same in the same order.
 
         Raises:
-            GroupError: somebody says that it cannot go on, or is gone.
+            GroupError: somebody says that it cannot go on, or is gone; or, not in process 0, another generation has begun.
         """
         self.tell(stage, value)
         values = []
-        for member in self.members:
+        for member in self.present:
             said = self._hear(stage, member)
             if said.error is not None:
                 raise GroupError(f"{member.name}: {said.error}")
@@ -121,29 +175,36 @@ class HostGroup:
             GroupError: one has another.
         """
         values = self.ask(stage, value)
-        for member, found in zip(self.members, values, strict=True):
+        for member, found in zip(self.present, values, strict=True):
             if found != values[0]:
                 raise GroupError(
                     f"{member.name} has {what} {found}, process 0 has {values[0]}; install all hosts alike"
                 )
 
     def check(self) -> None:
-        """Raise the `GroupError` of a member that is gone."""
-        if self.error is not None:
-            raise self.error
+        """Raise the `GroupError` of a member of this generation that is gone."""
+        for member in self.present:
+            if member.process_id in self.lost:
+                raise self.lost[member.process_id]
 
     def lost_by(self, error: BaseException) -> GroupError | None:
         """The member that is gone where that may be why something failed; waits until it would be known. None: nobody is."""
         if self._leaving:
             return None
         deadline = time.monotonic() + self.options.heartbeat_timeout + 2 * _LOOK_SECONDS
-        while self.error is None and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            try:
+                self.check()
+            except GroupError as found:
+                return found
             time.sleep(0.05)
-        return self.error
+        return None
+
+    # The end.
 
     def at_end(self, tell: Callable[[str | None], None]) -> None:
-        """Have `tell(reason)` called when the leader leaves; None: as it should be."""
-        self._ends.append(tell)
+        """Have `tell(reason)` called when the leader leaves; None: as it should be. It takes the place of what was to be called before."""
+        self._end = tell
 
     def leave(self, reason: str | None = None) -> None:
         """Leave the group; the leader tells the others, and waits until they have gone. reason: why it ends, where that is a fault."""
@@ -152,24 +213,31 @@ class HostGroup:
         self._leaving = True
         try:
             if self.is_leader:
-                for tell in self._ends:
-                    tell(reason)
-                if len(self.members) > 1:
+                if self._end is not None:
+                    self._end(reason)
+                last = Announcement(self.generation + 1, reason=reason or "", ended=True)
+                self.store.set(announcement.key(last.number), msgspec.msgpack.encode(last))
+                if len(self.live) > 1:
                     self._alone.wait(_LEAVE_SECONDS)
             coordination.leave()
+            if self._meeting is not None:
+                self._meeting.close()
         except Exception as error:  # at the end of a process nothing else is to be done about it
             print(f"dsjax: {error}", file=sys.stderr)
 
-    def _key(self, *parts: object) -> str:
-        return "/".join(["dsjax", str(self.generation), *map(str, parts)])
-
     def _hear(self, stage: str, member: Arrival) -> Said:
-        key = self._key("agree", stage, self._told[stage], member.process_id)
+        key, generation = self.key("agree", stage, self._told[stage], member.process_id), self.generation
         while True:
-            found = self._store.get(key, _LOOK_SECONDS)
+            found = self.store.get(key, _LOOK_SECONDS)
             if found is not None:
                 return msgspec.msgpack.decode(found, type=Said)
             self.check()
+            if 0 in self.lost:
+                raise self.lost[0]
+            if self.announcements is not None and self.announcements.latest > generation:
+                raise GroupError(f"generation {generation} was given up while {member.name} was waited for")
+
+    # Who is there.
 
     def _watch(self) -> None:
         ids = [member.process_id for member in self.members]
@@ -182,24 +250,65 @@ class HostGroup:
                 return
             if alive == {self.options.process_id}:
                 self._alone.set()
+            with self._seen:
+                self._unseen = set(ids) - alive
+                self._seen.notify_all()
             if not self._leaving:
-                for member in self.members:
-                    if member.process_id not in alive:
-                        self._lose(member)
+                self._look(alive)
             elif not self.is_leader or self._alone.is_set():
                 return
             time.sleep(0.05 if self._leaving else min(_LOOK_SECONDS, self.options.heartbeat_timeout / 4))
 
+    def _look(self, alive: set[int]) -> None:
+        if not self.is_leader:
+            return  # process 0 says who is to go on
+        for member in list(self.members):
+            if member.process_id not in alive:
+                self._meeting.door.drop(member.process_id)
+                self._lose(member)
+
+    def _left(self, member: Arrival) -> None:
+        """A member's connection has ended, in a thread of the door."""
+        if not self._leaving:
+            self._lose(member)
+
+    def _may_come(self, arrival: Arrival) -> int | None:
+        """Wait until the coordination service has forgotten the process that had this id; then it may be joined."""
+        with self._seen:
+            self._coming.add(arrival.process_id)
+            self._seen.wait_for(lambda: arrival.process_id in self._unseen or self._leaving)
+        if self._leaving:
+            return None
+        threading.Thread(target=self._welcome, args=(arrival,), name="dsjax-welcome", daemon=True).start()
+        return self.generation + 1
+
+    def _welcome(self, arrival: Arrival) -> None:
+        """Wait until a process that comes back has joined. The mesh changes once for several that come together."""
+        patience = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS
+        with self._seen:
+            joined = self._seen.wait_for(
+                lambda: arrival.process_id not in self._unseen or self._leaving, timeout=patience
+            )
+            self._coming.discard(arrival.process_id)
+            if joined and not self._leaving:
+                changed = [arrival if member.process_id == arrival.process_id else member for member in self.members]
+                self.members = changed
+                self.lost.pop(arrival.process_id, None)
+            others = bool(self._coming)
+        if self.on_change is not None and not self._leaving and not others:
+            self.on_change(None)
+
     def _lose(self, member: Arrival) -> None:
-        if self.error is not None:
+        if member.process_id in self.lost:
             return
-        self.error = GroupError(gone(member))
-        if self.on_lost is not None:
-            self.on_lost(self.error)
+        error = self.lost[member.process_id] = GroupError(gone(member))
+        if self.on_change is not None:
+            self.on_change(error)
             return
+        # Nothing goes on without that member, and a thread of this process may wait for it in a collective for ever.
         time.sleep(_GRACE_SECONDS)  # whoever waits in Python raises it
         if not self._leaving:
-            print(f"error: {self.error}", file=sys.stderr, flush=True)
+            print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _end_on_abort(self) -> None:
@@ -217,48 +326,4 @@ def gone(member: Arrival) -> str:
     """What is said of a member that died or hangs."""
     if member.process_id == 0:
         return f"{member.name} has gone away, and with it the group; start all processes again"
-    return f"{member.name} has gone away; its own messages say why. Start all processes again"
-
-
-class StreamWriter:
-    """The leader's messages to all others, in order. It may be used by several threads."""
-
-    def __init__(self, group: HostGroup):
-        self._group = group
-        self._next = self._deleted = 0
-        self._lock = threading.Lock()
-
-    def put(self, message: bytes) -> int:
-        """Add a message; give its number."""
-        with self._lock:
-            number = self._next
-            self._group._store.set(self._group._key("stream", number // _BLOCK, number), message)
-            self._next += 1
-            return number
-
-    def forget(self, number: int) -> None:
-        """Everybody has read all messages up to this one."""
-        with self._lock:
-            while (self._deleted + 1) * _BLOCK <= number + 1:
-                self._group._store.delete(self._group._key("stream", self._deleted) + "/")
-                self._deleted += 1
-
-
-class StreamReader:
-    """What the leader writes, read by the one thread that calls `next`."""
-
-    def __init__(self, group: HostGroup):
-        self._group = group
-        self._next = 0
-
-    def next(self) -> bytes:
-        """Wait for the next message.
-
-        Raises:
-            ConnectionError: the leader is gone.
-        """
-        while True:
-            found = self._group._store.get(self._group._key("stream", self._next // _BLOCK, self._next), _WAIT_SECONDS)
-            if found is not None:
-                self._next += 1
-                return found
+    return f"{member.name} has gone away; its own messages say why"

@@ -1,82 +1,80 @@
 """The processes of a group find each other, and agree that they were started alike, before JAX joins them.
 
 JAX's coordination service ends a process with a C++ stack trace when another one is missing, has the same id, or cannot be
-reached, and tells no names. So process 0 first listens at the coordinator's port itself; the others come there, say what they
-are, prepare (a model may have to be downloaded), and get one verdict, the same for all. Then the port is closed, and JAX's
-service takes it over.
+reached, and tells no names. So process 0 listens at the coordinator's port itself; the others come there, say what they
+are, prepare (a model may have to be downloaded), and get one verdict, the same for all: who is there, and where JAX's service will be.
 
-A connection carries frames: four little-endian bytes of length, then a message in MessagePack; `MAGIC` comes first in both directions.
+The port stays open and the connections stay too (`dsjax/hosts/door.py`): they show at once that a process has died, and one that was
+started again comes in by the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dsjax.errors import UserError
-from dsjax.hosts.options import HostOptions
+from dsjax.hosts.options import HostOptions, joined
+from dsjax.hosts.wire import (
+    MAGIC,
+    Arrival,
+    Prepared,
+    Verdict,
+    close,
+    decode,
+    encode,
+    exactly,
+    keep_alive,
+    receive,
+    send,
+)
 
-MAGIC = b"dsjaxmt1"
-_MOST_BYTES = 1 << 20
+if TYPE_CHECKING:
+    from dsjax.hosts.door import Door
+
 _RETRY_SECONDS = 0.1
 _PEEK_SECONDS = 10.0
 _LINGER_SECONDS = 3.0
-
-
-class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
-    """What a process says when it comes. machine: equal for processes that reach each other over the loopback interface."""
-
-    process_id: int
-    num_processes: int
-    host: str
-    pid: int
-    address: str
-    machine: str
-
-    @classmethod
-    def of(cls, options: HostOptions) -> Arrival:
-        """This process."""
-        return cls(
-            options.process_id, options.num_processes, socket.gethostname(), os.getpid(), options.address, _machine()
-        )
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"process {self.process_id} ({self.host}, pid {self.pid})"
-
-
-class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """What must be alike in all processes, by name as messages have it; or why this process cannot start."""
-
-    alike: dict[str, Any] = {}
-    error: str | None = None
-
-
-class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
-    """Who is in the group, or why there is none."""
-
-    members: list[Arrival] = []
-    error: str | None = None
-
-
-Message = Arrival | Prepared | Verdict
-_decoder = msgspec.msgpack.Decoder(Message)
 
 
 class GroupError(UserError):
     """The group cannot be formed, or has broken."""
 
 
-def meet(options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> list[Arrival]:
-    """Meet the other processes; give all members in the order of their ids.
+@dataclass(frozen=True)
+class Meeting:
+    """What came of a meeting.
+
+    Attributes:
+        members: in the order of their ids.
+        service: `HOST:PORT` at which process 0 starts JAX's coordination service, and the others find it.
+        generation: the first one that this process may be in: not 0 where the group had formed before it came.
+        door: process 0's. connection: every other one's, to process 0, which sees by it that this process lives.
+    """
+
+    members: list[Arrival]
+    service: str
+    generation: int = 0
+    door: Door | None = None
+    connection: socket.socket | None = None
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        if self.door is not None:
+            self.door.close()
+        if self.connection is not None:
+            close(self.connection)
+
+
+def meet(options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> Meeting:
+    """Meet the other processes.
 
     prepare: checks what this process can check alone, and gives what must be alike everywhere. It runs while the others come.
 
@@ -97,16 +95,18 @@ class _Host:
         self._arrivals: dict[int, Arrival] = {0: Arrival.of(options)}
         self._prepared: dict[int, Prepared] = {}
         self._problem: str | None = None
-        self._connections: list[socket.socket] = []
+        self._connections: dict[int, socket.socket] = {}
+        self._strays: list[socket.socket] = []  # of processes that cannot be in the group, which hear why
+        self._door: Door | None = None
         self._listener = _listen(options)
 
-    def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> list[Arrival]:
+    def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> Meeting:
         threading.Thread(target=self._accept, name="dsjax-meeting", daemon=True).start()
         failure: UserError | None = None
         error: str | None = None
         try:
             try:
-                own = _decoder.decode(msgspec.msgpack.encode(Prepared(dict(prepare()))))  # as the others' come
+                own = decode(encode(Prepared(dict(prepare()))))  # as the others' come
             except ValueError as caught:  # a UserError or one of the mesh's, which `sharding` has for itself
                 failure, own = caught, Prepared(error=str(caught))
             self._enter(self._arrivals[0], own)
@@ -115,17 +115,30 @@ class _Host:
             error = f"{self._arrivals[0].name} ended while the group was forming ({type(caught).__name__})"
             raise
         finally:
-            _close(self._listener)  # before the others go on to JAX's service, which takes the port over
-            verdict = Verdict([self._arrivals[i] for i in sorted(self._arrivals)], error)
-            for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    _send(connection, verdict)
-                _close(connection)
+            verdict = self._tell(error)
         if failure is not None:
             raise failure
         if error is not None:
             raise GroupError(error)
-        return verdict.members
+        return Meeting(verdict.members, verdict.service, door=self._door)
+
+    def _tell(self, error: str | None) -> Verdict:
+        """Give all that came the verdict. Where there is a group, the door and its connections stay open."""
+        from dsjax.hosts.door import Door
+
+        with self._changed:
+            service = "" if error else joined(self._options.coordinator[0], _free_port(self._options.address))
+            verdict = Verdict([self._arrivals[i] for i in sorted(self._arrivals)], error, service)
+            if error is None:
+                self._door = Door(self._options, verdict, self._prepared[0], self._listener, self._connections)
+        if error is not None:
+            close(self._listener)
+        for connection in (*self._connections.values(), *self._strays):
+            with contextlib.suppress(OSError):
+                send(connection, verdict)
+            if error is not None:
+                close(connection)
+        return verdict
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -139,27 +152,30 @@ class _Host:
         try:
             connection.settimeout(_PEEK_SECONDS)
             connection.sendall(MAGIC)
-            if _exactly(connection, len(MAGIC)) != MAGIC:
+            if exactly(connection, len(MAGIC)) != MAGIC:
                 return
-            arrival = _receive(connection)
+            arrival = receive(connection)
             connection.settimeout(None)
-            _keep_alive(connection, self._options.heartbeat_timeout)
+            keep_alive(connection, self._options.heartbeat_timeout)
             if not isinstance(arrival, Arrival):
                 return
-            with self._changed:
-                self._connections.append(connection)
-            if self._greet(arrival):
-                prepared = _receive(connection)
+            greeted = self._greet(arrival, connection)
+            if self._door is not None and not greeted:
+                self._door.enter(connection, arrival)
+            elif greeted:
+                prepared = receive(connection)
                 self._enter(arrival, prepared if isinstance(prepared, Prepared) else Prepared(error="spoke nonsense"))
                 connection.recv(1)  # it says nothing more: this returns when it goes away
-                self._lost(arrival)
+                self._lost(arrival, connection)
         except (OSError, EOFError, msgspec.MsgspecError):
             if isinstance(arrival, Arrival):
-                self._lost(arrival)
+                self._lost(arrival, connection)
 
-    def _greet(self, arrival: Arrival) -> bool:
+    def _greet(self, arrival: Arrival, connection: socket.socket) -> bool:
         here = self._options.num_processes
         with self._changed:
+            if self._door is not None:
+                return False
             known = self._arrivals.get(arrival.process_id)
             if arrival.num_processes != here:
                 self._fail(
@@ -174,8 +190,10 @@ class _Host:
                 )
             else:
                 self._arrivals[arrival.process_id] = arrival
+                self._connections[arrival.process_id] = connection
                 self._changed.notify_all()
                 return True
+            self._strays.append(connection)
         return False
 
     def _enter(self, arrival: Arrival, prepared: Prepared) -> None:
@@ -185,7 +203,10 @@ class _Host:
                 self._fail(f"{arrival.name}: {prepared.error}")
             self._changed.notify_all()
 
-    def _lost(self, arrival: Arrival) -> None:
+    def _lost(self, arrival: Arrival, connection: socket.socket) -> None:
+        if self._door is not None:
+            self._door.left(arrival, connection)
+            return
         with self._changed:
             self._fail(f"{arrival.name} has gone away while the group was forming; its own messages say why")
 
@@ -223,15 +244,19 @@ def _missing(options: HostOptions, arrivals: Mapping[int, Arrival]) -> str:
 
 def _unlike(arrivals: Mapping[int, Arrival], prepared: Mapping[int, Prepared]) -> str | None:
     """The first thing that is not the same everywhere."""
-    expected = prepared[0].alike
-    for process_id in sorted(prepared):
-        found = prepared[process_id].alike
-        for name in sorted(expected.keys() | found.keys(), key=lambda name: (list(expected) + [name]).index(name)):
-            if expected.get(name) != found.get(name):
-                return (
-                    f"{arrivals[process_id].name} has {name} {_shown(found.get(name))}, process 0 has "
-                    f"{_shown(expected.get(name))}; start all processes alike"
-                )
+    found = (unlike_first(arrivals[i], prepared[i], prepared[0]) for i in sorted(prepared))
+    return next(filter(None, found), None)
+
+
+def unlike_first(arrival: Arrival, prepared: Prepared, first: Prepared) -> str | None:
+    """The first thing that a process has otherwise than process 0; None where they are alike."""
+    expected, found = first.alike, prepared.alike
+    for name in sorted(expected.keys() | found.keys(), key=lambda name: (list(expected) + [name]).index(name)):
+        if expected.get(name) != found.get(name):
+            return (
+                f"{arrival.name} has {name} {_shown(found.get(name))}, process 0 has {_shown(expected.get(name))}; "
+                "start all processes alike"
+            )
     return None
 
 
@@ -261,35 +286,44 @@ def _listen(options: HostOptions) -> socket.socket:
         listener.bind((options.address, port))
         listener.listen(128)
     except OSError as error:
-        _close(listener)
+        close(listener)
         raise GroupError(
             f"--coordinator-address: cannot listen at {options.address} port {port}: {error.strerror}; choose another port"
         ) from error
     return listener
 
 
-def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> list[Arrival]:
+def _free_port(address: str) -> int:
+    """A port that is free now, for JAX's service."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> Meeting:
     """Every other process's side."""
-    connection = _connect(options)
+    connection, keeping = _connect(options), False
     try:
-        _send(connection, Arrival.of(options))
+        send(connection, Arrival.of(options))
         try:
             own = Prepared(dict(prepare()))
         except ValueError as error:
-            _send(connection, Prepared(error=str(error)))
+            send(connection, Prepared(error=str(error)))
             raise
-        _send(connection, own)
-        verdict = _receive(connection)
+        send(connection, own)
+        verdict = receive(connection)
+        keeping = isinstance(verdict, Verdict) and verdict.error is None
     except (OSError, EOFError, msgspec.MsgspecError) as error:
         raise GroupError(
             f"process 0 at {options.coordinator_text} has gone away while the group was forming; its own messages say why"
         ) from error
     finally:
-        _close(connection)
+        if not keeping:
+            close(connection)
     assert isinstance(verdict, Verdict)
     if verdict.error is not None:
         raise GroupError(verdict.error)
-    return verdict.members
+    return Meeting(verdict.members, verdict.service, verdict.generation, connection=connection)
 
 
 def _connect(options: HostOptions) -> socket.socket:
@@ -300,14 +334,14 @@ def _connect(options: HostOptions) -> socket.socket:
             connection = socket.create_connection(options.coordinator, timeout=_PEEK_SECONDS)
             try:
                 connection.sendall(MAGIC)
-                if _exactly(connection, len(MAGIC)) == MAGIC:
+                if exactly(connection, len(MAGIC)) == MAGIC:
                     connection.settimeout(None)
-                    _keep_alive(connection, options.heartbeat_timeout)
+                    keep_alive(connection, options.heartbeat_timeout)
                     return connection
             except EOFError:
                 pass
-            _close(connection)
-            reason = "what answers there is not a group that forms: it has formed already, or is no dsjax"
+            close(connection)
+            reason = "what answers there is no dsjax that waits for other processes"
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() + _RETRY_SECONDS > deadline:
@@ -316,49 +350,3 @@ def _connect(options: HostOptions) -> socket.socket:
                 "Check --coordinator-address, and that --process-id 0 was started there"
             )
         time.sleep(_RETRY_SECONDS)
-
-
-def _send(connection: socket.socket, message: Message) -> None:
-    data = msgspec.msgpack.encode(message)
-    connection.sendall(len(data).to_bytes(4, "little") + data)
-
-
-def _receive(connection: socket.socket) -> Message:
-    length = int.from_bytes(_exactly(connection, 4), "little")
-    if length > _MOST_BYTES:
-        raise msgspec.DecodeError(f"a message of {length} bytes")
-    return _decoder.decode(_exactly(connection, length))
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        part = connection.recv(count - len(found))
-        if not part:
-            raise EOFError
-        found += part
-    return found
-
-
-def _keep_alive(connection: socket.socket, seconds: int) -> None:
-    """Have the kernel notice that the other host is gone while both sides are silent."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", max(1, seconds // 2)), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _close(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
-    connection.close()
-
-
-def _machine() -> str:
-    """The same for processes that share a loopback interface: this boot of this kernel, and the network namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return socket.gethostname()

@@ -184,11 +184,10 @@ def serve_model(
         most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
         page_bytes=facts.page_bytes,
         device_memory=device_memory,
+        generations=model.engine.core.generations,
     )
     engine = SharedEngine(model.engine) if front_end_listeners else AsyncEngine(model.engine)
     group = getattr(model, "group", None)
-    if group is not None:
-        group.on_lost = engine.fail
     serving = Serving(
         engine,
         names,
@@ -199,6 +198,7 @@ def serve_model(
         metrics=metrics,
         orders_by_priority=orders_by_priority,
     )
+    engine.on_change.append(serving.on_change)
     host, port = listener.getsockname()[:2]
     how = {
         "shutdown_timeout": shutdown_timeout,

@@ -32,6 +32,7 @@ ADMIN_PATHS = frozenset(
         "/stop_expert_distribution_record",
         "/dump_expert_distribution_record",
         "/rebalance_experts",
+        "/scale",
     }
 )
 _OPEN_PATHS = frozenset({"/health", "/ready"})

@@ -79,12 +79,11 @@ class Headless:
         )
         group = join_group(args, self.options)
         from dsjax.engine.follower import Follower
-        from dsjax.engine.loading import load_model
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._follower = Follower(group)
-        self._follower.follow(load_model(args, group).executor)
+        self._follower.run_with(args)
         console.print("process 0 has ended; this process ends too", highlight=False)
 
     def app(self) -> FastAPI:

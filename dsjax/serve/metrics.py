@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.page_tiers import DiskCounts
@@ -12,8 +13,12 @@ from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
 from dsjax.serve.history import History
 from dsjax.serve.metrics_experts import BalanceMetrics, ExpertMetrics
 from dsjax.serve.metrics_families import Counter, Family, Gauge, Histogram, Labels, Registry, Total, exposition
+from dsjax.serve.metrics_generations import add_generation_metrics
 from dsjax.serve.metrics_requests import RequestMetrics
 from dsjax.serve.metrics_tiers import TierMetrics
+
+if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.generations import Generations
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -33,6 +38,7 @@ class Metrics:
         experts_per_device: physical experts of one device; 0 for a model without experts.
         most_drafts: tokens that are drafted for a row at most; 0: speculative decoding is off, and its metrics have no sample.
         page_bytes: of a page of the cache, on all devices of a DP rank.
+        generations: of the mesh; None where it never changes.
         clock: seconds, of the same clock as `Request.arrival_time`.
     """
 
@@ -47,6 +53,7 @@ class Metrics:
         page_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         device_memory: Callable[[], Iterable[tuple[str, int, int]]] = lambda: (),
+        generations: "Generations | None" = None,
     ):
         self.registry = Registry()
         self._model = model_name
@@ -115,6 +122,8 @@ class Metrics:
         self._experts = ExpertMetrics(registry, model_name, experts_per_device)
         self._balance = BalanceMetrics(registry, model_name)
         self._drafts = DraftMetrics(registry, model_name, most_drafts)
+        if generations is not None:
+            add_generation_metrics(registry, model_name, generations)
         self._preemptions.add((model_name,), 0)
         self.elsewhere: Callable[[Sequence[Family]], Sequence[Family]] | None = None
         self.history = History(self.families, lambda: self._loads, clock)
@@ -144,6 +153,14 @@ class Metrics:
     def show_loads(self, loads: Sequence[RankLoad]) -> None:
         """Replace the ranks' loads that the gauges show."""
         self._loads = loads
+
+    def on_change(self, num_ranks: int, experts_per_device: int) -> None:
+        """Go on with another mesh. Ranks that are gone keep their counts, and have no load."""
+        known = len(self._ranks)
+        self._ranks += [(self._model, str(rank)) for rank in range(known, num_ranks)]
+        self._requests.begin(self._ranks[known:])
+        self._loads = ()
+        self._experts.begin(experts_per_device)
 
     def show_disk(self, counts: DiskCounts | None) -> None:
         """Replace what the disk below the cache has done, and holds."""

@@ -61,6 +61,10 @@ class ExpertMetrics:
             lambda: self._read(self._balancedness),
         )
 
+    def begin(self, experts_per_device: int) -> None:
+        """Go on with another mesh: what was recorded is of the one before."""
+        self._per_device, self._counts = experts_per_device, None
+
     def enter(self, counts: ExpertCounts | None) -> None:
         """Take the engine's sums; None while recording is off keeps the last."""
         self._counts = counts or self._counts

@@ -101,6 +101,10 @@ class RequestMetrics:
         )
         self._output_length = histogram("vllm:request_generation_tokens", "Tokens made for a completion.", counts)
         self._max_tokens = histogram("vllm:request_params_max_tokens", "The most tokens it could have made.", counts)
+        self.begin(ranks)
+
+    def begin(self, ranks: Sequence[Labels]) -> None:
+        """Show these ranks, with 0."""
         for rank in ranks:
             for each in (self._prompt_tokens, self._prompt_cached, self._queries, self._hits):
                 each.add(rank, 0)
@@ -119,10 +123,10 @@ class RequestMetrics:
         made: dict[int, int] = {}
         for request, result, reason in updates:
             if result is not None and not result.finite:
-                self._corrupted.add(self._ranks[request.rank])
+                self._corrupted.add(self._of(request))
             if result is not None and result.token_ids:
                 track = tracks.get(request.request_id)
-                rank = request.rank
+                rank = min(max(request.rank, 0), len(self._ranks) - 1)
                 if track is None:
                     track = tracks[request.request_id] = _Track(now)
                     self._enter_first(request, now)
@@ -134,7 +138,7 @@ class RequestMetrics:
                 track.tokens += len(result.token_ids)
                 made[rank] = made.get(rank, 0) + len(result.token_ids)
             if reason is FinishReason.ERROR:
-                self._failed.add((*self._ranks[request.rank], error_kind(request.params, result).value))
+                self._failed.add((*self._of(request), error_kind(request.params, result).value))
             if reason is not None:
                 self._end(request, tracks.pop(request.request_id, None), reason, now)
         for (rank, before), count in gaps.items():
@@ -148,8 +152,12 @@ class RequestMetrics:
         for request in requests:
             self._end(request, self._tracks.pop(request.request_id, None), reason, now)
 
+    def _of(self, request: Request) -> Labels:
+        """Its rank: the first where it left before the engine gave it one, the last that is known where the mesh has just grown."""
+        return self._ranks[min(max(request.rank, 0), len(self._ranks) - 1)]
+
     def _enter_first(self, request: Request, now: float) -> None:
-        rank = self._ranks[request.rank]
+        rank = self._of(request)
         self._first_token.observe(rank, now - request.arrival_time)
         for counter in (self._prompt_tokens, self._queries):
             counter.add(rank, request.num_prompt_tokens)
@@ -157,7 +165,7 @@ class RequestMetrics:
             counter.add(rank, request.num_cached_tokens or 0)
 
     def _end(self, request: Request, track: _Track | None, reason: FinishReason, now: float) -> None:
-        rank = self._ranks[max(request.rank, 0)]  # -1: it left before the engine gave it a rank
+        rank = self._of(request)
         self._success.add((*rank, reason.value))
         scheduled = request.first_scheduled_time
         if reason not in (FinishReason.STOP, FinishReason.LENGTH) or track is None or scheduled is None:

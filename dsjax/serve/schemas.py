@@ -276,6 +276,17 @@ class Rebalance(TypedDict):
     balancedness: Balancedness
 
 
+class Scaled(TypedDict):
+    """Answer of `/scale`: the mesh of now, its generation, and for how many seconds no step computed."""
+
+    generation: int
+    mesh: str
+    devices: int
+    processes: int
+    cache_tokens: int
+    seconds: float
+
+
 class ExpertLoad(TypedDict):
     """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/executor.py`.
 

@@ -22,6 +22,7 @@ from dsjax.serve.sampling_fields import SamplingFields
 from dsjax.serve.tool_calls import ToolFormat
 
 if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
+    from dsjax.engine.generations import Generations
     from dsjax.engine.loading import EngineFacts
     from dsjax.serve.front_ends.engine_side import FrontEnds
 
@@ -156,6 +157,16 @@ class Serving:
         """A form as a request asks for it, with the server's own switch for blanks where the request does not say."""
         return form and {"disable_any_whitespace": self.options.disable_any_whitespace, **form}
 
+    @property
+    def state(self) -> str:
+        """Where in its life the server is, or what is being done to go on on another mesh."""
+        return self.engine.change_under_way or self.phase.value
+
+    def check_running(self) -> None:
+        """Raise a 503 unless the server is warmed up and not at its end."""
+        if self.engine.error is not None or not self.engine.running or self.phase is not Phase.READY:
+            raise ApiError(503, f"the server is {self.phase.value}", type="server_error", code="not_ready")
+
     def check_admitting(self) -> None:
         """Raise a 503 unless the server is warmed up and takes requests."""
         if self.engine.error is not None:
@@ -200,10 +211,20 @@ class Serving:
         """
         if self.engine.error is not None or not self.engine.running:
             raise ApiError(503, "the engine is not running", type="server_error", code="not_ready")
+        if self.engine.change_under_way is not None:
+            reason = f"the server's mesh is being changed: {self.engine.change_under_way}"
+            raise ApiError(503, reason, type="server_error", code="changing_mesh", retry_after=_RETRY_SECONDS)
         try:
             return await asyncio.wait_for(self.engine.call(function), self.options.request_timeout)
         except TimeoutError as error:
             raise ApiError(503, "the engine is busy with one step", type="server_error", code="busy") from error
+
+    def on_change(self, generations: "Generations") -> None:
+        """Go on with another mesh."""
+        self.facts = facts = generations.facts
+        self.max_model_len = facts.max_model_len
+        if self.metrics is not None:
+            self.metrics.on_change(facts.dp_ranks, facts.physical_experts_per_device)
 
     def reject(self, reason: str, error: ApiError) -> ApiError:
         """Count a request that is turned away; give the error back."""

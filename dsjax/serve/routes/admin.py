@@ -6,13 +6,15 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import Field
 
+from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.eplb import RebalanceUnderWayError
+from dsjax.engine.output_stream import EngineDeadError
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
 from dsjax.serve.profiler import Profiler, device_time
 from dsjax.serve.routes.status import expert_load
-from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, Rebalance, State, errors
+from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, Rebalance, Scaled, State, errors
 from dsjax.serve.serving import Serving
 
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS + 16)]
@@ -25,8 +27,14 @@ class AbortRequest(StrictModel):
     abort_all: bool = False
 
 
+class ScaleRequest(StrictModel):
+    """The mesh to go on on, as `--mesh` has it."""
+
+    mesh: Annotated[str, Field(min_length=1, max_length=64)]
+
+
 def admin_routes(serving: Serving) -> APIRouter:
-    """`/flush_cache`, `/abort_request`, profiling, the record of the experts' load, and their balance."""
+    """`/flush_cache`, `/abort_request`, profiling, the record of the experts' load, their balance, and the mesh."""
     router = APIRouter(route_class=StrictRoute)
     profiler = Profiler(serving.options.profile_dir)
     documented = errors(403, 503)
@@ -94,5 +102,30 @@ def admin_routes(serving: Serving) -> APIRouter:
                 400, "this server does not move experts; it was started without --enable-eplb", code="no_eplb"
             )
         return found
+
+    @router.post("/scale", responses=errors(403, 409, 503))
+    async def scale(body: ScaleRequest) -> Scaled:
+        """Go on on another mesh, up or down. Requests go on with it, streams stay open; the answer comes when it is done."""
+        serving.check_running()
+        try:
+            found = await serving.engine.scale(body.mesh)
+        except ChangeUnderWayError as error:
+            raise ApiError(409, str(error), code="change_under_way") from error
+        except EngineDeadError as error:
+            raise ApiError(503, "the engine has failed", type="server_error") from error
+        except ValueError as error:  # a UserError or one of the mesh's
+            raise ApiError(400, str(error), param="mesh", code="mesh_impossible") from error
+        if found.failure is not None:
+            reason = f"mesh {body.mesh} cannot be had, and the server goes on on {found.facts.mesh}: {found.failure}"
+            raise ApiError(400, reason, param="mesh", code="mesh_unavailable")
+        facts = found.facts
+        return {
+            "generation": found.number,
+            "mesh": facts.mesh,
+            "devices": facts.num_devices,
+            "processes": facts.num_processes,
+            "cache_tokens": facts.cache_tokens,
+            "seconds": found.counts.last_seconds,
+        }
 
     return router

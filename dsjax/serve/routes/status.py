@@ -34,9 +34,9 @@ def status_routes(serving: Serving) -> APIRouter:
 
     @router.get("/ready", responses=errors(503))
     async def ready() -> State:
-        """Whether the server is warmed up and takes requests."""
-        if serving.engine.error is not None or serving.phase is not Phase.READY:
-            state = "failed" if serving.engine.error is not None else serving.phase.value
+        """Whether the server is warmed up and computes. While its mesh is changed it is not, but it still takes requests, which wait."""
+        if serving.engine.error is not None or serving.state != Phase.READY.value:
+            state = "failed" if serving.engine.error is not None else serving.state
             raise ApiError(503, f"the server is not ready: {state}", type="server_error", code="not_ready")
         return {"status": "ready"}
 
@@ -58,10 +58,10 @@ def status_routes(serving: Serving) -> APIRouter:
         body: ServerInfo = {
             "version": package_version(),
             "models": list(serving.model_names),
-            "phase": serving.phase.value,
+            "phase": serving.state,
             "options": serving.options.to_json(),
             "ranks": load_bodies(await serving.ask(lambda core: core.loads()))
-            if serving.phase is not Phase.WARMING_UP
+            if serving.state in (Phase.READY.value, Phase.CLOSING.value)
             else [],
             "admin": request.scope["state"].get("admin", False),
             "experts": expert_load(experts, serving.model_root) if experts is not None else None,

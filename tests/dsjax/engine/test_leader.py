@@ -9,6 +9,7 @@ from dsjax.engine.commands import Clear, Copy, Flush, RankStep, Step
 from dsjax.engine.follower import Follower
 from dsjax.engine.leader import LeaderExecutor
 from dsjax.hosts import HostOptions
+from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.meeting import Arrival
 
@@ -55,7 +56,7 @@ class Told:
         self.events.append(("launch", command))
         self.launched += 1
         if self.launched == self.fails_at:
-            raise RuntimeError("the device is gone")
+            raise ValueError("it cannot be laid out")
         return Pending(self.launched, command)
 
     def wait(self, pending):
@@ -185,11 +186,11 @@ def test_a_command_that_the_leader_cannot_launch_ends_all():
     pair.inner.fails_at = 2
     pair.groups[0].lost_by = lambda error: None
     pair.leader.launch(step(1))
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with pytest.raises(ValueError, match="it cannot be laid out"):
         pair.leader.launch(step(2))
     pair.join()
     assert isinstance(pair.error, GroupError)
-    assert "process 0 has ended the group: a command could not be launched (RuntimeError)" in str(pair.error)
+    assert "process 0 has ended the group: a command could not be launched (ValueError)" in str(pair.error)
 
 
 def test_what_fails_because_a_member_is_gone_names_it():
@@ -197,7 +198,7 @@ def test_what_fails_because_a_member_is_gone_names_it():
     pending = pair.leader.launch(step(1))
 
     def fail(pending):
-        pair.groups[0].on_lost = lambda error: None
+        pair.groups[0].on_change = lambda error: None
         pair.groups[0]._lose(pair.groups[0].members[1])
         raise RuntimeError("Gloo: connection closed by peer")
 
@@ -224,3 +225,107 @@ def test_questions_are_answered_by_all_in_the_order_of_their_ids():
         pair.groups[0].run("loading", lambda: 1)
     pair.leader.shutdown()
     pair.join()
+
+
+class Group:
+    """Process 1 of a group that it follows through generations, in a thread; process 0 is the test."""
+
+    def __init__(self):
+        self.store = MemoryStore()
+        members = [Arrival(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
+        self.leader, self.own = (
+            HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
+            for index in (0, 1)
+        )
+        self.leader._alone.set()
+        self.own.hear(1)
+        self.follower, self.loaded, self.released = Follower(self.own), [], []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread.start()
+
+    def _load(self, found):
+        executor = Told()
+        executor.generation = 0 if found is None else found.number
+        self.loaded.append(executor)
+        return executor
+
+    def _follow(self):
+        try:
+            self.follower.run(self._load, self.released.append, seconds=1.0)
+        except BaseException as error:
+            self.error = error
+
+    def announce(self, number: int, *process_ids: int):
+        self.leader.announce(Announcement(number, list(process_ids), [0], {"mesh": "dp=1"}, "a test"))
+
+    def until(self, condition):
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def end(self):
+        self.leader.leave()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_without_it():
+    group = Group()
+    first = LeaderExecutor(Told(), group.leader)
+    first.launch(step(1))
+    group.until(lambda: group.loaded and group.loaded[0].launched == 1)
+    first.retire()
+    group.announce(1, 0)
+    group.until(lambda: group.follower.phase == "standing by")
+    assert group.released == group.loaded[:1]
+    group.announce(2, 0, 1)
+    second = LeaderExecutor(Told(), group.leader)
+    second.launch(step(2))
+    group.until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
+    assert group.loaded[1].generation == 2
+    # The stream of a generation begins anew, and so do the results that were collected.
+    assert group.loaded[1].in_order() == [("launch", step(2))]
+    assert group.follower.commands == 2
+    group.end()
+    assert group.error is None
+
+
+def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_ever():
+    group = Group()
+    leader = LeaderExecutor(Told(), group.leader)
+    group.until(lambda: group.loaded)
+
+    def fail(command):
+        raise RuntimeError("Gloo: connection closed by peer")
+
+    group.loaded[0].launch = fail
+    leader.launch(step(1))
+    group.until(lambda: group.follower.phase == "regrouping")
+    group.announce(1, 0, 1)
+    group.until(lambda: len(group.loaded) == 2)
+    group.loaded[1].launch = fail
+    LeaderExecutor(Told(), group.leader).launch(step(2))
+    group.thread.join(10)
+    assert not group.thread.is_alive()
+    assert str(group.error) == "Gloo: connection closed by peer"
+
+
+def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_goes_on_to_the_next():
+    group = Group()
+    group.until(lambda: group.loaded)
+    asked: list[BaseException] = []
+
+    def ask():
+        try:
+            group.own.ask("loading")
+        except GroupError as error:
+            asked.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    group.announce(1, 0, 1)
+    thread.join(10)
+    assert "generation 0 was given up while process 0 (host, pid 10) was waited for" in str(asked[0])
+    group.end()

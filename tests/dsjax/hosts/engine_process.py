@@ -22,6 +22,8 @@ SIZES = {
     "kernels": "plain",
 }
 PROMPTS = [[5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3], [90, 80, 70, 60, 50, 40]]
+OTHERS = [[40 + i] * 20 for i in range(8)]
+"""As many as push the pages of `PROMPTS` out of a small cache."""
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=1)
 
@@ -46,26 +48,31 @@ def main() -> None:
     parser.add_argument("--layouts", type=json.loads)
     given = vars(parser.parse_args())
     model, layouts = given.pop("model"), given.pop("layouts")
-    first = EngineArgs(model=model, mesh=layouts[0][0], **SIZES, **given)
+    first = EngineArgs(model=model, mesh=layouts[0][0], **SIZES, **layouts[0][3], **given)
     group = join_group(first, host_options(first))
     from dsjax.engine.follower import Follower
     from dsjax.engine.leader import End
     from dsjax.engine.loading import load_model
 
     found = []
-    for generation, (mesh, dispatch, sampled) in enumerate(layouts):
+    for generation, (mesh, dispatch, sampled, options) in enumerate(layouts):
         group.generation = generation
-        args = EngineArgs(model=model, mesh=mesh, dispatch=dispatch, **SIZES, **given)
+        args = EngineArgs(model=model, mesh=mesh, dispatch=dispatch, **SIZES, **options, **given)
         loaded = load_model(args, group)
         if not group.is_leader:
             Follower(group).follow(loaded.executor)
             continue
-        engine = LLMEngine(loaded.executor, None, args.scheduler_config(loaded.executor.limits))
+        engine = LLMEngine(loaded.executor, None, args.scheduler_config(loaded.executor.limits), eplb=args.eplb)
+        balance = engine.core.balance()
         found.append(
             {
-                "greedy": continuations(engine, PROMPTS, GREEDY),
+                "greedy": [
+                    continuations(engine, each, GREEDY)
+                    for each in ([PROMPTS, OTHERS, PROMPTS] if options else [PROMPTS])
+                ],
                 "sampled": continuations(engine, PROMPTS[:2], SAMPLED) if sampled else None,
-                "compiled": len(loaded.executor.inner.programs.compiled),
+                "rebalances": balance and engine.core.balance().rebalances,
+                "fetched": [load.host and load.host.fetched for load in engine.core.loads()],
             }
         )
         loaded.executor._put(End())

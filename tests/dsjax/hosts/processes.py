@@ -11,13 +11,16 @@ from pathlib import Path
 from quick_compilation import QUICK_COMPILATION
 
 ROOT = Path(__file__).parents[3]
-_FLAGS = " ".join(
-    (
-        *QUICK_COMPILATION,
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=40",
+
+
+def _flags(stuck: int) -> str:
+    return " ".join(
+        (
+            *QUICK_COMPILATION,
+            f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={stuck // 2}",
+            f"--xla_cpu_collective_call_terminate_timeout_seconds={stuck}",
+        )
     )
-)
 
 
 def free_port() -> int:
@@ -29,16 +32,22 @@ def free_port() -> int:
 class Group:
     """`command`, an argument list of Python's, started once for each process with the options of a group behind it.
 
-    options: more options of each process.
+    options: more options of each process. stuck: seconds after which a collective of one process's devices aborts it.
     """
 
     def __init__(
-        self, command: list[str], count: int, *, options: dict[int, list[str]] | None = None, timeout: int = 20
+        self,
+        command: list[str],
+        count: int,
+        *,
+        options: dict[int, list[str]] | None = None,
+        timeout: int = 20,
+        stuck: int = 40,
     ):
         port = free_port()
-        environment = {
+        self._environment = environment = {
             **os.environ,
-            "XLA_FLAGS": _FLAGS,
+            "XLA_FLAGS": _flags(stuck),
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
             "COLUMNS": "300",
@@ -46,21 +55,34 @@ class Group:
         }
         environment.pop("PJRT_NPROC", None)
         self.output = [""] * count
-        self.processes = []
+        self.processes, self._arguments, self._threads = [], [], []
         for index in range(count):
             own = ["--coordinator-address", f"127.0.0.1:{port}", "--num-processes", str(count)]
             own += ["--process-id", str(index), "--start-timeout", str(timeout), "--heartbeat-timeout", "5"]
             arguments = [sys.executable, *command, *own, *(options or {}).get(index, [])]
-            process = subprocess.Popen(
-                arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment
-            )
-            self.processes.append(process)
-        self._threads = [threading.Thread(target=self._read, args=(index,), daemon=True) for index in range(count)]
-        for thread in self._threads:
-            thread.start()
+            self._arguments.append(arguments)
+            self.processes.append(self._start(index))
+            self._threads.append(self._reader(index))
 
-    def _read(self, index: int) -> None:
-        for line in self.processes[index].stdout:
+    def start_again(self, index: int) -> None:
+        """Start a process that has ended with the same command, as its supervisor does. What it prints begins anew."""
+        self.processes[index].wait()
+        self._threads[index].join(5)
+        self.output[index] = ""
+        self.processes[index] = self._start(index)
+        self._threads[index] = self._reader(index)
+
+    def _start(self, index: int) -> subprocess.Popen:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(self._arguments[index], cwd=ROOT, env=self._environment, **pipes)
+
+    def _reader(self, index: int) -> threading.Thread:
+        thread = threading.Thread(target=self._read, args=(index, self.processes[index].stdout), daemon=True)
+        thread.start()
+        return thread
+
+    def _read(self, index: int, lines) -> None:
+        for line in lines:
             self.output[index] += line
 
     def wait_for(self, index: int, text: str, seconds: float = 120) -> None:

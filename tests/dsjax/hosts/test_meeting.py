@@ -10,7 +10,8 @@ import pytest
 
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, meeting
-from dsjax.hosts.meeting import Arrival, GroupError, meet
+from dsjax.hosts.meeting import Arrival, GroupError, Meeting, meet
+from dsjax.hosts.wire import send
 
 ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint fingerprint": "ab12"}
 
@@ -18,6 +19,16 @@ ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint finger
 @pytest.fixture(autouse=True)
 def short_linger(monkeypatch):
     monkeypatch.setattr(meeting, "_LINGER_SECONDS", 0.5)
+
+
+open_meetings: list[Meeting] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_in_the_end():
+    yield
+    while open_meetings:
+        open_meetings.pop().close()
 
 
 def free_port() -> int:
@@ -43,7 +54,9 @@ def hold(processes: list[HostOptions], alike: list[dict | Exception] | None = No
             return given
 
         try:
-            found[index] = meet(processes[index], prepare)
+            meeting_of = meet(processes[index], prepare)
+            open_meetings.append(meeting_of)
+            found[index] = meeting_of.members
         except Exception as error:
             found[index] = error
 
@@ -70,12 +83,16 @@ def test_all_get_the_same_members_in_the_order_of_their_ids():
     assert found[1:] == [found[0]] * 3
 
 
-def test_the_port_is_free_when_the_meeting_is_over():
-    processes = group_of(2)
+def test_all_are_told_where_the_service_will_be_which_is_beside_the_meetings_port():
+    processes = group_of(3)
     hold(processes)
+    services = {found.service for found in open_meetings}
+    assert len(services) == 1
+    host, port = services.pop().split(":")
+    assert host == "127.0.0.1"
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", processes[0].coordinator[1]))
+        probe.bind((host, int(port)))
+    assert int(port) != processes[0].coordinator[1]
 
 
 def test_a_missing_process_is_named_by_all_that_came():
@@ -135,10 +152,64 @@ def test_another_number_of_processes_ends_the_meeting():
     assert all("has --num-processes 4, process 0 has 3" in text for text in found)
 
 
-def test_one_process_too_many_finds_no_group_that_forms():
-    processes = group_of(2, timeout=1)
+def door_of(left: list, next_generation: int | None = 3):
+    """The door of the group that was held last, with a group behind it that lets everybody come back."""
+    door = next(found.door for found in open_meetings if found.door)
+    door.watch(lambda arrival: left.append(arrival.process_id), lambda arrival: next_generation)
+    return door
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_member_that_goes_is_seen_at_once_and_may_come_back_under_its_id():
+    processes = group_of(3)
     hold(processes)
-    with socket.socket() as service:  # in the place of JAX's, which does not begin as a meeting does
+    left: list[int] = []
+    door_of(left)
+    connections = {found.connection.getsockname()[1]: found for found in open_meetings if found.connection}
+    gone = next(iter(connections.values()))
+    gone.close()
+    until(lambda: len(left) == 1)
+    back = processes[left[0]]
+    (members,) = hold([back])
+    assert [member.process_id for member in members] == [0, 1, 2]
+    assert open_meetings[-1].generation == 3
+    assert open_meetings[-1].service == open_meetings[0].service
+
+
+def test_another_process_under_the_id_of_a_member_that_lives_is_refused_alone():
+    processes = group_of(2)
+    hold(processes)
+    left: list[int] = []
+    door_of(left)
+    (found,) = messages(hold([processes[1]]))
+    assert "is in the group, and another on " in found
+    assert "has its --process-id 1; give each its own" in found
+    assert not left
+
+
+def test_one_that_comes_back_otherwise_or_at_the_end_is_told_so():
+    processes = group_of(2)
+    hold(processes)
+    left: list[int] = []
+    door = door_of(left, None)
+    door.drop(1)
+    (found,) = messages(hold([processes[1]], [ALIKE | {"--mesh": "dp=8"}]))
+    assert "has --mesh dp=8, process 0 has dp=4" in found
+    (found,) = messages(hold([processes[1]]))
+    assert found == "process 0 is ending the group; start all processes again"
+    (found,) = messages(hold([dataclasses.replace(processes[1], num_processes=3)]))
+    assert "has --num-processes 3, process 0 has 2" in found
+
+
+def test_a_stranger_in_the_place_of_process_0_is_no_group():
+    processes = group_of(2, timeout=1)
+    with socket.socket() as service:
         service.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         service.bind(("127.0.0.1", processes[0].coordinator[1]))
         service.listen()
@@ -153,7 +224,7 @@ def test_one_process_too_many_finds_no_group_that_forms():
         threading.Thread(target=answer, daemon=True).start()
         (found,) = messages(hold([processes[1]]))
         service.shutdown(socket.SHUT_RDWR)
-    assert "it has formed already, or is no dsjax" in found
+    assert "what answers there is no dsjax that waits for other processes" in found
 
 
 def test_a_port_in_use_is_known_at_once():
@@ -172,7 +243,7 @@ def test_a_process_that_dies_while_the_group_forms_ends_it():
     # It comes, and goes without a word.
     def visit() -> None:
         connection = meeting._connect(processes[2])
-        meeting._send(connection, Arrival.of(processes[2]))
+        send(connection, Arrival.of(processes[2]))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
 

@@ -1,9 +1,12 @@
-"""A server over two processes: requests of every kind, the follower's own endpoints, and a follower that is killed."""
+"""A server over two processes: requests of every kind, the follower's own endpoints, and a mesh that changes under them: on purpose, and
+because the follower is killed, comes back, and hangs.
+"""
 
 import json
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -140,17 +143,142 @@ def test_nothing_is_compiled_while_serving_and_pages_come_back(served):
     assert re.search(r"^dsjax_compilations_after_warm_up_total{.*} 0$", text, re.MULTILINE)
 
 
-def test_a_killed_follower_ends_the_stream_with_an_error_and_the_server_with_its_name(served):
-    # The last test: the group does not survive it.
-    body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 80, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.leader}/v1/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        killed = time.monotonic()
-        served.group.processes[1].send_signal(signal.SIGKILL)
-        events = [line for line in lines if line]
-    assert "the engine has failed" in events[-2]
-    assert served.group.codes(30) == [1, -signal.SIGKILL], served.group.last_words()
-    assert time.monotonic() - killed < 30
+# From here on the mesh changes: the order of these tests is theirs.
+
+MIXED = [
+    {"prompt": PROMPTS[0]},
+    {"prompt": PROMPTS[1], "temperature": 1, "seed": 5, "logprobs": 2},
+    {"prompt": PROMPTS[2], "repetition_penalty": 1.3, "presence_penalty": 0.4},
+    {"prompt": PROMPTS[3], "structured_outputs": {"regex": "[a-z ]{60,80}"}, "temperature": 0.7, "seed": 9},
+]
+
+
+class Streams:
+    """Requests of several kinds, each streamed to its end by a thread."""
+
+    def __init__(self, served: Served, requests: list[dict]):
+        self.served, self.texts, self.first = served, [""] * len(requests), threading.Event()
+        self.errors: list[str] = []
+        self.threads = [
+            threading.Thread(target=self._read, args=(index, request), daemon=True)
+            for index, request in enumerate(requests)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self, index: int, request: dict) -> None:
+        common = {"model": "tiny", "max_tokens": 80, "temperature": 0, "ignore_eos": True, "stream": True}
+        url = f"{self.served.leader}/v1/completions"
+        with httpx.stream("POST", url, json=common | request, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if not line or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    self.errors.append(str(event))
+                    return
+                self.texts[index] += event["choices"][0]["text"]
+                self.first.set()
+
+    def join(self) -> list[str]:
+        """What each said, to its end."""
+        for thread in self.threads:
+            thread.join(120)
+            assert not thread.is_alive(), self.served.group.last_words()
+        assert not self.errors
+        return self.texts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(served):
+    texts = Streams(served, MIXED).join()
+    assert all(texts)
+    return texts
+
+
+def metric(served, name: str) -> float:
+    text = httpx.get(f"{served.leader}/metrics").text
+    return float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE).group(1))
+
+
+def scale(served, mesh: str) -> httpx.Response:
+    return httpx.post(f"{served.leader}/scale", json={"mesh": mesh}, headers=KEY, timeout=120)
+
+
+def test_a_mesh_that_cannot_be_is_refused_and_changes_nothing(served):
+    for mesh, message in (
+        ("dp=5", "mesh dp=5 wants 5 devices, and this server has 4"),
+        ("tp=3", "heads are not divisible by tp=3"),
+        ("4", "expected axis=size"),
+    ):
+        answer = scale(served, mesh)
+        assert answer.status_code == 400, answer.text
+        assert message in answer.json()["error"]["message"]
+    assert httpx.post(f"{served.leader}/scale", json={"mesh": "dp=2"}).status_code == 401
+    assert metric(served, "dsjax_generation") == 0
+
+
+def test_streams_stay_open_and_say_the_same_while_the_mesh_shrinks_and_grows(served, undisturbed):
+    streams = Streams(served, MIXED)
+    streams.first.wait(60)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(scale(served, "dp=2")))
+    asking.start()
+    while httpx.get(f"{served.leader}/ready").status_code != 503:
+        assert asking.is_alive()
+    assert "not ready: " in httpx.get(f"{served.leader}/ready").text
+    assert scale(served, "dp=4").status_code == 409
+    late = Streams(served, MIXED[:1])  # comes while nothing computes
+    asking.join(60)
+    assert answers[0].status_code == 200, answers[0].text
+    found = answers[0].json()
+    assert [found[name] for name in ("mesh", "devices", "processes", "generation")] == ["dp=2", 2, 1, 1]
+    assert httpx.get(f"{served.follower}/ready").json() == {"status": "standing by"}
+    answer = scale(served, "dp=4")
+    assert answer.status_code == 200, answer.text
+    assert streams.join() == undisturbed
+    assert late.join() == undisturbed[:1]
+    info = httpx.get(f"{served.leader}/server_info").json()
+    assert [info["mesh"], info["num_processes"], len(info["ranks"])] == ["dp=4", 2, 4]
+    assert metric(served, "dsjax_generation") == 2
+
+
+def test_a_follower_killed_in_a_step_costs_nobody_a_token(served, undisturbed):
+    streams = Streams(served, MIXED)
+    streams.first.wait(60)
+    served.group.processes[1].send_signal(signal.SIGKILL)
+    assert streams.join() == undisturbed
+    assert metric(served, "dsjax_generation_devices") == 2
+    assert metric(served, "dsjax_generation_devices_wanted") == 4
     assert re.search(r"process 1 \(.*, pid \d+\) has gone away", served.group.output[0])
     assert "Traceback" not in served.group.output[0]
+
+
+def test_a_follower_that_is_started_again_joins_under_its_id(served, undisturbed):
+    served.group.start_again(1)
+    deadline = time.monotonic() + 120
+    while metric(served, "dsjax_generation_devices") < 4:
+        assert Streams(served, MIXED).join() == undisturbed
+        assert time.monotonic() < deadline, served.group.last_words()
+    assert Streams(served, MIXED).join() == undisturbed
+    served.group.wait_for(1, "/metrics at ")
+    served.follower = re.search(r"/metrics at (http://[\d.:]+)", served.group.output[1]).group(1)
+    assert httpx.get(f"{served.follower}/ready").json() == {"status": "ready"}
+
+
+def test_a_follower_that_hangs_is_given_up_and_ends_when_it_goes_on(served, undisturbed):
+    streams = Streams(served, MIXED)
+    streams.first.wait(60)
+    served.group.processes[1].send_signal(signal.SIGSTOP)
+    assert streams.join() == undisturbed
+    assert metric(served, "dsjax_generation_devices") == 2
+    served.group.processes[1].send_signal(signal.SIGCONT)
+    assert served.group.processes[1].wait(30) == 1
+    assert "was aborted" in served.group.output[1]
+
+
+def test_the_group_ends_as_it_should_though_a_member_is_missing(served):
+    pages = {load["used_pages"] for load in httpx.get(f"{served.leader}/get_load").json()["ranks"]}
+    assert pages == {0}
+    served.group.processes[0].send_signal(signal.SIGTERM)
+    assert served.group.codes(30) == [0, 1], served.group.last_words()

@@ -175,7 +175,12 @@ def test_an_error_that_is_not_the_models_values_is_no_corruption_and_no_token(me
     failed = {
         kind.value: value(metrics, "dsjax_requests_failed_total", engine="2", error=kind.value) for kind in ErrorKind
     }
-    assert failed == {"non_finite_values": 0, "structured_output_failed": 1, "no_token_allowed": 1}
+    assert failed == {
+        "non_finite_values": 0,
+        "structured_output_failed": 1,
+        "no_token_allowed": 1,
+        "no_room_on_the_new_mesh": 0,
+    }
     assert value(metrics, "vllm:request_success_total", engine="2", finished_reason="error") == 2
     assert value(metrics, "vllm:corrupted_requests_total", engine="2") == 0
     assert value(metrics, "vllm:generation_tokens_total", engine="2") == 0

@@ -1,0 +1,282 @@
+"""``Generations``: the executors of one engine, one after the other, as its mesh changes while requests go on. docs/many-hosts.md.
+
+A generation is everything above the processes and below the scheduler: mesh, parameters, programs, ``DeviceState``, executor, stream.
+Process 0 has a ``Generations``; the others make theirs with ``load_generation`` from what it announces.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.core import ChangeUnderWayError
+from dsjax.engine.executor import Executor, ExecutorAround
+from dsjax.engine.leader import LeaderExecutor
+from dsjax.engine.loading import EngineFacts, LoadedModel, load_model
+from dsjax.engine.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
+from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.step_record import RecordingExecutor
+from dsjax.errors import UserError
+from dsjax.hosts.announcement import Announcement
+from dsjax.hosts.device_orders import DeviceOrders
+from dsjax.hosts.group import GroupError, HostGroup
+from sharding import MeshSpec
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """An executor, the scheduler's sizes for it, and what is said of it."""
+
+    executor: Executor
+    config: SchedulerConfig
+    facts: EngineFacts
+
+
+@dataclass
+class ChangeCounts:
+    """What metrics show.
+
+    Attributes:
+        changes: that were made, by reason: ``scale`` (asked for), ``loss`` (of a process), ``failure`` (of a collective, though all
+            processes live), ``return`` (of a process). seconds: in them, in which no step computed.
+    """
+
+    changes: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    last_seconds: float = 0.0
+
+
+class Generations:
+    """Makes the next executor when the mesh has to change, and gives up the one before. The engine's thread calls what changes something.
+
+    Args:
+        loaded: the first generation, as ``load_model`` gave it with ``args`` and ``group``.
+
+    Attributes:
+        number: of the generation of now; facts: what it is. wanted: the mesh that was asked for last: the one of now is smaller while
+            processes are missing.
+        warm: whether the first one was warmed up: then each is, before requests go on.
+        phase: what is being done to change the mesh; None while nothing is.
+        failure: why the mesh that was asked for last could not be had; the one before is in its place.
+        wake: called, from any thread, when ``due`` may have become true.
+    """
+
+    def __init__(self, args: EngineArgs, group: HostGroup | None, loaded: LoadedModel):
+        self._args, self._group, self._config = args, group, loaded.config
+        self._weights = loaded.facts.weights
+        self._executor: Executor | None = loaded.executor
+        self.number, self.facts = 0, loaded.facts
+        self.spec = self.wanted = MeshSpec.parse(args.mesh)
+        self.warm, self.failure = False, None
+        self.phase: str | None = None
+        self.counts = ChangeCounts()
+        self.wake: Callable[[], None] = lambda: None
+        self._asked = False
+        self._orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
+        self._orders.choose([device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape)
+        if group is not None:
+            group.on_change = lambda error: self.wake()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the mesh is being changed, or is about to be."""
+        return self._asked or self.phase is not None
+
+    @property
+    def due(self) -> bool:
+        """Whether a process of this generation is gone, or devices that were missing are there again."""
+        if self._group is None:
+            return False
+        try:
+            return self._is_broken or self._fit() != self.spec
+        except UserError:
+            return True
+
+    def ask(self, text: str) -> MeshSpec:
+        """Check a mesh that somebody wants; until ``to`` is called with it nobody else can ask.
+
+        Raises:
+            ChangeUnderWayError: another change is under way.
+            UserError, MeshError: it is no mesh, does not fit the model, or wants more devices than there are.
+        """
+        if self.busy:
+            raise ChangeUnderWayError(
+                f"the mesh is being changed ({self.phase or 'about to begin'}); ask again when that is done"
+            )
+        spec = MeshSpec.parse(text)
+        check_mesh(self._args, self._config, self._weights, spec, self._devices())
+        self._asked = True
+        return spec
+
+    def forget(self) -> None:
+        """What was asked for is not done."""
+        self._asked = False
+
+    def to(self, wanted: MeshSpec) -> Generation:
+        """Change to a mesh that was asked for. Where it cannot be had, ``failure`` says why, and the one before is made again."""
+        before, self.wanted, self.failure = self.wanted, wanted, None
+        try:
+            return self._make("scale", f"{wanted} was asked for")
+        except GroupError:
+            raise
+        except UserError as error:
+            _log.error("The mesh %s cannot be had: %s. Going back to %s.", wanted, error, before)
+            self.wanted, self.failure = before, error
+            return self._make("scale", f"{wanted} could not be had")
+
+    def after(self, error: Exception) -> Generation:
+        """Go on after a step failed.
+
+        Raises:
+            the error itself, where no process is gone, and it was no collective that had worked before.
+        """
+        lost = self._lost_by(error)
+        if lost is None and not (isinstance(error, RuntimeError) and self._has_worked):
+            if self._group is not None:
+                self._group.leave(f"a step has failed ({type(error).__name__})")
+            raise error
+        _log.warning("%s", lost or f"A step has failed, though all processes live: {error}")
+        return self._make("loss" if lost else "failure", str(lost or "a collective has failed"))
+
+    def regroup(self) -> Generation:
+        """Change to the largest mesh, up to the wanted one, that the processes of now have devices for."""
+        if self._is_broken:
+            return self._make("loss", "a process has gone")
+        return self._make("return", "a process has come back")
+
+    def _make(self, kind: str, reason: str) -> Generation:
+        began, self.phase = time.monotonic(), "giving up the old mesh"
+        recording = self._executor.recording
+        broken = kind in ("loss", "failure")
+        try:
+            release(self._executor)
+            self._executor = None
+            while True:
+                if broken:
+                    self._orders.break_current(self._group.lost if self._group else ())
+                try:
+                    loaded = self._load(reason)
+                    break
+                except (GroupError, RuntimeError) as error:
+                    lost = self._lost_by(error)
+                    if lost is None:
+                        raise
+                    broken, reason = True, str(lost)
+                    _log.warning("%s", lost)
+        finally:
+            self.phase, self._asked = None, False
+        self._executor, self.facts = loaded.executor, loaded.facts
+        if recording:
+            loaded.executor.set_recording(True)
+        seconds = time.monotonic() - began
+        self.counts.changes[kind] += 1
+        self.counts.seconds += seconds
+        self.counts.last_seconds = seconds
+        _log.info("Generation %d has %s. No step computed for %.1f s.", self.number, self.spec, seconds)
+        return Generation(loaded.executor, self._args.scheduler_config(loaded.executor.limits), loaded.facts)
+
+    def _load(self, reason: str) -> LoadedModel:
+        self.phase = "loading"
+        self.spec = self._fit()
+        options = changed_options(self._args, self._config, self.spec)
+        chosen = self._devices()[: self.spec.num_devices]
+        order = self._orders.choose([device.id for device in chosen], self.spec.shape)
+        self.number += 1
+        processes = sorted({device.process_index for device in chosen})
+        _log.info("Generation %d begins, with %s on processes %s: %s.", self.number, self.spec, processes, reason)
+        found = Announcement(self.number, processes, order, options, reason)
+        if self._group is not None:
+            self._group.announce(found)
+        loaded = load_generation(self._args, found, self._group)
+        if self.warm:
+            self.phase = "compiling"
+            loaded.executor.warm_up(self._show_progress)
+        return loaded
+
+    def _show_progress(self, done: int, total: int, label: str) -> None:
+        self.phase = f"compiling {done} of {total}: {label}"
+
+    def _fit(self) -> MeshSpec:
+        """The largest mesh for the devices of now that has not broken in each of its orders."""
+        devices = self._devices()
+        while True:
+            try:
+                spec = largest_mesh(self._args, self._config, self._weights, self.wanted, devices)
+            except NoMeshError as error:
+                raise UserError(f"{error}; start all processes again") from error
+            chosen = devices[: spec.num_devices]
+            if self._orders.find([device.id for device in chosen], spec.shape) is not None:
+                return spec
+            devices = devices[: spec.num_devices - spec.tp_size]
+
+    def _devices(self) -> list[jax.Device]:
+        """Of processes that live, by process and id."""
+        live = None if self._group is None else {member.process_id for member in self._group.live}
+        found = [device for device in jax.devices() if live is None or device.process_index in live]
+        return sorted(found, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
+
+    @property
+    def _is_broken(self) -> bool:
+        return any(member.process_id in self._group.lost for member in self._group.present)
+
+    @property
+    def _has_worked(self) -> bool:
+        """Whether the executor of now has computed anything together with other processes."""
+        leader = _inside(self._executor, LeaderExecutor)
+        return leader is not None and leader.collected > 0
+
+    def _lost_by(self, error: Exception) -> GroupError | None:
+        if self._group is None or not isinstance(error, GroupError | RuntimeError):
+            return None
+        return self._group.lost_by(error)
+
+
+def load_generation(args: EngineArgs, found: Announcement, group: HostGroup | None) -> LoadedModel:
+    """This process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
+
+    args: with which the process was started.
+    """
+    own = replace(args, **found.options, record_steps=None)
+    return load_model(own, group, mesh=mesh_of(found))
+
+
+def mesh_of(found: Announcement) -> Mesh:
+    """The mesh of a generation."""
+    devices = {device.id: device for device in jax.devices()}
+    return MeshSpec.parse(found.options["mesh"]).arrange([devices[i] for i in found.device_ids])
+
+
+def release(executor: Executor | None) -> None:
+    """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more."""
+    while isinstance(executor, ExecutorAround):
+        if isinstance(executor, RecordingExecutor):
+            executor.file.close("the mesh has changed")
+        if isinstance(executor, LeaderExecutor):
+            executor.retire()
+        executor = executor.inner
+    if executor is not None:
+        executor.release()
+    gc.collect()
+
+
+def _inside(executor: Any, kind: type) -> Any:
+    """The executor of this kind among those around one another; None where there is none."""
+    while isinstance(executor, ExecutorAround):
+        if isinstance(executor, kind):
+            return executor
+        executor = executor.inner
+    return None
+
+
+__all__ = ["Generation", "Generations", "load_generation", "mesh_of", "release"]

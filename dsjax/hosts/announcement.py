@@ -1,0 +1,85 @@
+"""`Announcement`: what process 0 says of a generation, and how the others hear of it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from dsjax.hosts.group import HostGroup
+
+_LOOK_SECONDS = 3600.0
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """A generation begins; or, with `ended`, there is no further one.
+
+    Attributes:
+        process_ids: who has devices in its mesh; others of the group wait for the next generation.
+        device_ids: of the mesh, row by row.
+        options: the engine's options that differ from those the process was started with; `mesh` is one of them.
+        reason: for people.
+    """
+
+    number: int
+    process_ids: list[int] = []
+    device_ids: list[int] = []
+    options: dict[str, Any] = {}
+    reason: str = ""
+    ended: bool = False
+
+
+def key(number: int) -> str:
+    """Where a generation is announced. It is beside the generations' own keys, for who is in none of them must find it."""
+    return f"dsjax/generations/{number}"
+
+
+class Announcements:
+    """All announcements from a generation on, heard by a thread of its own; a process may be busy, or stuck in a collective.
+
+    Attributes:
+        latest: the last generation that was announced.
+    """
+
+    def __init__(self, group: HostGroup, first: int):
+        self._group, self._next = group, first
+        self._heard: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
+        self.latest = first - 1
+        self._listeners: list = []
+        threading.Thread(target=self._listen, name="dsjax-announcements", daemon=True).start()
+
+    def next(self, seconds: float | None = None) -> Announcement | None:
+        """Wait for the latest announcement that was not given yet; None where none comes."""
+        try:
+            found = self._heard.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        while not self._heard.empty():  # generations that broke before this process came to them
+            found = self._heard.get()
+        return found
+
+    def listen(self, call) -> None:
+        """Have `call()` called at each announcement from now on, in the listening thread, until it is called with `forget`."""
+        self._listeners.append(call)
+        if not self._heard.empty():
+            call()
+
+    def forget(self, call) -> None:
+        """Undo `listen`."""
+        self._listeners.remove(call)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                found = self._group.store.get(key(self._next), _LOOK_SECONDS)
+            except ConnectionError:
+                return  # the group knows
+            if found is None:
+                continue
+            self.latest, self._next = self._next, self._next + 1
+            self._heard.put(msgspec.msgpack.decode(found, type=Announcement))
+            for call in list(self._listeners):
+                call()

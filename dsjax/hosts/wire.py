@@ -1,0 +1,119 @@
+"""What the processes of a group say to each other before JAX joins them: messages in MessagePack, in frames with their length.
+
+A frame is four little-endian bytes of length, then a message; `MAGIC` comes first in both directions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import Any
+
+import msgspec
+
+from dsjax.hosts.options import HostOptions
+
+MAGIC = b"dsjaxmt2"
+_MOST_BYTES = 1 << 20
+
+
+class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
+    """What a process says when it comes. machine: equal for processes that reach each other over the loopback interface."""
+
+    process_id: int
+    num_processes: int
+    host: str
+    pid: int
+    address: str
+    machine: str
+
+    @classmethod
+    def of(cls, options: HostOptions) -> Arrival:
+        """This process."""
+        return cls(
+            options.process_id, options.num_processes, socket.gethostname(), os.getpid(), options.address, _machine()
+        )
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"process {self.process_id} ({self.host}, pid {self.pid})"
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """What must be alike in all processes, by name as messages have it; or why this process cannot start."""
+
+    alike: dict[str, Any] = {}
+    error: str | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+    """Who is in the group, or why there is none.
+
+    service: `HOST:PORT` of JAX's coordination service. generation: the first one that this process may be in.
+    """
+
+    members: list[Arrival] = []
+    error: str | None = None
+    service: str = ""
+    generation: int = 0
+
+
+Message = Arrival | Prepared | Verdict
+encode = msgspec.msgpack.encode
+decode = msgspec.msgpack.Decoder(Message).decode
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Send a message."""
+    data = encode(message)
+    connection.sendall(len(data).to_bytes(4, "little") + data)
+
+
+def receive(connection: socket.socket) -> Message:
+    """Wait for a message.
+
+    Raises:
+        EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
+    """
+    length = int.from_bytes(exactly(connection, 4), "little")
+    if length > _MOST_BYTES:
+        raise msgspec.DecodeError(f"a message of {length} bytes")
+    return decode(exactly(connection, length))
+
+
+def exactly(connection: socket.socket, count: int) -> bytes:
+    """Wait for so many bytes."""
+    found = b""
+    while len(found) < count:
+        part = connection.recv(count - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return found
+
+
+def keep_alive(connection: socket.socket, seconds: int) -> None:
+    """Have the kernel notice that the other host is gone while both sides are silent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", max(1, seconds // 2)), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def close(connection: socket.socket) -> None:
+    """Close a connection, or a listener, also under a thread that waits for it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
+    connection.close()
+
+
+def _machine() -> str:
+    """The same for processes that share a loopback interface: this boot of this kernel, and the network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()

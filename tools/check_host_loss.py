@@ -1,0 +1,290 @@
+"""Take processes away from a serving group, and hold every answer to that of an undisturbed run.
+
+    python tools/check_host_loss.py                                            # 4 × 8 devices, 200 sessions, ten processes killed
+    python tools/check_host_loss.py --signal STOP --losses 3                   # they hang instead
+    python tools/check_host_loss.py --at-once 2                                # two of the four at the same moment
+    python tools/check_host_loss.py --at-once 2 --apart 10                     # the second while the mesh is being changed
+    python tools/check_host_loss.py --processes 2 --devices 2 --sessions 8 --losses 2       # a small one
+
+A tiny model is served. First each request is answered undisturbed. Then every session sends its own request again and again, streamed,
+and at a random moment a random process but the first gets the signal. When the mesh is smaller, the sessions go on; then the process is
+started again, as its supervisor would do, and joins (not with `--no-return`). An answer is lost where its stream ends with an error or
+without an end, and wrong where its text is another.
+
+The silence is the longest time without a token on any stream, from the signal, or from the start of the process that comes back, until
+the group has changed: so the seconds until the first token after the loss. `--json FILE` writes `{"losses": [{"processes", "signal",
+"silence", "change_seconds", "devices", "return_silence", "return_change_seconds"}], "answers", "lost", "wrong", "pages_left",
+"resident_bytes": [first, last]}`. What stands behind `--` are more options of `dsjax serve`. Exits 1 where an answer was lost or wrong, a
+page was left, or a group did not change.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("", "dsjax/hosts", "dsjax/engine"))]
+from processes import Group
+from worded_checkpoint import write_worded_checkpoint
+
+WORDS = [
+    "def",
+    "return",
+    "the",
+    "queue",
+    "of",
+    "pages",
+    "for",
+    "a",
+    "host",
+    "that",
+    "is",
+    "gone",
+    "and",
+    "comes",
+    "back",
+    "(",
+    ")",
+    ":",
+    "in",
+    "if",
+    "not",
+]
+
+
+def main() -> int:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=8, help="emulated by each process")
+    parser.add_argument("--mesh", help="default: dp over all devices")
+    parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--losses", type=int, default=10)
+    parser.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
+    parser.add_argument("--at-once", type=int, default=1, help="processes that get it at the same moment")
+    parser.add_argument(
+        "--apart", type=float, default=0, help="or within so many seconds, so that the change is hit too"
+    )
+    parser.add_argument("--no-return", action="store_true", help="start none again")
+    parser.add_argument("--heartbeat-timeout", type=int, default=10)
+    parser.add_argument("--patience", type=float, default=600, help="seconds in which a group must have changed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="more options of dsjax serve")
+    args = parser.parse_args()
+    args.mesh = args.mesh or f"dp={args.processes * args.devices}"
+    with tempfile.TemporaryDirectory(prefix="check-host-loss-") as folder:
+        group = start(args, Path(folder))
+        try:
+            group.wait_for(0, "serving tiny at", 1800)
+            found = asyncio.run(Check(args, group).run())
+        except BaseException:
+            print(group.last_words(), file=sys.stderr)
+            raise
+        finally:
+            group.end()
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["lost"] or found["wrong"] or found["pages_left"] else 0
+
+
+def start(args: argparse.Namespace, folder: Path) -> Group:
+    """A group of servers."""
+    rows = -(-args.sessions // (args.processes * args.devices))
+    sizes = {
+        "max-num-seqs": max(1, rows),
+        "max-num-batched-tokens": max(16, rows),
+        "prefill-chunk": 16,
+        "page-size": 4,
+        "max-model-len": 96,
+        "kernels": "plain",
+        "heartbeat-timeout": args.heartbeat_timeout,
+        "start-timeout": 600,
+    }
+    flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    model = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny"]
+    command = ["-m", "dsjax.serve", *model, "--port", "0", "--mesh", args.mesh, *args.serve]
+    return Group(command, args.processes, options=dict.fromkeys(range(args.processes), flags), stuck=600)
+
+
+@dataclass
+class Check:
+    """The sessions, and what is done to the group under them.
+
+    Attributes:
+        arrivals: when tokens came, on any stream.
+    """
+
+    args: argparse.Namespace
+    group: Group
+    arrivals: list[float] = field(default_factory=list)
+    answers: int = 0
+    lost: list[str] = field(default_factory=list)
+    wrong: list[int] = field(default_factory=list)
+    going: bool = True
+
+    def __post_init__(self):
+        self.url = re.search(r"serving tiny at (http://[\d.:]+)", self.group.output[0]).group(1)
+        self.rng = random.Random(self.args.seed)
+        self.requests = [self.request(index) for index in range(self.args.sessions)]
+
+    def request(self, index: int) -> dict:
+        """Of a session: greedy, drawn with a seed, with penalties, or held to a grammar."""
+        prompt = " ".join(self.rng.choices(WORDS, k=self.rng.randint(2, 8)))
+        kinds = (
+            {"temperature": 0},
+            {"temperature": 1, "seed": index, "logprobs": 1},
+            {"temperature": 0, "repetition_penalty": 1.3},
+            {"temperature": 0.8, "seed": index, "structured_outputs": {"regex": f"[a-z ]{{{self.args.tokens}}}"}},
+        )
+        tokens = self.rng.randint(max(1, self.args.tokens // 2), self.args.tokens)
+        common = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        return common | kinds[index % len(kinds)]
+
+    async def run(self) -> dict:
+        """All of it; print a line for each loss."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=self.args.patience)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self.http:
+            expected = await asyncio.gather(*(self.ask(request) for request in self.requests))
+            first = self.resident()
+            sessions = [asyncio.create_task(self.session(i, text)) for i, text in enumerate(expected)]
+            losses = []
+            for number in range(self.args.losses):
+                losses.append(await self.lose())
+                print(f"{number + 1}: {json.dumps(losses[-1])}; {self.answers} answers", flush=True)
+                if self.args.no_return and losses[-1]["devices"] <= self.args.devices:
+                    break
+            self.going = False
+            await asyncio.gather(*sessions)
+            await asyncio.sleep(1)
+            async with self.http.get(f"{self.url}/get_load") as answer:
+                pages = sum(load["used_pages"] for load in (await answer.json())["ranks"])
+            found = {"losses": losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
+            found |= {"pages_left": pages, "resident_bytes": [first, self.resident()]}
+            print(json.dumps({name: value for name, value in found.items() if name != "losses"}))
+            for text in self.lost[:5]:
+                print(f"lost: {text}")
+            return found
+
+    async def session(self, index: int, expected: str) -> None:
+        """Send one request again and again."""
+        while self.going:
+            try:
+                text = await self.ask(self.requests[index])
+            except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
+                self.lost.append(f"session {index}: {type(error).__name__}: {error}")
+                await asyncio.sleep(1)
+                continue
+            self.answers += 1
+            if text != expected:
+                self.wrong.append(index)
+
+    async def ask(self, request: dict) -> str:
+        """The text of a stream that ends as it should."""
+        text, done = "", False
+        async with self.http.post(f"{self.url}/v1/completions", json=request) as answer:
+            if answer.status != 200:
+                raise RuntimeError(await answer.text())
+            async for line in answer.content:
+                data = line.decode().removeprefix("data: ").strip()
+                if data == "[DONE]":
+                    done = True
+                elif data:
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise RuntimeError(data)
+                    self.arrivals.append(time.monotonic())
+                    text += event["choices"][0]["text"]
+        if not done:
+            raise RuntimeError("the stream has no end")
+        return text
+
+    async def lose(self) -> dict:
+        """Take processes away at a random moment, and start them again."""
+        await asyncio.sleep(self.rng.uniform(1, 5))
+        victims = self.rng.sample(range(1, self.args.processes), self.args.at_once)
+        wanted = await self.metric("dsjax_generation_devices_wanted")
+        # With `--no-return` some have gone before; a signal to those is none.
+        victims = [index for index in victims if self.group.processes[index].poll() is None]
+        changes, began = await self.changes(), time.monotonic()
+        for index in victims:
+            self.group.processes[index].send_signal(getattr(signal, f"SIG{self.args.signal}"))
+            await asyncio.sleep(self.rng.uniform(0, self.args.apart))
+        seconds = await self.until(lambda: self.changed_since(changes))
+        found = {"processes": victims, "signal": self.args.signal, "silence": await self.silence(began)}
+        found |= {"change_seconds": seconds, "devices": await self.metric("dsjax_generation_devices")}
+        if not self.args.no_return:
+            await asyncio.sleep(self.rng.uniform(1, 3))
+            began, before = time.monotonic(), await self.metric("dsjax_generation_change_seconds_total")
+            for index in victims:
+                self.group.processes[
+                    index
+                ].kill()  # one that was stopped: a supervisor would see that it is not healthy
+                self.group.start_again(index)
+            await self.until(lambda: self.has_devices(wanted))
+            found["return_silence"] = await self.silence(began)
+            found["return_change_seconds"] = round(
+                await self.metric("dsjax_generation_change_seconds_total") - before, 2
+            )
+        return found
+
+    async def silence(self, since: float) -> float:
+        """The longest time without a token since then, on any stream; first waits for one."""
+        count = len(self.arrivals)
+        await self.until(lambda: self.has_more(count))
+        times = [since, *(at for at in self.arrivals if at > since)]
+        return round(max(later - at for at, later in itertools.pairwise(times)), 2)
+
+    async def has_more(self, count: int) -> bool:
+        """Whether more tokens have come."""
+        return len(self.arrivals) > count
+
+    async def has_devices(self, count: float) -> bool:
+        """Whether the mesh has so many."""
+        return await self.metric("dsjax_generation_devices") == count
+
+    async def changed_since(self, changes: float) -> bool:
+        """Whether the mesh has changed."""
+        return await self.changes() > changes and not await self.metric("dsjax_generation_changing")
+
+    async def changes(self) -> float:
+        """How often it did."""
+        return await self.metric("dsjax_generation_changes_total")
+
+    async def metric(self, name: str) -> float:
+        """A metric's samples, added up."""
+        async with self.http.get(f"{self.url}/metrics", params={"name[]": name}) as answer:
+            text = await answer.text()
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+    async def until(self, condition) -> float:
+        """Wait; give for how long."""
+        began = time.monotonic()
+        while not await condition():
+            if time.monotonic() - began > self.args.patience:
+                raise RuntimeError(f"nothing has changed within {self.args.patience} s (--patience)")
+            if self.group.processes[0].poll() is not None:
+                raise RuntimeError("process 0 has ended")
+            await asyncio.sleep(0.1)
+        return round(time.monotonic() - began, 2)
+
+    def resident(self) -> int:
+        """Bytes of process 0 that are in memory."""
+        status = Path(f"/proc/{self.group.processes[0].pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
