@@ -70,7 +70,7 @@ def test_a_first_token_waits_for_its_own_prompt_and_for_others(ask):
         # Other replicas have only decodes, or prompts too.
         least, most = instance.prefill_step(1000.0, 1 / 32).value, instance.prefill_step(2000.0).value
         assert least <= own <= most + instance.decode_step(candidate.batch).value
-        assert candidate.ttft.value > own + candidate.ttft.part("step in progress").value
+        assert candidate.ttft.value > own + candidate.ttft.part("steps in progress").value
 
 
 def test_a_rate_is_kept_up_with_by_as_few_devices_as_do(ask):
