@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -82,7 +83,7 @@ class Generations:
         self.phase: str | None = None
         self.counts = ChangeCounts()
         self.wake: Callable[[], None] = lambda: None
-        self._asked = False
+        self._asked, self._lock = False, threading.Lock()
         self._orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
         self._orders.choose([device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape)
         if group is not None:
@@ -110,13 +111,18 @@ class Generations:
             ChangeUnderWayError: another change is under way.
             UserError, MeshError: it is no mesh, does not fit the model, or wants more devices than there are.
         """
-        if self.busy:
-            raise ChangeUnderWayError(
-                f"the mesh is being changed ({self.phase or 'about to begin'}); ask again when that is done"
-            )
-        spec = MeshSpec.parse(text)
-        check_mesh(self._args, self._config, self._weights, spec, self._devices())
-        self._asked = True
+        with self._lock:
+            if self.busy:
+                raise ChangeUnderWayError(
+                    f"the mesh is being changed ({self.phase or 'about to begin'}); ask again when that is done"
+                )
+            self._asked = True
+        try:
+            spec = MeshSpec.parse(text)
+            check_mesh(self._args, self._config, self._weights, spec, self._devices())
+        except BaseException:
+            self.forget()
+            raise
         return spec
 
     def forget(self) -> None:
