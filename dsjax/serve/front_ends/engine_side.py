@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import LLMEngine
@@ -42,6 +42,7 @@ from dsjax.serve.front_ends.messages import (
     More,
     NewRequest,
     PhaseIs,
+    Resized,
     Snapshot,
     Tokens,
     UpdateEntry,
@@ -51,6 +52,9 @@ from dsjax.serve.front_ends.messages import (
 from dsjax.serve.metrics_families import Family, summed
 from dsjax.serve.server import Server
 from dsjax.serve.serving import Phase, QueueGate, Serving
+
+if TYPE_CHECKING:
+    from dsjax.engine.generations import Generations
 
 logger = logging.getLogger(__name__)
 
@@ -453,6 +457,12 @@ class EngineServer(Server):
         front_ends = FrontEnds(serving.engine, listeners, make)
         if serving.metrics is not None:
             serving.metrics.elsewhere = front_ends.families
+
+        def resize(generations: Generations) -> None:
+            limits = dataclasses.asdict(engine.inputs.config)
+            front_ends.tell(Resized(limits, serving.max_model_len, generations.facts.dp_ranks))
+
+        serving.engine.on_change.append(resize)
         return cls(serving, front_ends, **how)
 
     def serve_behind(self) -> int:

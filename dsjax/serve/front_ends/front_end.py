@@ -41,6 +41,7 @@ from dsjax.serve.front_ends.messages import (
     More,
     NewRequest,
     PhaseIs,
+    Resized,
     Snapshot,
     Tokens,
     UpdateEntry,
@@ -58,8 +59,8 @@ from dsjax.serve.serving import Phase, Serving
 
 logger = logging.getLogger(__name__)
 
-FORWARDED = ADMIN_PATHS | {"/metrics", "/history", "/server_info", "/get_load"}
-"""Paths that the engine's own server answers: it has the steps, the cache and the sums of all front ends."""
+FORWARDED = ADMIN_PATHS | {"/metrics", "/history", "/server_info", "/get_load", "/ready"}
+"""Paths that the engine's own server answers: it has the steps, the mesh, the cache and the sums of all front ends."""
 _RETRY_SECONDS = 2
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te"})
 
@@ -74,10 +75,7 @@ class RemoteEngine(AsyncEngine):
     def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
         super().__init__(None)
         self.tokenizer = tokenizer
-        speculation = welcome.scheduler.pop("speculation")
-        if speculation is not None:
-            speculation = SpeculativeConfig(**speculation)
-        config = SchedulerConfig(**welcome.scheduler, speculation=speculation)
+        config = _scheduler_config(welcome.scheduler)
         self._inputs = InputProcessor(tokenizer, config, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
         self._outputs = OutputProcessor(tokenizer)
         self._limited = welcome.limited
@@ -90,6 +88,8 @@ class RemoteEngine(AsyncEngine):
 
     num_waiting = waiting_tokens = 0
     """What waits is the engine's to know, which admits for all front ends together."""
+    change_under_way = None
+    """So is a change of the mesh: requests that come meanwhile wait there."""
 
     @property
     def running(self) -> bool:
@@ -133,6 +133,10 @@ class RemoteEngine(AsyncEngine):
                     self._forget_handles(request.request_id for request in each.completions)
                 self.on_refused("queue_full")
                 raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
+
+    def resize(self, scheduler: dict[str, Any]) -> None:
+        """Check requests by another mesh's limits from now on."""
+        self._inputs.change(_scheduler_config(scheduler))
 
     def settle(self, verdict: Verdict) -> None:
         """Let a request that waits for its admission go on."""
@@ -179,6 +183,11 @@ class RemoteEngine(AsyncEngine):
         for completion_id in completion_ids:
             handle = self._handle_of.pop(completion_id, None)
             self._by_handle.pop(handle, None)
+
+
+def _scheduler_config(told: dict[str, Any]) -> SchedulerConfig:
+    speculation = told["speculation"]
+    return SchedulerConfig(**told | {"speculation": None if speculation is None else SpeculativeConfig(**speculation)})
 
 
 def _result(token_ids: list[int], more: More) -> RowResult:
@@ -266,6 +275,10 @@ class FrontEndServer(Server):
                 self._remote.settle(message)
             case PhaseIs():
                 self._serving.phase = Phase(message.phase)
+            case Resized():
+                self._remote.resize(message.scheduler)
+                self._serving.max_model_len = message.max_model_len
+                self._serving.metrics.on_change(message.num_ranks, 0)
             case Gather():
                 self._channel.send(Snapshot(message.number, self._samples()))
             case AbortById():

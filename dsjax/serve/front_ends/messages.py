@@ -182,6 +182,14 @@ class PhaseIs(_Message):
     phase: str
 
 
+class Resized(_Message):
+    """The mesh has changed, and with it what a request may ask for."""
+
+    scheduler: dict[str, Any]
+    max_model_len: int
+    num_ranks: int
+
+
 class Tokens(_Message):
     """What a step did to this front end's requests."""
 
@@ -221,7 +229,7 @@ class Failed(_Message):
 
 
 FromFrontEnd = Hello | Add | Abort | Snapshot | Count
-FromEngine = Welcome | PhaseIs | Tokens | Verdict | Gather | AbortById | EndStreams | End | Failed
+FromEngine = Welcome | PhaseIs | Resized | Tokens | Verdict | Gather | AbortById | EndStreams | End | Failed
 
 
 class Channel:

@@ -4,6 +4,7 @@ The imported tests run here with this file's `server` and `start_server`.
 """
 # ruff: noqa: F401
 
+import dataclasses
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -177,6 +179,24 @@ def test_what_waits_is_limited_over_all_processes(start_server):
     assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 5
     assert all(answer.json()["error"]["code"] == "queue_full" and answer.headers["retry-after"] for answer in refused)
     assert total(server, "dsjax_requests_rejected_total", reason="queue_full") == 5
+
+
+def test_requests_are_checked_by_the_limits_of_the_mesh_of_now(start_server):
+    live = start_server(max_model_len=64, metrics=Metrics("tiny", 1, 64))
+    request = {"prompt": [5] * 40, "max_tokens": 4, "ignore_eos": True}
+    assert live.post("/v1/completions", request).status_code == 200
+
+    def change():  # as a generation with a smaller cache begins
+        live.llm_engine.inputs.change(dataclasses.replace(live.llm_engine.inputs.config, max_model_len=32))
+        live.serving.max_model_len = 32
+        for call in live.engine.on_change:
+            call(SimpleNamespace(facts=SimpleNamespace(dp_ranks=2)))
+
+    live.engine._loop.call_soon_threadsafe(change)
+    wait_until(lambda: live.post("/v1/completions", request).status_code == 400)
+    assert "32" in live.post("/v1/completions", request).json()["error"]["message"]
+    assert live.get("/v1/models").json()["data"][0]["max_model_len"] == 32
+    assert live.get("/ready").status_code == 200
 
 
 def test_keys_are_asked_for_by_every_process_and_for_what_is_forwarded(start_server):

@@ -1,7 +1,5 @@
 """Scripted steps on a clock that tests turn: what the registry then holds, to the observation."""
 
-import time
-
 import httpx
 import pytest
 from prometheus_client.exposition import generate_latest as text_encoder
@@ -420,27 +418,6 @@ def test_metrics_come_as_text_or_as_openmetrics_and_by_name(server):
     names = [("name[]", "vllm:num_requests_running"), ("name[]", "dsjax_step_tokens_total"), ("name[]", "nothing")]
     few = httpx.get(server.url + "/metrics", params=names)
     assert {family.name for family in read_text(few.text)} == {"vllm:num_requests_running", "dsjax_step_tokens"}
-
-
-def test_a_step_with_1024_running_requests_costs_well_under_a_millisecond_to_count():
-    metrics = Metrics("tiny", 32, 4096)
-    ranks = [load(rank, running=32, used=50) for rank in range(32)]
-    updates = [token(request(str(index), rank=index % 32)) for index in range(1024)]
-    metrics.on_updates(updates)
-    spent = []
-    for _ in range(20):
-        begun = time.perf_counter()
-        metrics.on_step(step(ranks, decode=1024))
-        metrics.on_updates(updates)
-        spent.append(time.perf_counter() - begun)
-    # 0.3 ms on one of this project's test cores; four times that leaves room for a machine that does other work.
-    assert min(spent) < 1.2e-3
-    assert (
-        metrics.registry.get_sample_value(
-            "vllm:inter_token_latency_seconds_count", {"model_name": "tiny", "engine": "31"}
-        )
-        == 20 * 32
-    )
 
 
 def test_the_history_has_the_last_minutes_and_none_of_an_idle_time(metrics, clock):
