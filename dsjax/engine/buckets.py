@@ -142,10 +142,7 @@ class Buckets:
         nothing: list[Sequence[Piece]] = [()] * len(ranks)
         most_decodes = max(num_decodes(rank) for rank in ranks)
         launches = []
-        while any(waiting):
-            rectangle = self._cheapest(max(own[0].length for own in waiting if own), max(map(len, waiting)))
-            taken = [own[: rectangle.rows] for own in waiting]
-            waiting = [own[rectangle.rows :] for own in waiting]
+        for rectangle, taken in self._lay(waiting):
             joined = self.mixed and not launches and most_decodes > 0
             launches.append(Launch(Rectangle(self.decode[-1], width) if joined else None, rectangle, taken))
         if most_decodes and not (launches and self.mixed):
@@ -172,14 +169,40 @@ class Buckets:
     def _drafts(self, running: int) -> int:
         return 0 if self.speculation is None else self.speculation.drafts(running)
 
-    def _cheapest(self, length: int, rows: int) -> Rectangle:
+    def _lay(self, waiting: list[list[Piece]]) -> list[tuple[Rectangle, list[list[Piece]]]]:
+        """Rectangles, and the pieces of each rank in them. Single rows are used where that costs less for the whole step."""
+        found = self._lay_with(self.prefill + self.single, waiting)
+        if any(rectangle not in self.prefill for rectangle, _ in found):
+            # Each rectangle is the cheapest for what is waiting if all of that is as long; it need not be for what is left behind it.
+            found = min(found, self._lay_with(self.prefill, waiting), key=self._cost)
+        return found
+
+    def _lay_with(
+        self, rectangles: Sequence[Rectangle], waiting: list[list[Piece]]
+    ) -> list[tuple[Rectangle, list[list[Piece]]]]:
+        found = []
+        while any(waiting):
+            rectangle = self._cheapest(rectangles, max(own[0].length for own in waiting if own), max(map(len, waiting)))
+            found.append((rectangle, [own[: rectangle.rows] for own in waiting]))
+            waiting = [own[rectangle.rows :] for own in waiting]
+        return found
+
+    def _cost(self, laid: list[tuple[Rectangle, list[list[Piece]]]]) -> int:
+        return sum(self._tokens_of_a_launch + rectangle.rows * rectangle.chunk for rectangle, _ in laid)
+
+    def _cheapest(self, rectangles: Sequence[Rectangle], length: int, rows: int) -> Rectangle:
         """What takes ``rows`` rows of up to ``length`` tokens at the least cost: the tokens of its launches, and the launches.
 
         Of two that cost the same it is the one with more rows, which is the narrower one.
         """
-        each = ACCELERATOR_LAUNCH_TOKENS if self.mixed else CPU_LAUNCH_TOKENS
-        fitting = (rectangle for rectangle in self.prefill + self.single if rectangle.chunk >= length)
+        each = self._tokens_of_a_launch
+        fitting = (rectangle for rectangle in rectangles if rectangle.chunk >= length)
         return min(fitting, key=lambda one: (-(-rows // one.rows) * (each + one.rows * one.chunk), -one.rows))
+
+    @property
+    def _tokens_of_a_launch(self) -> int:
+        """What a launch costs by itself, in tokens."""
+        return ACCELERATOR_LAUNCH_TOKENS if self.mixed else CPU_LAUNCH_TOKENS
 
 
 def num_decodes(rank: RankStep) -> int:

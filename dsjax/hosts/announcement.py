@@ -11,7 +11,8 @@ import msgspec
 if TYPE_CHECKING:
     from dsjax.hosts.group import HostGroup
 
-_LOOK_SECONDS = 3600.0
+_LOOK_SECONDS = 1.0
+"""A wait for a key is not longer, so that the thread that waits has ended when the process does."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -49,7 +50,8 @@ class Announcements:
         self._heard: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
         self.latest = first - 1
         self._listeners: list = []
-        threading.Thread(target=self._listen, name="dsjax-announcements", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="dsjax-announcements", daemon=True)
+        self._thread.start()
 
     def next(self, seconds: float | None = None) -> Announcement | None:
         """Wait for the latest announcement that was not given yet; None where none comes."""
@@ -71,8 +73,12 @@ class Announcements:
         """Undo `listen`."""
         self._listeners.remove(call)
 
+    def close(self, seconds: float) -> None:
+        """Hear no more; wait so long for the thread, which the group's `leaving` ends."""
+        self._thread.join(seconds)
+
     def _listen(self) -> None:
-        while True:
+        while not self._group.leaving:
             try:
                 found = self._group.store.get(key(self._next), _LOOK_SECONDS)
             except ConnectionError:

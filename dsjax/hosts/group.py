@@ -67,7 +67,8 @@ class HostGroup:
         self._unseen: set[int] = set()  # gave no sign of life when they were looked for last
         self._seen = threading.Condition()
         self._coming: set[int] = set()  # let in at the door, and not joined yet
-        self._leaving = False
+        self.leaving = False
+        self._watching: threading.Thread | None = None
         self._alone = threading.Event()
         self._told: dict[str, int] = {}
         self._end: Callable[[str | None], None] | None = None
@@ -91,7 +92,8 @@ class HostGroup:
         else:
             coordination.on_abort(group._end_on_abort)
             group.hear(max(1, meeting.generation))
-        threading.Thread(target=group._watch, name="dsjax-hosts", daemon=True).start()
+        group._watching = threading.Thread(target=group._watch, name="dsjax-hosts", daemon=True)
+        group._watching.start()
         atexit.register(group.leave)
         return group
 
@@ -189,7 +191,7 @@ class HostGroup:
 
     def lost_by(self, error: BaseException) -> GroupError | None:
         """The member that is gone where that may be why something failed; waits until it would be known. None: nobody is."""
-        if self._leaving:
+        if self.leaving:
             return None
         deadline = time.monotonic() + self.options.heartbeat_timeout + 2 * _LOOK_SECONDS
         while time.monotonic() < deadline:
@@ -208,9 +210,9 @@ class HostGroup:
 
     def leave(self, reason: str | None = None) -> None:
         """Leave the group; the leader tells the others, and waits until they have gone. reason: why it ends, where that is a fault."""
-        if self._leaving:
+        if self.leaving:
             return
-        self._leaving = True
+        self.leaving = True
         try:
             if self.is_leader:
                 if self._end is not None:
@@ -218,7 +220,14 @@ class HostGroup:
                 last = Announcement(self.generation + 1, reason=reason or "", ended=True)
                 self.store.set(announcement.key(last.number), msgspec.msgpack.encode(last))
                 if len(self.live) > 1:
+                    self._alone.clear()  # what was seen before may be old
                     self._alone.wait(_LEAVE_SECONDS)
+            else:
+                # A thread that waits in C++ when Python ends is ended by force there, which aborts the process.
+                if self.announcements is not None:
+                    self.announcements.close(_LEAVE_SECONDS)
+                if self._watching is not None:
+                    self._watching.join(_LEAVE_SECONDS)
             coordination.leave()
             if self._meeting is not None:
                 self._meeting.close()
@@ -245,7 +254,7 @@ class HostGroup:
             try:
                 alive = coordination.live(ids)
             except ConnectionError:
-                if not self._leaving:
+                if not self.leaving:
                     self._lose(self.members[0])
                 return
             if alive == {self.options.process_id}:
@@ -253,11 +262,11 @@ class HostGroup:
             with self._seen:
                 self._unseen = set(ids) - alive
                 self._seen.notify_all()
-            if not self._leaving:
+            if not self.leaving:
                 self._look(alive)
             elif not self.is_leader or self._alone.is_set():
                 return
-            time.sleep(0.05 if self._leaving else min(_LOOK_SECONDS, self.options.heartbeat_timeout / 4))
+            time.sleep(0.05 if self.leaving else min(_LOOK_SECONDS, self.options.heartbeat_timeout / 4))
 
     def _look(self, alive: set[int]) -> None:
         if not self.is_leader:
@@ -269,15 +278,15 @@ class HostGroup:
 
     def _left(self, member: Arrival) -> None:
         """A member's connection has ended, in a thread of the door."""
-        if not self._leaving:
+        if not self.leaving:
             self._lose(member)
 
     def _may_come(self, arrival: Arrival) -> int | None:
         """Wait until the coordination service has forgotten the process that had this id; then it may be joined."""
         with self._seen:
             self._coming.add(arrival.process_id)
-            self._seen.wait_for(lambda: arrival.process_id in self._unseen or self._leaving)
-        if self._leaving:
+            self._seen.wait_for(lambda: arrival.process_id in self._unseen or self.leaving)
+        if self.leaving:
             return None
         threading.Thread(target=self._welcome, args=(arrival,), name="dsjax-welcome", daemon=True).start()
         return self.generation + 1
@@ -287,15 +296,15 @@ class HostGroup:
         patience = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS
         with self._seen:
             joined = self._seen.wait_for(
-                lambda: arrival.process_id not in self._unseen or self._leaving, timeout=patience
+                lambda: arrival.process_id not in self._unseen or self.leaving, timeout=patience
             )
             self._coming.discard(arrival.process_id)
-            if joined and not self._leaving:
+            if joined and not self.leaving:
                 changed = [arrival if member.process_id == arrival.process_id else member for member in self.members]
                 self.members = changed
                 self.lost.pop(arrival.process_id, None)
             others = bool(self._coming)
-        if self.on_change is not None and not self._leaving and not others:
+        if self.on_change is not None and not self.leaving and not others:
             self.on_change(None)
 
     def _lose(self, member: Arrival) -> None:
@@ -307,7 +316,7 @@ class HostGroup:
             return
         # Nothing goes on without that member, and a thread of this process may wait for it in a collective for ever.
         time.sleep(_GRACE_SECONDS)  # whoever waits in Python raises it
-        if not self._leaving:
+        if not self.leaving:
             print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -103,7 +103,7 @@ def admin_routes(serving: Serving) -> APIRouter:
             )
         return found
 
-    @router.post("/scale", responses=errors(403, 409, 503))
+    @router.post("/scale", responses=errors(403, 409, 422, 503))
     async def scale(body: ScaleRequest) -> Scaled:
         """Go on on another mesh, up or down. Requests go on with it, streams stay open; the answer comes when it is done."""
         serving.check_running()
