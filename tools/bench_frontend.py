@@ -37,7 +37,7 @@ from dsjax.engine.commands import TOKEN_MADE, Command, Step
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.front_ends.engine_side import EngineServer, SharedEngine
 from dsjax.serve.metrics import Metrics

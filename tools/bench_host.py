@@ -24,7 +24,8 @@ def measure_host(requests: int, ranks: int, prefix_caching: bool) -> dict[str, f
     from dsjax.engine.executor import RankResults, RowResult
     from dsjax.engine.request import Request
     from dsjax.engine.sampling_params import SamplingParams
-    from dsjax.engine.scheduler import Scheduler, SchedulerConfig
+    from dsjax.engine.scheduler import Scheduler
+    from dsjax.engine.scheduler_config import SchedulerConfig
     from dsjax.engine.step_writer import StepWriter
 
     rows = -(-requests // ranks)

@@ -7,7 +7,7 @@ from typing import Any
 from dsjax.engine.eplb import EplbConfig
 from dsjax.engine.event_publisher import KvEventsConfig
 from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 

@@ -16,7 +16,8 @@ from dsjax.engine.input_processor import PreparedRequest, Prompt
 from dsjax.engine.output_stream import EngineClosingError, EngineDeadError, OutputStream
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import AdmissionError, Update, refuse
+from dsjax.engine.scheduler import Update, refuse
+from dsjax.engine.scheduler_config import AdmissionError
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.errors import UserError
 

@@ -12,7 +12,8 @@ from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.plan import RankPlan, StepPlan
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import Request, Status
-from dsjax.engine.scheduler import Scheduler, SchedulerConfig, Update
+from dsjax.engine.scheduler import Scheduler, Update
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
 from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
 from dsjax.errors import UserError

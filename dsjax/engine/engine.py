@@ -12,7 +12,7 @@ from dsjax.engine.input_processor import InputProcessor, Prompt
 from dsjax.engine.output_processor import OutputProcessor
 from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.errors import UserError
 

@@ -24,7 +24,7 @@ from dsjax.engine.executor import Executor, ExecutorAround
 from dsjax.engine.leader import LeaderExecutor
 from dsjax.engine.loading import EngineFacts, LoadedModel, load_model
 from dsjax.engine.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.step_record import RecordingExecutor
 from dsjax.errors import UserError
 from dsjax.hosts.announcement import Announcement
@@ -283,6 +283,3 @@ def _inside(executor: Any, kind: type) -> Any:
             return executor
         executor = executor.inner
     return None
-
-
-__all__ = ["Generation", "Generations", "load_generation", "mesh_of", "release"]

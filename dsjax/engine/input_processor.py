@@ -9,7 +9,7 @@ from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import Request
 from dsjax.engine.rule_maker import RuleMaker
 from dsjax.engine.sampling_params import SamplingError, SamplingParams
-from dsjax.engine.scheduler import AdmissionError, SchedulerConfig
+from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.errors import UserError
 

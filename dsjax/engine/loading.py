@@ -196,7 +196,7 @@ def load_model(
                 mtp=step.has_module,
                 only=paths,
             ),
-            meet=None if group is None else lambda: group.ask("compiled") and None,
+            meet=None if group is None else lambda: group.ask("compiled"),
             disk=lock and partial(tier_sizes.open_disk, args, step, directory, lock),
         )
     if group is not None and group.is_leader and len(group.present) > 1:

@@ -116,7 +116,7 @@ class MeshExecutor:
         num_drafts: int = 0,
         experts_per_exchange: int = 0,
         reload: Reload | None = None,
-        meet: Callable[[], None] | None = None,
+        meet: Callable[[], object] | None = None,
         disk: Callable[[Shapes], DiskPages] | None = None,
     ):
         self.model, self.limits, self.buckets = step, limits, buckets

@@ -53,7 +53,7 @@ class Programs:
         state: DeviceState,
         limits: ExecutorLimits,
         experts_per_exchange: int = 0,
-        meet: Callable[[], None] | None = None,
+        meet: Callable[[], object] | None = None,
     ):
         # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
         self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))

@@ -384,6 +384,3 @@ def _finish(request: Request, reason: FinishReason, now: float) -> None:
     request.status = Status.FINISHED
     request.finish_reason = reason
     request.finish_time = now
-
-
-__all__ = ["AdmissionError", "Scheduler", "SchedulerConfig", "Update"]

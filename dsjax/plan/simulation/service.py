@@ -10,7 +10,8 @@ from dsjax.engine.executor import RankResults, RowResult
 from dsjax.engine.plan import RankPlan
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler, SchedulerConfig
+from dsjax.engine.scheduler import Scheduler
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.plan.simulation.load import Asked
 from dsjax.plan.simulation.prices import Fastest, RankWork
 

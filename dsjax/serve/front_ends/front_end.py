@@ -21,7 +21,8 @@ from dsjax.engine.input_processor import InputProcessor, PreparedRequest
 from dsjax.engine.output_processor import OutputProcessor
 from dsjax.engine.output_stream import EngineDeadError
 from dsjax.engine.request import Request
-from dsjax.engine.scheduler import SchedulerConfig, Update
+from dsjax.engine.scheduler import Update
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.serve.bodies import error_response

@@ -13,7 +13,7 @@ from dsjax.engine.commands import Step
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PromptError
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 
 FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
 

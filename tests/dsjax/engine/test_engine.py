@@ -10,7 +10,7 @@ from tiny_tokenizer import BOS, EOS, tiny_tokenizer
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PromptError
 from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams
-from dsjax.engine.scheduler import AdmissionError, SchedulerConfig
+from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
 
 
 def make_engine(tokenizer=None, eos=(), **executor_options) -> LLMEngine:

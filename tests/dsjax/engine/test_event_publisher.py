@@ -17,7 +17,7 @@ from dsjax.engine.event_publisher import EventPublisher, KvEventsConfig, endpoin
 from dsjax.engine.page_events import BlockRemoved
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 
 

@@ -17,7 +17,7 @@ from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.engine.sampling_params import OutputKind
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
 

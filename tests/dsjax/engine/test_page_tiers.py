@@ -19,7 +19,7 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.page_tiers import FIRST_PAUSE, MOST_WRITING, DiskTier, HostTier
 from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import Request
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 
 

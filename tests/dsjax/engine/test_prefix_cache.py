@@ -10,7 +10,8 @@ from dsjax.engine.executor import RankResults, RowResult
 from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler, SchedulerConfig
+from dsjax.engine.scheduler import Scheduler
+from dsjax.engine.scheduler_config import SchedulerConfig
 
 PROMPT = list(range(100, 120))  # five pages of four tokens
 

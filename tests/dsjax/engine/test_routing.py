@@ -8,7 +8,8 @@ import pytest
 from dsjax.engine.executor import RankResults, RowResult
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler, SchedulerConfig
+from dsjax.engine.scheduler import Scheduler
+from dsjax.engine.scheduler_config import SchedulerConfig
 
 
 def config(**changes) -> SchedulerConfig:

@@ -8,7 +8,8 @@ from dsjax.engine.logit_rules import LogitRules
 from dsjax.engine.pages import PagePool
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import AdmissionError, Scheduler, SchedulerConfig
+from dsjax.engine.scheduler import Scheduler
+from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.errors import UserError
 
 

@@ -13,7 +13,7 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import FinishReason, Request, Status
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import AdmissionError, SchedulerConfig
+from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
 
 MAX_LEN = 40

@@ -32,7 +32,7 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.step_record import (
     End,
     Launched,

@@ -20,7 +20,7 @@ from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.loading import EngineFacts
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar

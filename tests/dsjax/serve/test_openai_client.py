@@ -9,7 +9,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import SchedulerConfig
+from dsjax.engine.scheduler_config import SchedulerConfig
 
 TOKENIZER = tiny_tokenizer()
 
