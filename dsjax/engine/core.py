@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dsjax.engine.commands import Flush, Step
 from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.executor import Executor, RankResults
-from dsjax.engine.page_events import AllBlocksCleared
+from dsjax.engine.page_events import AllBlocksCleared, EventSink
 from dsjax.engine.plan import RankPlan, StepPlan
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import Request, Status
@@ -19,7 +19,6 @@ from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
-    from dsjax.engine.event_publisher import EventPublisher
     from dsjax.engine.expert_balancer import ExpertBalancer
     from dsjax.engine.generations import Generation, Generations
 
@@ -75,7 +74,7 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         balancer: "ExpertBalancer | None" = None,
-        publisher: "EventPublisher | None" = None,
+        publisher: EventSink | None = None,
     ):
         limits = executor.limits
         self.executor = executor

@@ -11,6 +11,7 @@ from dsjax.engine.executor import Executor, Progress
 from dsjax.engine.input_processor import InputProcessor, Prompt
 from dsjax.engine.output_processor import OutputProcessor
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.page_events import EventSink, EventSinks
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class LLMEngine:
         async_scheduling: plan a step while the one before computes.
         eplb: how experts are moved after their load; None: they stay where they are.
         kv_events: where events of pages are published; None: nowhere.
+        event_sink: is given them too, in the engine's thread.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class LLMEngine:
         async_scheduling: bool = True,
         eplb: EplbConfig | None = None,
         kv_events: KvEventsConfig | None = None,
+        event_sink: EventSink | None = None,
     ):
         self.tokenizer = tokenizer
         balancer = None
@@ -56,9 +59,11 @@ class LLMEngine:
             from dsjax.engine.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
 
             balancer = ExpertBalancer(eplb, executor)
-        publisher = None
+        publisher = event_sink
         if kv_events is not None and kv_events.publishes:
             publisher = EventPublisher(kv_events, executor.limits.num_ranks)
+            if event_sink is not None:
+                publisher = EventSinks((publisher, event_sink))
         self.core = EngineCore(
             executor, scheduler_config, async_scheduling=async_scheduling, balancer=balancer, publisher=publisher
         )
@@ -75,11 +80,12 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         session: str | None = None,
+        dp_rank: int | None = None,
     ) -> None:
         """Queue a request.
 
         priority: lower runs first, with the scheduling policy `priority`. cache_salt: pages are shared only with requests
-        of the same salt. session: requests of one session go to one DP rank.
+        of the same salt. session: requests of one session go to one DP rank. dp_rank: the DP rank that it runs on, if the mesh has it.
 
         Raises:
             UserError: something in the request cannot be; nothing of it stays behind.
@@ -93,6 +99,7 @@ class LLMEngine:
             priority=priority,
             cache_salt=cache_salt,
             session=session,
+            dp_rank=dp_rank,
         )
         self.outputs.add(prepared)
         for request in prepared.completions:
