@@ -71,7 +71,7 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
     options = options | passed
     hidden = stops.get("stop_token_ids_hidden") or ()
     params = SamplingParams(
-        **{name: options[name] for name in (*_SAMPLING, *_PENALTIES, "n") if name in options},
+        **{name: options[name] for name in (*_SAMPLING, *_PENALTIES) if name in options},
         logit_bias=_logit_bias(options.get("logit_bias")),
         allowed_token_ids=options.get("allowed_token_ids"),
         bad_words=options.get("bad_words"),
@@ -92,7 +92,7 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
 
 
 class Chunks:
-    """Makes the chunks of one request's answer, and counts its tokens."""
+    """Makes the chunks of one request's answer, which is one completion, and counts its tokens."""
 
     def __init__(self, num_prompt_tokens: int):
         self._num_prompt_tokens = num_prompt_tokens
@@ -101,10 +101,10 @@ class Chunks:
         self._prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     def of(self, output: RequestOutput) -> Iterator[Chunk]:
-        """A chunk for each completion that an output tells of.
+        """The chunk of an output, if it tells of anything.
 
         Raises:
-            CompletionError: a completion has failed.
+            CompletionError: it has failed.
         """
         self._num_cached = output.num_cached_tokens
         if output.prompt_logprobs is not None:
@@ -174,8 +174,11 @@ def _refuse_unknown(options: Mapping[str, Any], stops: Mapping[str, Any]) -> Non
     for name in options:
         if name not in (*_SAMPLING, *_PENALTIES, *_PASSED_THROUGH, *_FRONTENDS):
             raise SamplingError(name, "this engine has no such sampling option; leave it out")
-    if options.get("best_of") not in (None, options.get("n", 1)):
-        raise SamplingError("best_of", "not supported: it computes completions to throw them away; use n")
+    if options.get("n", 1) != 1 or options.get("best_of", 1) != 1:
+        # What Dynamo calls a terminal chunk is the first with a finish reason, whichever completion it is of.
+        raise SamplingError(
+            "n", "found more than 1, and Dynamo ends an answer with its first completion; send several requests"
+        )
     if options.get("use_beam_search") or options.get("length_penalty") not in (None, 1.0):
         raise SamplingError("use_beam_search", "there is no beam search; leave it and length_penalty out")
     if "max_thinking_tokens" in stops:
