@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PreparedRequest, Prompt
-from dsjax.engine.output_stream import EngineClosingError, EngineDeadError, OutputStream
+from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update, refuse
