@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.commands import Flush, Step
+from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.executor import Executor, RankResults
 from dsjax.engine.page_events import AllBlocksCleared
-from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.plan import RankPlan, StepPlan
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import Request, Status

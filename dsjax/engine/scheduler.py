@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from dsjax.engine.disk_tier import DiskCounts, DiskTier
 from dsjax.engine.executor import PageReports, RankResults, RowResult
 from dsjax.engine.page_events import Event, PageEvents, RankEvents
-from dsjax.engine.page_tiers import DiskCounts, DiskTier, HostTier, PageMoves
+from dsjax.engine.page_tiers import HostTier, PageMoves
 from dsjax.engine.pages import PagePool
 from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.rank import Rank, RankLoad

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.executor import ExpertCounts, RankResults
 from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update

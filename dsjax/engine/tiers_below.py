@@ -4,8 +4,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dsjax.engine.disk_tier import DiskTier
 from dsjax.engine.page_events import RankEvents
-from dsjax.engine.page_tiers import NOWHERE, PATIENCE, DiskTier, HostTier, PageMoves, StoredPage
+from dsjax.engine.page_tiers import NOWHERE, PATIENCE, HostTier, PageMoves, StoredPage
 
 MOST_LANDED = 128
 """Pages of a rank that have been read from the disk, or are being read, and have not gone to the device."""

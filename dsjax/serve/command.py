@@ -159,7 +159,8 @@ def serve_model(
     """
     from dsjax.engine.async_engine import AsyncEngine
     from dsjax.serve.device_memory import device_memory
-    from dsjax.serve.front_ends.engine_side import EngineServer, SharedEngine
+    from dsjax.serve.front_ends.engine_server import EngineServer
+    from dsjax.serve.front_ends.shared_engine import SharedEngine
     from dsjax.serve.metrics import Metrics
     from dsjax.serve.server import Server
     from dsjax.serve.serving import Serving
@@ -208,6 +209,6 @@ def serve_model(
         "before_exit": lambda code: group and group.leave("its engine has failed" if code else None),
     }
     if front_end_listeners:
-        shared = EngineServer.over(serving, model.engine, facts.dp_ranks, front_end_listeners, log_json, **how)
+        shared = EngineServer.over(serving, model.engine, front_end_listeners, log_json, **how)
         return shared.serve_behind()
     return Server(serving, **how).serve_on(listener)

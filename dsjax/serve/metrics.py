@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.page_tiers import DiskCounts
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from dsjax.engine.page_tiers import DiskCounts
+from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.rank import RankLoad
 from dsjax.serve.metrics_families import Gauge, Histogram, Labels, Registry, Total
 

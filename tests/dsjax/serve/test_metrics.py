@@ -9,8 +9,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
+from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.page_tiers import DiskCounts, TierCounts, TierHits
+from dsjax.engine.page_tiers import TierCounts, TierHits
 from dsjax.engine.request import ErrorKind, FinishReason
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
