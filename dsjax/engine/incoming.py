@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dsjax.engine.commands import int32s
-from dsjax.engine.page_tiers import PageMoves, Pause
+from dsjax.engine.disk_tier import Pause
+from dsjax.engine.page_tiers import PageMoves
 from dsjax.engine.page_transfer import Ask, Cancel, Failed, Offer, PulledPages, Release, ToDecode, ToPrefill
 from dsjax.engine.pages import PagePool
 from dsjax.engine.request import Request
@@ -36,8 +37,8 @@ class Transfer:
     Attributes:
         names: of the pages, the first of which is page `first` of its requests.
         awaited: names of those that have not come. pulling: by the number under which each lands.
-        owner: the request that it was asked for. requests: that wait for it; where there is none left it is cancelled. waiters: those of them that need not be looked at before
-            something has come.
+        owner: the request that it was asked for. requests: that wait for it; where there is none left it is cancelled. waiters: those of
+            them that need not be looked at before something has come.
         since: when it was last heard of. began: when it was asked for.
         cached: tokens that the prefill side had cached.
     """
@@ -153,11 +154,7 @@ class Incoming:
     def receive(self, link: int, message: ToDecode, now: float) -> None:
         """A prefill side has said something."""
         if isinstance(message, Failed):
-            gone = [
-                one
-                for one in self._transfers.values()
-                if one.link == link and message.transfer in ("", one.name)
-            ]
+            gone = [one for one in self._transfers.values() if one.link == link and message.transfer in ("", one.name)]
             if not message.transfer:
                 self._pauses[link].begin(now)
             for transfer in gone:

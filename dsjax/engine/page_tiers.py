@@ -56,9 +56,7 @@ class PageMoves:
     sends: list[SentPages] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(
-            self.stores or self.fetches or self.places or self.reads or self.drops or self.pulls or self.sends
-        )
+        return bool(self.stores or self.fetches or self.places or self.reads or self.drops or self.pulls or self.sends)
 
 
 class TierCounts(NamedTuple):

@@ -4,9 +4,12 @@ docs/disaggregation.md has the design. No JAX: arrays go beside these messages, 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
+
+if TYPE_CHECKING:
+    from dsjax.engine.executor import Progress
 
 TRANSFER_SECONDS = 30
 """Default of `--transfer-timeout`: what was asked for or offered, and then not heard of, is given up after it."""
@@ -45,6 +48,10 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
     number: int
 
 
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
+    """Let no page be found any more that is computed now (`/flush_cache`)."""
+
+
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """A parcel can be pulled, as long as its lease runs.
 
@@ -67,7 +74,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-ToPrefill = Ask | Cancel | Release
+ToPrefill = Ask | Cancel | Release | Forget
 ToDecode = Offer | Failed
 Parcel = dict[str, Any]
 """By array of the cache `[1, PARCEL_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
@@ -96,6 +103,9 @@ class PrefillLink(Protocol):
             ParcelGoneError: it is not kept any more, or its side cannot be reached.
         """
 
+    def warm_up(self, progress: "Progress | None" = None) -> None:
+        """Compile what it will need, where its devices are this process's."""
+
     def close(self) -> None:
         """Nothing is asked or pulled any more."""
 
@@ -104,14 +114,11 @@ class SentPages(NamedTuple):
     """Pages of a prefill rank that go into a parcel before a step.
 
     Attributes:
-        number: of the parcel. first: which of the transfer's pages the first one is. cached: as of `Offer`.
+        number: of the parcel.
     """
 
     number: int
-    transfer: str
-    first: int
     pages: list[int]
-    cached: int
 
 
 class PulledPages(NamedTuple):
