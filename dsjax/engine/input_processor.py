@@ -74,6 +74,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         session: str | None = None,
+        dp_rank: int | None = None,
     ) -> PreparedRequest:
         """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
 
@@ -100,6 +101,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=cache_salt,
                 session=session,
+                dp_rank=dp_rank,
                 rules=rules[index],
             )
             for index in range(params.n)
