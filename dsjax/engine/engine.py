@@ -79,7 +79,7 @@ class LLMEngine:
             local_tokens=local_prefill_tokens,
             transfer_timeout=transfer_timeout,
         )
-        self._prefills = prefills
+        self.prefills = prefills
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer)
         self._aborted: list[RequestOutput] = []
@@ -158,7 +158,7 @@ class LLMEngine:
             raise generations.failure
 
     def _generations(self) -> "Generations":
-        if self._prefills:
+        if self.prefills:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
@@ -171,7 +171,7 @@ class LLMEngine:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first request."""
         self.core.executor.warm_up(progress)
-        for link in self._prefills:
+        for link in self.prefills:
             link.warm_up(progress)
         if self.core.generations is not None:
             self.core.generations.warm = True
