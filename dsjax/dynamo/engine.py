@@ -21,8 +21,7 @@ from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTok
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.llm import LLM
-from dsjax.engine.output_stream import EngineClosingError, EngineDeadError, OutputStream
-from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream, RequestOutput
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update

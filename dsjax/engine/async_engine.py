@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PreparedRequest, Prompt
-from dsjax.engine.output_stream import EngineClosingError, EngineDeadError, OutputStream
+from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update, refuse
@@ -202,6 +202,8 @@ class AsyncEngine:
             EngineDeadError: the engine has failed, before or in this.
         """
         generations = self._core.generations
+        if self._core.is_separated:
+            raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
         wanted = await asyncio.to_thread(generations.ask, mesh)

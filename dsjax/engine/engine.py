@@ -12,6 +12,7 @@ from dsjax.engine.input_processor import InputProcessor, Prompt
 from dsjax.engine.output_processor import OutputProcessor
 from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.page_events import EventSink, EventSinks
+from dsjax.engine.page_transfer import TRANSFER_SECONDS, PrefillLink
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ class LLMEngine:
         async_scheduling: plan a step while the one before computes.
         eplb: how experts are moved after their load; None: they stay where they are.
         kv_events: where events of pages are published; None: nowhere.
+        prefills: engines that compute prompts for this one. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
         event_sink: is given them too, in the engine's thread.
     """
 
@@ -51,6 +53,9 @@ class LLMEngine:
         async_scheduling: bool = True,
         eplb: EplbConfig | None = None,
         kv_events: KvEventsConfig | None = None,
+        prefills: Sequence[PrefillLink] = (),
+        local_prefill_tokens: int = 1,
+        transfer_timeout: float = TRANSFER_SECONDS,
         event_sink: EventSink | None = None,
     ):
         self.tokenizer = tokenizer
@@ -65,8 +70,16 @@ class LLMEngine:
             if event_sink is not None:
                 publisher = EventSinks((publisher, event_sink))
         self.core = EngineCore(
-            executor, scheduler_config, async_scheduling=async_scheduling, balancer=balancer, publisher=publisher
+            executor,
+            scheduler_config,
+            async_scheduling=async_scheduling,
+            balancer=balancer,
+            publisher=publisher,
+            prefills=prefills,
+            local_tokens=local_prefill_tokens,
+            transfer_timeout=transfer_timeout,
         )
+        self.prefills = prefills
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer)
         self._aborted: list[RequestOutput] = []
@@ -145,6 +158,8 @@ class LLMEngine:
             raise generations.failure
 
     def _generations(self) -> "Generations":
+        if self.prefills:
+            raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
         return self.core.generations
@@ -156,6 +171,8 @@ class LLMEngine:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first request."""
         self.core.executor.warm_up(progress)
+        for link in self.prefills:
+            link.warm_up(progress)
         if self.core.generations is not None:
             self.core.generations.warm = True
 

@@ -254,7 +254,7 @@ def load_generation(args: EngineArgs, found: Announcement, group: HostGroup | No
     args: with which the process was started.
     """
     own = replace(args, **found.options, record_steps=None)
-    return load_model(own, group, mesh=mesh_of(found))
+    return load_model(own, group, mesh=mesh_of(found), is_later=True)
 
 
 def mesh_of(found: Announcement) -> Mesh:

@@ -70,7 +70,13 @@ class LLM:
 
             Follower(group).run_with(self.args)
             raise SystemExit(0)
-        loaded = load_model(self.args, group, show_progress=show_progress)
+        links = []
+        if self.args.separated:
+            from dsjax.engine.disaggregated import load_separated
+
+            loaded, links = load_separated(self.args, show_progress=show_progress)
+        else:
+            loaded = load_model(self.args, group, show_progress=show_progress)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
         self.engine = LLMEngine(
@@ -82,9 +88,14 @@ class LLM:
             async_scheduling=self.args.async_scheduling,
             eplb=self.args.eplb,
             kv_events=self.args.kv_events,
+            prefills=links,
+            local_prefill_tokens=self.args.local_prefill_tokens,
+            transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,
         )
-        self.engine.core.generations = self._generations = Generations(self.args, group, loaded)
+        self._facts = loaded.facts
+        self._generations = None if links else Generations(self.args, group, loaded)
+        self.engine.core.generations = self._generations
         self._ids = itertools.count()
 
     @property
@@ -95,7 +106,7 @@ class LLM:
     @property
     def facts(self) -> EngineFacts:
         """What was loaded, on the mesh of now."""
-        return self._generations.facts
+        return self._facts if self._generations is None else self._generations.facts
 
     def scale(self, mesh: str | MeshSpec) -> None:
         """Go on on another mesh of the devices that there are, up or down; requests that are under way go on too.

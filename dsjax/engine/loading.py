@@ -62,6 +62,7 @@ class EngineFacts:
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        prefill_meshes: of the devices beside these that compute prompts for them.
         host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
         page_bytes: of one page, all layers, on all the devices of a DP rank.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
@@ -93,6 +94,7 @@ class EngineFacts:
     speculation: dict[str, Any] | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
+    prefill_meshes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object with the same names."""
@@ -111,14 +113,22 @@ class LoadedModel:
 
 
 def load_model(
-    args: EngineArgs, group: HostGroup | None = None, *, mesh: Mesh | None = None, show_progress: bool = False
+    args: EngineArgs,
+    group: HostGroup | None = None,
+    *,
+    mesh: Mesh | None = None,
+    is_later: bool = False,
+    transfers: bool = False,
+    show_progress: bool = False,
 ) -> LoadedModel:
     """Check everything, then load the model that ``args`` names onto its mesh.
 
     Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
 
     group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
-    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. With it no tokenizer is read, for there is one already.
+    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. is_later: no tokenizer is read, for there
+        is one already.
+    transfers: pages go to other engines, or come from them.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -131,9 +141,8 @@ def load_model(
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
     check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
-    later = mesh is not None
     mesh = mesh or spec.build()
-    if group is not None and not later:
+    if group is not None and not is_later:
         _check_shares(spec, mesh, group)
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
@@ -178,6 +187,7 @@ def load_model(
         return _limits(args, step, sizes, None if beside is None else Pool.of(step, beside))
 
     limits = find_limits() if group is None else _common_limits(group, find_limits)
+    limits = replace(limits, transfers=transfers)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
         executor: Executor = MeshExecutor(
             step,
@@ -203,7 +213,7 @@ def load_model(
         executor = LeaderExecutor(executor, group)
     if args.record_steps is not None and (group is None or group.is_leader):
         executor = _recording(args, executor, mesh, directory)
-    has_tokenizer = (directory / "tokenizer.json").is_file() and not later
+    has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     return LoadedModel(
         executor,

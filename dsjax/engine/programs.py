@@ -241,9 +241,9 @@ class Programs:
                     work["drafting step", shape, count] = (f"{name}, then {count} drafts", lower)
         work["admit",] = ("admission", self._lower_admit)
         marked = self._described((self._limits.pages_per_rank,), bool)
-        if self._limits.host_pages_per_rank or self._limits.disk_pages:
-            work["take pages",] = ("pages to host memory", self._lower_take_pages)
-            work["put pages",] = ("pages from host memory", self._lower_put_pages)
+        if self._limits.host_pages_per_rank or self._limits.disk_pages or self._limits.transfers:
+            work["take pages",] = ("pages out of the cache", self._lower_take_pages)
+            work["put pages",] = ("pages into the cache", self._lower_put_pages)
         work["clear",] = ("clearing pages", lambda: self._lower_small(device_state.clear_pages, marked))
         pairs = self._described((COPIES, 2), np.int32)
         work["copy",] = ("copying pages", lambda: self._lower_small(device_state.copy_pages, pairs))

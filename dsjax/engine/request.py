@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dsjax.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
+    from dsjax.engine.leases import Sending
     from dsjax.engine.logit_rules import LogitRules
 
 
@@ -67,7 +68,9 @@ class Request:
         held_pages: of a waiting request, cached pages that are kept for it: what it lacks is on its way from below, or has come.
         is_arriving: whether it is on its way.
         ignores_disk: it has waited too long for the disk, and goes on without.
-        num_host_pages, num_disk_pages: that have come for it from below.
+        num_host_pages, num_disk_pages: that have come for it from below. num_prefill_pages: from a prefill side.
+        computes_prompt: no prefill side is asked for it, since a transfer for it was given up.
+        sending: where this engine computes it for another one, what is to be sent.
         num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
             writes them any more. All later ones are this request's alone.
         page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
@@ -112,6 +115,9 @@ class Request:
     ignores_disk: bool = False
     num_host_pages: int = 0
     num_disk_pages: int = 0
+    num_prefill_pages: int = 0
+    computes_prompt: bool = False
+    sending: "Sending | None" = None
     num_sealed_pages: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     num_promised: int = 0
@@ -147,6 +153,7 @@ class Request:
         self.rank = self.slot = -1
         self.pages, self.held_pages, self.is_arriving, self.num_sealed_pages = [], [], False, 0
         self.ignores_disk, self.num_host_pages, self.num_disk_pages = False, 0, 0
+        self.num_prefill_pages, self.computes_prompt = 0, False
         self.num_promised = self.backlog = 0
         self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
         self.drafts, self.must_leave, self.num_clean_pages = (), False, None

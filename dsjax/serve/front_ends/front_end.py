@@ -19,7 +19,7 @@ from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.executor import RowResult
 from dsjax.engine.input_processor import InputProcessor, PreparedRequest
 from dsjax.engine.output_processor import OutputProcessor
-from dsjax.engine.output_stream import EngineDeadError
+from dsjax.engine.outputs import EngineDeadError
 from dsjax.engine.request import Request
 from dsjax.engine.scheduler import Update
 from dsjax.engine.scheduler_config import SchedulerConfig
