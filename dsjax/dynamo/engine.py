@@ -30,7 +30,7 @@ from dsjax.engine.tokenizer import Tokenizer
 from dsjax.errors import UserError
 from dsjax.serve.command import metrics_of
 from dsjax.serve.message_parser import CLOSE, OPEN
-from dsjax.serve.server import settle_collector
+from dsjax.serve.server import settle_interpreter
 from dsjax.serve.startup_screen import show_facts, warm_up_bar
 from dsjax.serve.watchdog import Watchdog
 
@@ -99,7 +99,7 @@ class DsjaxEngine(LLMEngine):
             lambda new: self._metrics.on_change(new.facts.dp_ranks, new.facts.physical_experts_per_device)
         )
         engine.on_death = self._die
-        settle_collector()
+        settle_interpreter()
         engine.start()
         self._loads.start()
         self._watch_steps(asyncio.get_running_loop())

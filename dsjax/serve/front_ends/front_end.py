@@ -55,7 +55,7 @@ from dsjax.serve.guards import ADMIN_PATHS
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.server import Server, settle_collector
+from dsjax.serve.server import Server, settle_interpreter
 from dsjax.serve.serving import Phase, Serving
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class FrontEndServer(Server):
         """Do nothing."""
 
     async def _become_ready(self) -> None:
-        settle_collector()
+        settle_interpreter()
         self._remote.start()
         self._channel.send(Hello())
         async for message in self._channel.messages():
