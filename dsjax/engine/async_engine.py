@@ -119,6 +119,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         session: str | None = None,
+        prefill: Mapping[str, str] | None = None,
     ) -> OutputStream:
         """Check all prompts, then queue them all. Keywords as of `LLMEngine.add_request`.
 
@@ -140,6 +141,7 @@ class AsyncEngine:
                     priority=priority,
                     cache_salt=cache_salt,
                     session=session,
+                    prefill=prefill,
                 )
                 for id_, prompt in zip(ids, prompts, strict=True)
             ]

@@ -73,6 +73,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         session: str | None = None,
+        prefill: Mapping[str, str] | None = None,
     ) -> PreparedRequest:
         """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
 
@@ -100,6 +101,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 session=session,
                 rules=rules[index],
+                prefill=prefill if index == 0 else prefill and prefill | {"transfer": None},
             )
             for index in range(params.n)
         ]
