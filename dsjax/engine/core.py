@@ -13,7 +13,7 @@ from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.executor import Executor, RankResults
 from dsjax.engine.incoming import Incoming
 from dsjax.engine.leases import Leases
-from dsjax.engine.page_events import AllBlocksCleared
+from dsjax.engine.page_events import AllBlocksCleared, EventSink
 from dsjax.engine.page_transfer import Forget, PrefillLink, ToDecode
 from dsjax.engine.plan import RankPlan, StepPlan
 from dsjax.engine.rank import RankLoad
@@ -25,7 +25,6 @@ from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
-    from dsjax.engine.event_publisher import EventPublisher
     from dsjax.engine.expert_balancer import ExpertBalancer
     from dsjax.engine.generations import Generation, Generations
 
@@ -89,12 +88,12 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         balancer: "ExpertBalancer | None" = None,
-        publisher: "EventPublisher | None" = None,
         prefills: Sequence[PrefillLink] | None = None,
         connect_prefill: Callable[[str], PrefillLink] | None = None,
         local_tokens: int = 1,
         transfer_timeout: float = 30.0,
         leases: Leases | None = None,
+        publisher: EventSink | None = None,
     ):
         limits = executor.limits
         self.executor = executor

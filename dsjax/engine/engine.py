@@ -11,6 +11,7 @@ from dsjax.engine.executor import Executor, Progress
 from dsjax.engine.input_processor import InputProcessor, Prompt
 from dsjax.engine.output_processor import OutputProcessor
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.page_events import EventSink, EventSinks
 from dsjax.engine.page_transfer import TRANSFER_SECONDS, PrefillLink
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
@@ -38,6 +39,7 @@ class LLMEngine:
         eplb: how experts are moved after their load; None: they stay where they are.
         kv_events: where events of pages are published; None: nowhere.
         prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
+        event_sink: is given them too, in the engine's thread.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class LLMEngine:
         connect_prefill: Callable[[str], PrefillLink] | None = None,
         local_prefill_tokens: int = 1,
         transfer_timeout: float = TRANSFER_SECONDS,
+        event_sink: EventSink | None = None,
     ):
         self.tokenizer = tokenizer
         balancer = None
@@ -62,9 +65,11 @@ class LLMEngine:
             from dsjax.engine.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
 
             balancer = ExpertBalancer(eplb, executor)
-        publisher = None
+        publisher = event_sink
         if kv_events is not None and kv_events.publishes:
             publisher = EventPublisher(kv_events, executor.limits.num_ranks)
+            if event_sink is not None:
+                publisher = EventSinks((publisher, event_sink))
         self.core = EngineCore(
             executor,
             scheduler_config,
@@ -90,13 +95,14 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         session: str | None = None,
+        dp_rank: int | None = None,
         prefill: Mapping[str, str] | None = None,
     ) -> None:
         """Queue a request.
 
         priority: lower runs first, with the scheduling policy `priority`. cache_salt: pages are shared only with requests
-        of the same salt. session: requests of one session go to one DP rank. prefill: what `PrefillServer.prefill` gave where another
-        process computes the prompt.
+        of the same salt. session: requests of one session go to one DP rank. dp_rank: the DP rank that it runs on, if the mesh has it.
+        prefill: what `PrefillServer.prefill` gave where another process computes the prompt.
 
         Raises:
             UserError: something in the request cannot be; nothing of it stays behind.
@@ -110,6 +116,7 @@ class LLMEngine:
             priority=priority,
             cache_salt=cache_salt,
             session=session,
+            dp_rank=dp_rank,
             prefill=prefill,
         )
         self.outputs.add(prepared)

@@ -15,6 +15,7 @@ from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import Prompt
 from dsjax.engine.joining import host_options, join_group
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.page_events import EventSink
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.step_writer import clear_command
 from dsjax.errors import UserError
@@ -37,6 +38,7 @@ class LLM:
 
     Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
+    ``event_sink`` is told which pages can be found from now on, and which no more.
 
     A mesh may belong to several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
     ``process_id``, or under Slurm and the like without. In all but process 0 the constructor does not return: it follows process 0, and
@@ -47,7 +49,13 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "demo", *, mesh: str | MeshSpec = "dp=1", show_progress: bool = False, **options: Any
+        self,
+        model: str = "demo",
+        *,
+        mesh: str | MeshSpec = "dp=1",
+        show_progress: bool = False,
+        event_sink: EventSink | None = None,
+        **options: Any,
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
         group = join_group(self.args, host_options(self.args))
@@ -93,6 +101,7 @@ class LLM:
             connect_prefill=connect,
             local_prefill_tokens=self.args.local_prefill_tokens,
             transfer_timeout=self.args.transfer_timeout,
+            event_sink=event_sink,
         )
         self._facts = loaded.facts
         self._generations = Generations(self.args, group, loaded) if links is None else None

@@ -130,7 +130,8 @@ class MeshExecutor:
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
-        self._recorder = ExpertRecorder(step)
+        self._new_recorder = lambda: ExpertRecorder(step)
+        self._recorder: ExpertRecorder | None = None
         self._exchange = ExpertExchange(self, experts_per_exchange, reload) if experts_per_exchange else None
         self._parcels = PageParcels(self) if limits.transfers else None
         moves = limits.host_pages_per_rank or disk or limits.transfers
@@ -182,8 +183,9 @@ class MeshExecutor:
             return Exchanged(pending.ended - pending.started, pending.error)
         if not isinstance(pending.command, Step):
             return None
-        for outcome in pending.outcomes:
-            self._recorder.add(outcome.reports, outcome.shape.tokens, pending.placements)
+        if self._recorder is not None:
+            for outcome in pending.outcomes:
+                self._recorder.add(outcome.reports, outcome.shape.tokens, pending.placements)
         results = read_step(pending.command, pending.outcomes)
         self._slots.settle(pending.command, results)
         return results
@@ -217,20 +219,21 @@ class MeshExecutor:
     def counts(self) -> ExecutorCounts:
         """What the last step and the programs count."""
         late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
-        return ExecutorCounts(self._padding, late, self._recorder.counts())
+        return ExecutorCounts(self._padding, late, self._recorder.counts() if self.recording else None)
 
     @property
     def recording(self) -> bool:
         """Whether the experts' load is recorded."""
-        return self._recorder.on
+        return self._recorder is not None
 
     def set_recording(self, on: bool) -> None:
         """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
-        self._recorder.on = on
+        if on != self.recording:
+            self._recorder = self._new_recorder() if on else None
 
     def expert_counts(self) -> ExpertCounts | None:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
-        return self._recorder.read()
+        return self._recorder.read() if self.recording else None
 
     def shutdown(self) -> None:
         """Free the state and drop the programs."""
@@ -332,7 +335,7 @@ class MeshExecutor:
             len(rank.decodes) // 8 + sum(row.length for row in rank.prefills) for rank in command.ranks
         )
         laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
-        return self._run_step(pending, command, admissions, laid_out, self._recorder.on)
+        return self._run_step(pending, command, admissions, laid_out, self.recording)
 
     def _run_step(
         self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple], recording: bool

@@ -57,6 +57,7 @@ class Request:
         priority: lower runs first under the `priority` policy.
         cache_salt: pages are shared only with requests of the same salt.
         session: requests of one session go to one rank.
+        dp_rank: the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own router chooses.
         rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
         rank: DP rank, for the whole life of the request, unless the mesh changes.
@@ -101,6 +102,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     session: str | None = None
+    dp_rank: int | None = None
     rules: "LogitRules | None" = None
 
     order: tuple[int, float, int] = (0, 0.0, 0)
