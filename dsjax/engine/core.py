@@ -218,6 +218,7 @@ class EngineCore:
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
             balance=self.balance(),
             disk=self.disk(),
+            transfers=self.scheduler.incoming.counts if self.is_separated else None,
             page_waits=self.scheduler.take_page_waits(),
         )
 

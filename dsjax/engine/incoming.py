@@ -20,14 +20,14 @@ class TransferCounts(NamedTuple):
 
     Attributes:
         asked, completed, given_up: transfers; those that are neither completed nor given up are under way or were not wanted any more.
-        pages: that have come. seconds: from asking to the last page, of completed transfers together.
+        pages: that have come. under_way: transfers.
     """
 
     asked: int = 0
     completed: int = 0
     given_up: int = 0
     pages: int = 0
-    seconds: float = 0.0
+    under_way: int = 0
 
 
 @dataclass(eq=False)
@@ -71,6 +71,9 @@ class Incoming:
 
     The caller sends what `take_messages` gives, hands what comes to `receive`, and has `pools` of the ranks entered before the first step.
 
+    Attributes:
+        waits: ("prefill", seconds from asking to the last page) of completed transfers. Whoever reads it empties it.
+
     Args:
         num_links: prefill sides that any request may be sent to.
         local_tokens: a request that lacks fewer tokens is computed here.
@@ -80,7 +83,8 @@ class Incoming:
     def __init__(self, num_links: int, local_tokens: int, timeout: float):
         self.local_tokens, self.timeout = local_tokens, timeout
         self.pools: list[PagePool] = []
-        self.counts = TransferCounts()
+        self._counts = TransferCounts()
+        self.waits: list[tuple[str, float]] = []
         self._transfers: dict[str, Transfer] = {}
         self._expected: dict[tuple[int, bytes], Transfer] = {}
         self._pulling: dict[tuple[int, int], Transfer] = {}
@@ -99,6 +103,11 @@ class Incoming:
     def num_under_way(self) -> int:
         """Transfers that have not ended."""
         return len(self._transfers)
+
+    @property
+    def counts(self) -> TransferCounts:
+        """What has come of transfers so far."""
+        return self._counts._replace(under_way=len(self._transfers))
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
         """(prefill side, message) that are to be sent; each is given once."""
@@ -286,7 +295,8 @@ class Incoming:
                 return
 
     def _complete(self, transfer: Transfer, now: float) -> None:
-        self._count(completed=1, seconds=now - transfer.began)
+        self._count(completed=1)
+        self.waits.append(("prefill", now - transfer.began))
         for offer in transfer.offers:
             self._messages.append((transfer.link, Release(offer.number)))
         del self._transfers[transfer.name]
@@ -311,5 +321,7 @@ class Incoming:
             self._messages.append((transfer.link, Cancel(transfer.name)))
         transfer.wake()
 
-    def _count(self, **more: float) -> None:
-        self.counts = self.counts._replace(**{name: getattr(self.counts, name) + value for name, value in more.items()})
+    def _count(self, **more: int) -> None:
+        self._counts = self._counts._replace(
+            **{name: getattr(self._counts, name) + value for name, value in more.items()}
+        )
