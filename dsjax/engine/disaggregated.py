@@ -10,6 +10,7 @@ import jax
 
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.loading import LoadedModel, load_model
+from dsjax.engine.page_events import EventSink
 from dsjax.engine.page_network import JaxCarrier, PrefillServer, RemoteLink
 from dsjax.engine.page_parcels import move_parcel
 from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
@@ -68,10 +69,13 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[Lo
     return replace(loaded, facts=facts), links
 
 
-def load_prefill(args: EngineArgs, *, port: int = 0, show_progress: bool = False) -> PrefillServer:
+def load_prefill(
+    args: EngineArgs, *, port: int = 0, event_sink: EventSink | None = None, show_progress: bool = False
+) -> PrefillServer:
     """A prefill engine for other processes, its programs compiled at first use; `.engine.core.executor.warm_up()` compiles them before.
 
     ``emulate_devices`` must have been called before, where devices are to be emulated. port: for messages; 0: a free one.
+    event_sink: is given the events of pages.
 
     Raises:
         UserError, MeshError: options, model, devices or address that do not go together.
@@ -82,6 +86,7 @@ def load_prefill(args: EngineArgs, *, port: int = 0, show_progress: bool = False
         args.scheduler_config(model.executor.limits),
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
+        publisher=event_sink,
     )
     host = _host(args)
     server = PrefillServer(engine, JaxCarrier(jax.local_devices()[0], host), model.page_space, host, port)

@@ -218,6 +218,10 @@ class PrefillServer:
             self.engine.post(Ask(params["transfer"], tokens, 0, end, salt, priority), None)
         return params
 
+    def cancel(self, transfer: str) -> None:
+        """Nobody wants a prompt any more; the name as `prefill` gave it."""
+        self.engine.post(Cancel(transfer), None)
+
     def shutdown(self) -> None:
         """End the connections and the engine."""
         self._listener.close()

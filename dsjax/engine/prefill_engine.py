@@ -13,6 +13,7 @@ from dsjax.engine.commands import from_int32s
 from dsjax.engine.core import EngineCore
 from dsjax.engine.executor import Executor, Progress
 from dsjax.engine.leases import Leases, Sending
+from dsjax.engine.page_events import EventSink
 from dsjax.engine.page_transfer import (
     Ask,
     Cancel,
@@ -55,15 +56,26 @@ class PrefillEngine:
 
     Args:
         timeout: seconds after which a parcel that nobody has pulled is dropped, and its transfer with it.
+        publisher: is given the events of pages; None: there are none.
 
     Attributes:
         core: scheduler and executor. leases: of the parcels. error: why the thread has ended.
         served: called after each step, in the engine's thread; whoever watches sets it.
     """
 
-    def __init__(self, executor: Executor, config: SchedulerConfig, *, timeout: float, async_scheduling: bool = True):
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig,
+        *,
+        timeout: float,
+        async_scheduling: bool = True,
+        publisher: EventSink | None = None,
+    ):
         self.leases = Leases(executor.limits.num_ranks, timeout, self._offer, time.monotonic)
-        self.core = EngineCore(executor, config, async_scheduling=async_scheduling, leases=self.leases)
+        self.core = EngineCore(
+            executor, config, async_scheduling=async_scheduling, leases=self.leases, publisher=publisher
+        )
         executor.send_parcels(self.leases.ready)
         self.error: BaseException | None = None
         self.served: Callable[[EngineCore], None] = lambda core: None
