@@ -102,11 +102,18 @@ def test_both_at_once_under_one_room_makes_them_too(alone, deployment):
     assert (deployment.transfers("completed"), deployment.transfers("given_up")) == (2 * CLIENTS, 0)
 
 
-def test_a_prefill_worker_that_is_killed_costs_no_request(alone, deployment):
-    """Last. What was asked of it is computed by the decode worker, within the transfer's time limit; so is what comes after."""
-    numbers = range(200, 200 + CLIENTS)
-    with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(deployment.ask, numbers)
-        deployment.prefill.end(signal.SIGKILL)
-        assert answers.result() == alone([prompt(number) for number in numbers])
+def test_a_prefill_worker_that_is_killed_costs_no_request_where_there_is_another(alone, deployment):
+    """Last. What was asked of it is computed by the decode worker, within the transfer's time limit. Without another, Dynamo answers 503."""
+    from deployment import Worker, wait_until
+
+    spare = Worker(deployment.folder, "spare", *PREFILL, "--bootstrap")
+    try:
+        wait_until(lambda: spare.is_ready and deployment.frontend.num_workers() == 3, what="the spare one is known")
+        numbers = range(200, 200 + CLIENTS)
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(deployment.ask, numbers)
+            deployment.prefill.end(signal.SIGKILL)
+            assert answers.result() == alone([prompt(number) for number in numbers])
+    finally:
+        spare.end(signal.SIGKILL)
     assert deployment.decode.end() == 0, deployment.decode.log.read_text()[-4000:]
