@@ -103,7 +103,7 @@ def test_both_at_once_under_one_room_makes_them_too(alone, deployment):
 
 
 def test_a_prefill_worker_that_is_killed_costs_no_request_where_there_is_another(alone, deployment):
-    """Last. What was asked of it is computed by the decode worker, within the transfer's time limit. Without another, Dynamo answers 503."""
+    """Last. What was asked of it is computed by the decode worker, within the transfer's time limit."""
     from deployment import Worker, wait_until
 
     spare = Worker(deployment.folder, "spare", *PREFILL, "--bootstrap")
