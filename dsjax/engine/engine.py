@@ -150,7 +150,7 @@ class LLMEngine:
         """Compile every shape before the first request."""
         self.core.executor.warm_up(progress)
         if self.core.generations is not None:
-            self.core.generations.warm = True
+            self.core.generations.has_warmed_up()
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""

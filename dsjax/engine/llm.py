@@ -54,6 +54,7 @@ class LLM:
         from dsjax.engine.generations import Generations
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
         from dsjax.engine.process import size_memory_pool
+        from dsjax.engine.program_library import ProgramLibrary
 
         size_memory_pool(self.args.gpu_memory_utilization)
 
@@ -62,7 +63,8 @@ class LLM:
 
             Follower(group).run_with(self.args)
             raise SystemExit(0)
-        loaded = load_model(self.args, group, show_progress=show_progress)
+        library = ProgramLibrary()
+        loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
         self.engine = LLMEngine(
@@ -75,7 +77,7 @@ class LLM:
             eplb=self.args.eplb,
             kv_events=self.args.kv_events,
         )
-        self.engine.core.generations = self._generations = Generations(self.args, group, loaded)
+        self.engine.core.generations = self._generations = Generations(self.args, group, loaded, library)
         self._ids = itertools.count()
 
     @property
