@@ -29,6 +29,7 @@ _OF_THE_HOST = (
     "host_address",
     "start_timeout",
     "heartbeat_timeout",
+    "compile_ahead",
     "kv_events_config",
     "prefill_mesh",
     "decode_mesh",
@@ -176,6 +177,11 @@ class EngineArgs:
     start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
     heartbeat_timeout: int = option(
         10, "seconds after which a process that gives no sign of life is taken for dead; the rest goes on", least=1
+    )
+    compile_ahead: int = option(
+        1,
+        "compile in the background, while serving, for the meshes that are left when up to so many processes are gone; 0: for none",
+        least=0,
     )
 
     def __post_init__(self):

@@ -62,6 +62,7 @@ class LLM:
         from dsjax.engine.generations import Generations
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
         from dsjax.engine.process import size_memory_pool
+        from dsjax.engine.program_library import ProgramLibrary
 
         size_memory_pool(self.args.gpu_memory_utilization)
 
@@ -70,13 +71,13 @@ class LLM:
 
             Follower(group).run_with(self.args)
             raise SystemExit(0)
-        links = []
+        links, library = [], ProgramLibrary()
         if self.args.separated:
             from dsjax.engine.disaggregated import load_separated
 
             loaded, links = load_separated(self.args, show_progress=show_progress)
         else:
-            loaded = load_model(self.args, group, show_progress=show_progress)
+            loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
         self.engine = LLMEngine(
@@ -94,7 +95,7 @@ class LLM:
             event_sink=event_sink,
         )
         self._facts = loaded.facts
-        self._generations = None if links else Generations(self.args, group, loaded)
+        self._generations = None if links else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
         self._ids = itertools.count()
 
