@@ -36,6 +36,8 @@ _OF_THE_HOST = (
     "prefill_instances",
     "local_prefill_tokens",
     "transfer_timeout",
+    "disaggregation_mode",
+    "transfer_host",
 )
 """Options that change which commands an executor gets, and not what it makes of them."""
 
@@ -162,6 +164,14 @@ class EngineArgs:
         "seconds after which pages that were asked for and have not come are computed by the decode side, and pages that nobody "
         "takes are dropped",
         least=1,
+    )
+    disaggregation_mode: str = option(
+        "agg",
+        "agg: prompts are computed here; decode: in other processes, whose addresses come with the requests; prefill: for other processes",
+        ("agg", "prefill", "decode"),
+    )
+    transfer_host: str | None = option(
+        None, "address of this host from which others pull pages; default: that by which the host's name is known"
     )
     coordinator_address: str | None = option(
         None,
@@ -296,6 +306,12 @@ class EngineArgs:
 
     def _check_separated(self) -> None:
         """Whether the options of prefill apart from decode go together, and with all others."""
+        if self.disaggregation_mode != "agg":
+            if self.separated:
+                raise UserError(
+                    f"--disaggregation-mode {self.disaggregation_mode} is one side of two, and --prefill-mesh has both; leave one out"
+                )
+            self._check_transfers(f"--disaggregation-mode {self.disaggregation_mode}")
         if self.prefill_mesh is None and self.decode_mesh is None:
             if self.prefill_instances > 1:
                 raise UserError("--prefill-instances is given without --prefill-mesh and --decode-mesh; give them too")
@@ -311,21 +327,24 @@ class EngineArgs:
             raise UserError(
                 f"--mesh {self.mesh} is given with --prefill-mesh and --decode-mesh, which name all devices; leave one out"
             )
+        self._check_transfers("--prefill-mesh")
+
+    def _check_transfers(self, flag: str) -> None:
+        """Whether this engine's pages can go to others, or theirs come here."""
         if "CD" in (self.mla_prefill, self.mla_decode):
             raise UserError(
-                "--prefill-mesh and --decode-mesh move pages of the latent cache, and the MLA form CD keeps none; "
-                "use another --mla-prefill and --mla-decode"
+                f"{flag} moves pages of the latent cache, and the MLA form CD keeps none; use another --mla-prefill and --mla-decode"
             )
         if not self.enable_prefix_caching:
             raise UserError(
-                "--prefill-mesh hands pages over through the prefix cache, which --no-enable-prefix-caching turns off"
+                f"{flag} hands pages over through the prefix cache, which --no-enable-prefix-caching turns off"
             )
         if self.record_steps is not None:
             raise UserError(
-                "--record-steps does not go with --prefill-mesh: a recording would lack what pages from there held; leave one of them out"
+                f"--record-steps does not go with {flag}: a recording would lack what pages from elsewhere held; leave one of them out"
             )
         if self.coordinator_address is not None or (self.num_processes or 1) > 1:
-            raise UserError("--prefill-mesh and --decode-mesh belong to one process; leave --num-processes out")
+            raise UserError(f"{flag} is for engines of one process each; leave --num-processes out")
 
     def _check_disk_cache(self) -> None:
         if self.disk_cache is None:

@@ -120,6 +120,7 @@ class AsyncEngine:
         cache_salt: str | None = None,
         session: str | None = None,
         dp_rank: int | None = None,
+        prefill: Mapping[str, str] | None = None,
     ) -> OutputStream:
         """Check all prompts, then queue them all. Keywords as of `LLMEngine.add_request`.
 
@@ -142,6 +143,7 @@ class AsyncEngine:
                     cache_salt=cache_salt,
                     session=session,
                     dp_rank=dp_rank,
+                    prefill=prefill,
                 )
                 for id_, prompt in zip(ids, prompts, strict=True)
             ]

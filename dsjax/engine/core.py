@@ -72,7 +72,8 @@ class EngineCore:
         async_scheduling: False plans a step only when the results of the one before are entered.
         balancer: moves experts between steps; None: they stay where they are.
         publisher: is given the events of pages; None: there are none.
-        prefills: engines that compute prompts for this one, which closes them at its end. local_tokens, transfer_timeout: as of
+        prefills: engines that compute prompts for this one, which closes them at its end; None: it computes all by itself.
+            connect_prefill: gives further ones, by the address that a request names. local_tokens, transfer_timeout: as of
             `Incoming`.
         leases: of parcels, where this one computes prompts for others.
 
@@ -87,7 +88,8 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         balancer: "ExpertBalancer | None" = None,
-        prefills: Sequence[PrefillLink] = (),
+        prefills: Sequence[PrefillLink] | None = None,
+        connect_prefill: Callable[[str], PrefillLink] | None = None,
         local_tokens: int = 1,
         transfer_timeout: float = 30.0,
         leases: Leases | None = None,
@@ -95,17 +97,19 @@ class EngineCore:
     ):
         limits = executor.limits
         self.executor = executor
-        incoming = Incoming(len(prefills), local_tokens, transfer_timeout) if prefills else None
+        incoming = None if prefills is None else Incoming(len(prefills), local_tokens, transfer_timeout)
         self.scheduler = Scheduler(
             scheduler_config, limits.num_ranks, page_events=publisher is not None, incoming=incoming, leases=leases
         )
-        self._prefills = prefills
+        self._prefills: list[PrefillLink] = []
+        self._connect_prefill = connect_prefill
+        self._addresses: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
         self._wake = threading.Event()
-        if prefills:
-            executor.pull_parcels(prefills, self._wake.set)
-        for index, link in enumerate(prefills):
-            link.connect(partial(self._receive, index))
+        if prefills is not None:
+            executor.pull_parcels(self._prefills, self._wake.set)
+            for link in prefills:
+                self._add_link(link)
         self._publisher = publisher
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
@@ -126,10 +130,13 @@ class EngineCore:
     @property
     def is_separated(self) -> bool:
         """Whether prompts are computed elsewhere."""
-        return bool(self._prefills)
+        return self.scheduler.incoming is not None
 
     def add(self, request: Request) -> None:
         """Queue a request."""
+        if request.prefill is not None and self.scheduler.incoming is not None:
+            request.prefill_link = self._link_to(request.prefill["address"])
+            request.prefill_transfer = request.prefill["transfer"]
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Update | None:
@@ -211,6 +218,7 @@ class EngineCore:
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
             balance=self.balance(),
             disk=self.disk(),
+            transfers=self.scheduler.incoming.counts if self.is_separated else None,
             page_waits=self.scheduler.take_page_waits(),
         )
 
@@ -302,7 +310,7 @@ class EngineCore:
         began = time.monotonic()
         if self._prefills:
             self._enter_messages()
-        if self.scheduler.disk is not None or self._prefills:
+        if self.scheduler.disk is not None or self.is_separated:
             self._enter_pages()
         plan = self.scheduler.schedule(began)
         self._send_messages()
@@ -331,6 +339,18 @@ class EngineCore:
         """A prefill side has said something; from any thread."""
         self._inbox.put((link, message))
         self._wake.set()
+
+    def _add_link(self, link: PrefillLink) -> None:
+        self._prefills.append(link)
+        link.connect(partial(self._receive, len(self._prefills) - 1))
+
+    def _link_to(self, address: str) -> int:
+        """The number of the prefill side at an address."""
+        if address not in self._addresses:
+            link = self._connect_prefill(address)
+            self._addresses[address] = self.scheduler.incoming.add_link()
+            self._add_link(link)
+        return self._addresses[address]
 
     def _enter_messages(self) -> None:
         self._wake.clear()  # what comes from now on ends the next wait at once

@@ -1,13 +1,17 @@
-"""From the options of a separated engine to its models: decode's on the first devices, each prefill instance's on the next ones."""
+"""From options to engines that compute prompts for others, or have others compute theirs: in one process, or in several."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.loading import LoadedModel, load_model
+from dsjax.engine.page_events import EventSink
+from dsjax.engine.page_network import JaxCarrier, PrefillServer, RemoteLink
 from dsjax.engine.page_parcels import move_parcel
 from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
 from dsjax.errors import UserError
@@ -63,6 +67,48 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[Lo
         links.append(LocalLink(engine, move_parcel))
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)] * args.prefill_instances)
     return replace(loaded, facts=facts), links
+
+
+def load_prefill(
+    args: EngineArgs, *, port: int = 0, event_sink: EventSink | None = None, show_progress: bool = False
+) -> PrefillServer:
+    """A prefill engine for other processes, its programs compiled at first use; `.engine.core.executor.warm_up()` compiles them before.
+
+    ``emulate_devices`` must have been called before, where devices are to be emulated. port: for messages; 0: a free one.
+    event_sink: is given the events of pages.
+
+    Raises:
+        UserError, MeshError: options, model, devices or address that do not go together.
+    """
+    model = load_model(replace(args, **_DECODES_ALONE), transfers=True, show_progress=show_progress)
+    engine = PrefillEngine(
+        model.executor,
+        args.scheduler_config(model.executor.limits),
+        timeout=args.transfer_timeout,
+        async_scheduling=args.async_scheduling,
+        publisher=event_sink,
+    )
+    host = _host(args)
+    server = PrefillServer(engine, JaxCarrier(jax.local_devices()[0], host), model.page_space, host, port)
+    engine.start()
+    return server
+
+
+def remote_links(args: EngineArgs, loaded: LoadedModel) -> Callable[[str], RemoteLink]:
+    """What gives the link to a prefill engine at an address, for a model that was loaded with ``transfers``."""
+    carrier = JaxCarrier(jax.local_devices()[0], _host(args))
+    shapes = loaded.executor.parcel_shapes
+    return lambda address: RemoteLink(address, carrier, loaded.page_space, shapes, args.transfer_timeout)
+
+
+def _host(args: EngineArgs) -> str:
+    """This host's address, as others reach it."""
+    if args.transfer_host is not None:
+        return args.transfer_host
+    try:
+        return socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return "127.0.0.1"
 
 
 def _devices(args: EngineArgs) -> list[jax.Device]:

@@ -1,7 +1,7 @@
 """`LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dsjax.engine.core import EngineCore
@@ -38,7 +38,7 @@ class LLMEngine:
         async_scheduling: plan a step while the one before computes.
         eplb: how experts are moved after their load; None: they stay where they are.
         kv_events: where events of pages are published; None: nowhere.
-        prefills: engines that compute prompts for this one. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
+        prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
         event_sink: is given them too, in the engine's thread.
     """
 
@@ -53,7 +53,8 @@ class LLMEngine:
         async_scheduling: bool = True,
         eplb: EplbConfig | None = None,
         kv_events: KvEventsConfig | None = None,
-        prefills: Sequence[PrefillLink] = (),
+        prefills: Sequence[PrefillLink] | None = None,
+        connect_prefill: Callable[[str], PrefillLink] | None = None,
         local_prefill_tokens: int = 1,
         transfer_timeout: float = TRANSFER_SECONDS,
         event_sink: EventSink | None = None,
@@ -76,10 +77,11 @@ class LLMEngine:
             balancer=balancer,
             publisher=publisher,
             prefills=prefills,
+            connect_prefill=connect_prefill,
             local_tokens=local_prefill_tokens,
             transfer_timeout=transfer_timeout,
         )
-        self.prefills = prefills
+        self.prefills = prefills or ()
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer)
         self._aborted: list[RequestOutput] = []
@@ -94,11 +96,13 @@ class LLMEngine:
         cache_salt: str | None = None,
         session: str | None = None,
         dp_rank: int | None = None,
+        prefill: Mapping[str, str] | None = None,
     ) -> None:
         """Queue a request.
 
         priority: lower runs first, with the scheduling policy `priority`. cache_salt: pages are shared only with requests
         of the same salt. session: requests of one session go to one DP rank. dp_rank: the DP rank that it runs on, if the mesh has it.
+        prefill: what `PrefillServer.prefill` gave where another process computes the prompt.
 
         Raises:
             UserError: something in the request cannot be; nothing of it stays behind.
@@ -113,6 +117,7 @@ class LLMEngine:
             cache_salt=cache_salt,
             session=session,
             dp_rank=dp_rank,
+            prefill=prefill,
         )
         self.outputs.add(prepared)
         for request in prepared.completions:
@@ -158,7 +163,7 @@ class LLMEngine:
             raise generations.failure
 
     def _generations(self) -> "Generations":
-        if self.prefills:
+        if self.core.is_separated:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")

@@ -20,14 +20,14 @@ class TransferCounts(NamedTuple):
 
     Attributes:
         asked, completed, given_up: transfers; those that are neither completed nor given up are under way or were not wanted any more.
-        pages: that have come. seconds: from asking to the last page, of completed transfers together.
+        pages: that have come. under_way: transfers.
     """
 
     asked: int = 0
     completed: int = 0
     given_up: int = 0
     pages: int = 0
-    seconds: float = 0.0
+    under_way: int = 0
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Transfer:
         owner: the request that it was asked for. requests: that wait for it; where there is none left it is cancelled. waiters: those of
             them that need not be looked at before something has come.
         since: when it was last heard of. began: when it was asked for.
-        cached: tokens that the prefill side had cached.
+        cached: tokens that the prefill side had cached. seen: parcels that were offered; an offer may come twice.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Transfer:
     offers: deque[Offer] = field(default_factory=deque)
     pulling: dict[int, bytes] = field(default_factory=dict)
     cached: int = 0
+    seen: set[int] = field(default_factory=set)
 
     def wake(self) -> None:
         """Have those who wait looked at again."""
@@ -70,8 +71,11 @@ class Incoming:
 
     The caller sends what `take_messages` gives, hands what comes to `receive`, and has `pools` of the ranks entered before the first step.
 
+    Attributes:
+        waits: ("prefill", seconds from asking to the last page) of completed transfers. Whoever reads it empties it.
+
     Args:
-        num_links: prefill sides.
+        num_links: prefill sides that any request may be sent to.
         local_tokens: a request that lacks fewer tokens is computed here.
         timeout: seconds after which a transfer that is not heard of is given up.
     """
@@ -79,19 +83,31 @@ class Incoming:
     def __init__(self, num_links: int, local_tokens: int, timeout: float):
         self.local_tokens, self.timeout = local_tokens, timeout
         self.pools: list[PagePool] = []
-        self.counts = TransferCounts()
+        self._counts = TransferCounts()
+        self.waits: list[tuple[str, float]] = []
         self._transfers: dict[str, Transfer] = {}
         self._expected: dict[tuple[int, bytes], Transfer] = {}
         self._pulling: dict[tuple[int, int], Transfer] = {}
         self._of: dict[Request, Transfer] = {}
+        self._any = range(num_links)
         self._pauses = [Pause() for _ in range(num_links)]
         self._messages: list[tuple[int, ToPrefill]] = []
         self._prefix, self._numbers = os.urandom(6).hex(), itertools.count()
+
+    def add_link(self) -> int:
+        """The number of another prefill side, which only requests that name it are sent to."""
+        self._pauses.append(Pause())
+        return len(self._pauses) - 1
 
     @property
     def num_under_way(self) -> int:
         """Transfers that have not ended."""
         return len(self._transfers)
+
+    @property
+    def counts(self) -> TransferCounts:
+        """What has come of transfers so far."""
+        return self._counts._replace(under_way=len(self._transfers))
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
         """(prefill side, message) that are to be sent; each is given once."""
@@ -120,7 +136,7 @@ class Incoming:
         if found >= pages or request.computes_prompt or (joined is not None and joined.owner is request):
             return False
         lacking = len(request.token_ids) - found * self.pools[0].page_size
-        return lacking >= self.local_tokens and any(not pause.holds(now) for pause in self._pauses)
+        return lacking >= self.local_tokens and bool(self._links(request, now))
 
     def reserved(self, rank: int) -> tuple[int, int]:
         """Requests of a rank that wait for transfers, and pages that they will need for what has not come."""
@@ -133,10 +149,11 @@ class Incoming:
         busy = [0] * len(self._pauses)
         for transfer in self._transfers.values():
             busy[transfer.link] += len(transfer.awaited)
-        link = min((link for link, pause in enumerate(self._pauses) if not pause.holds(now)), key=busy.__getitem__)
+        link = min(self._links(request, now), key=busy.__getitem__)
         rest = list(names[found:])
+        handed, request.prefill_transfer = request.prefill_transfer, None
         transfer = Transfer(
-            f"{self._prefix}-{next(self._numbers)}", link, rank, found, rest, now, now, set(rest), request
+            handed or f"{self._prefix}-{next(self._numbers)}", link, rank, found, rest, now, now, set(rest), request
         )
         self._transfers[transfer.name] = transfer
         for name in rest:
@@ -162,14 +179,15 @@ class Incoming:
             return
         transfer = self._transfers.get(message.transfer)
         places = range(message.first, message.first + message.count)
-        if transfer is None or not (
-            transfer.first <= places.start and places.stop <= transfer.first + len(transfer.names)
-        ):
+        if transfer is not None and message.number in transfer.seen:
+            return
+        if transfer is None or places.stop <= transfer.first or transfer.first + len(transfer.names) <= places.start:
             self._messages.append((link, Release(message.number)))
             return
         self._pauses[link].end()
         transfer.since = now
         transfer.cached = message.cached
+        transfer.seen.add(message.number)
         transfer.offers.append(message)
 
     def pull(self, rank: int, moves: PageMoves, now: float) -> None:
@@ -198,6 +216,9 @@ class Incoming:
 
     def leave(self, request: Request) -> None:
         """A request waits no longer: it has begun, or is gone. What nobody else waits for is cancelled."""
+        if request.prefill_transfer is not None:  # it needs nothing of what is computed for it elsewhere
+            self._messages.append((request.prefill_link, Cancel(request.prefill_transfer)))
+            request.prefill_transfer = None
         transfer = self._of.pop(request, None)
         if transfer is None:
             return
@@ -219,10 +240,16 @@ class Incoming:
         page_size = self.pools[transfer.rank].page_size
         return min(request.num_prefill_pages, max(0, transfer.cached // page_size - transfer.first))
 
+    def _links(self, request: Request, now: float) -> list[int]:
+        """Prefill sides that may be asked for a request now."""
+        links = self._any if request.prefill_link is None else (request.prefill_link,)
+        return [link for link in links if not self._pauses[link].holds(now)]
+
     def _join(self, request: Request, transfer: Transfer) -> None:
         before = self._of.get(request)
         if before is not transfer:
-            self.leave(request)
+            if before is not None:
+                self.leave(request)
             self._of[request] = transfer
             transfer.requests.add(request)
 
@@ -231,9 +258,10 @@ class Incoming:
         rank, pool = transfer.rank, self.pools[transfer.rank]
         wanted = []
         for place in range(offer.count):
-            name = transfer.names[offer.first - transfer.first + place]
-            if name not in transfer.awaited:
+            page = offer.first - transfer.first + place
+            if not 0 <= page < len(transfer.names) or transfer.names[page] not in transfer.awaited:
                 continue
+            name = transfer.names[page]
             if pool.find((name,)) or pool.below.lands(name):  # it has come another way
                 self._arrived(transfer, name)
                 transfer.wake()
@@ -258,11 +286,17 @@ class Incoming:
 
     def _arrived(self, transfer: Transfer, name: bytes) -> None:
         transfer.awaited.discard(name)
-        if self._expected.get((transfer.rank, name)) is transfer:
-            del self._expected[transfer.rank, name]
+        if self._expected.get((transfer.rank, name)) is not transfer:
+            return
+        del self._expected[transfer.rank, name]
+        for other in self._transfers.values():
+            if other.rank == transfer.rank and name in other.awaited:
+                self._expected[transfer.rank, name] = other
+                return
 
     def _complete(self, transfer: Transfer, now: float) -> None:
-        self._count(completed=1, seconds=now - transfer.began)
+        self._count(completed=1)
+        self.waits.append(("prefill", now - transfer.began))
         for offer in transfer.offers:
             self._messages.append((transfer.link, Release(offer.number)))
         del self._transfers[transfer.name]
@@ -287,5 +321,7 @@ class Incoming:
             self._messages.append((transfer.link, Cancel(transfer.name)))
         transfer.wake()
 
-    def _count(self, **more: float) -> None:
-        self.counts = self.counts._replace(**{name: getattr(self.counts, name) + value for name, value in more.items()})
+    def _count(self, **more: int) -> None:
+        self._counts = self._counts._replace(
+            **{name: getattr(self._counts, name) + value for name, value in more.items()}
+        )

@@ -75,6 +75,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         session: str | None = None,
         dp_rank: int | None = None,
+        prefill: Mapping[str, str] | None = None,
     ) -> PreparedRequest:
         """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
 
@@ -103,6 +104,7 @@ class InputProcessor:
                 session=session,
                 dp_rank=dp_rank,
                 rules=rules[index],
+                prefill=prefill if index == 0 else prefill and prefill | {"transfer": None},
             )
             for index in range(params.n)
         ]

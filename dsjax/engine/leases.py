@@ -122,6 +122,13 @@ class Leases:
             self.expired += len(late)
         return list(dict.fromkeys(lease.sending for lease in late))
 
+    def offers(self, sending: Sending) -> list[Offer]:
+        """Of a transfer, what can be pulled now."""
+        with self._lock:
+            return [
+                lease.offer for lease in self._leases.values() if lease.sending is sending and lease.parcel is not None
+            ]
+
     def kept_for(self, sending: Sending) -> bool:
         """Whether a parcel of a transfer is kept."""
         with self._lock:

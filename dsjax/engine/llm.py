@@ -71,11 +71,21 @@ class LLM:
 
             Follower(group).run_with(self.args)
             raise SystemExit(0)
-        links, library = [], ProgramLibrary()
+        library = ProgramLibrary()
+        links, connect = None, None
+        if self.args.disaggregation_mode == "prefill":
+            raise UserError(
+                "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
+            )
         if self.args.separated:
             from dsjax.engine.disaggregated import load_separated
 
             loaded, links = load_separated(self.args, show_progress=show_progress)
+        elif self.args.disaggregation_mode == "decode":
+            from dsjax.engine.disaggregated import remote_links
+
+            loaded = load_model(self.args, transfers=True, show_progress=show_progress)
+            links, connect = [], remote_links(self.args, loaded)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         self.group = group
@@ -90,12 +100,13 @@ class LLM:
             eplb=self.args.eplb,
             kv_events=self.args.kv_events,
             prefills=links,
+            connect_prefill=connect,
             local_prefill_tokens=self.args.local_prefill_tokens,
             transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,
         )
         self._facts = loaded.facts
-        self._generations = None if links else Generations(self.args, group, loaded, library)
+        self._generations = Generations(self.args, group, loaded, library) if links is None else None
         self.engine.core.generations = self._generations
         self._ids = itertools.count()
 

@@ -104,13 +104,15 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none."""
+    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none; ``page_space``, with transfers,
+    says what a page's values depend on beside its tokens."""
 
     executor: Executor
     tokenizer: Tokenizer | None
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
     facts: EngineFacts
+    page_space: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,7 @@ def load_model(
         config,
         read_eos_token_ids(directory, tokenizer),
         _facts(args, step, limits, buckets, params, weights),
+        tier_sizes.page_space(args, step, directory) if transfers else None,
     )
 
 

@@ -197,6 +197,12 @@ class MeshExecutor:
         """What came of pages and the disk since the last time; wait so long for the first of it."""
         return self._host_pages.reports(seconds)
 
+    @property
+    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Of a parcel's arrays, by name: shape and dtype."""
+        described = self.programs.described_moved()
+        return {name: ((1, *array.shape[1:]), np.dtype(array.dtype)) for name, array in described.items()}
+
     def send_parcels(self, offer: Callable[[int, Parcel], None]) -> None:
         """Have parcels offered when they are complete."""
         self._parcels.send_to(offer)

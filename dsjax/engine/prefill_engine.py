@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from dsjax.engine.commands import from_int32s
 from dsjax.engine.core import EngineCore
 from dsjax.engine.executor import Executor, Progress
 from dsjax.engine.leases import Leases, Sending
+from dsjax.engine.page_events import EventSink
 from dsjax.engine.page_transfer import (
     Ask,
     Cancel,
@@ -30,6 +32,7 @@ Receive = Callable[[ToDecode], None]
 Move = Callable[[Parcel, Any], Parcel]
 
 _log = logging.getLogger(__name__)
+_MOST_RECENT = 4096
 _LEASES_LOOKED_AT = 0.25
 """Seconds after which leases are looked at where nothing else happens; less where the timeout is short."""
 
@@ -38,7 +41,12 @@ _LEASES_LOOKED_AT = 0.25
 class _Job:
     request: Request
     sending: Sending
-    receive: Receive
+    receive: Receive | None
+
+    def tell(self, message: ToDecode) -> None:
+        """Say something to who has asked, if anybody has yet."""
+        if self.receive is not None:
+            self.receive(message)
 
 
 class PrefillEngine:
@@ -48,20 +56,34 @@ class PrefillEngine:
 
     Args:
         timeout: seconds after which a parcel that nobody has pulled is dropped, and its transfer with it.
+        publisher: is given the events of pages; None: there are none.
 
     Attributes:
         core: scheduler and executor. leases: of the parcels. error: why the thread has ended.
         served: called after each step, in the engine's thread; whoever watches sets it.
     """
 
-    def __init__(self, executor: Executor, config: SchedulerConfig, *, timeout: float, async_scheduling: bool = True):
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig,
+        *,
+        timeout: float,
+        async_scheduling: bool = True,
+        publisher: EventSink | None = None,
+    ):
         self.leases = Leases(executor.limits.num_ranks, timeout, self._offer, time.monotonic)
-        self.core = EngineCore(executor, config, async_scheduling=async_scheduling, leases=self.leases)
+        self.core = EngineCore(
+            executor, config, async_scheduling=async_scheduling, leases=self.leases, publisher=publisher
+        )
         executor.send_parcels(self.leases.ready)
         self.error: BaseException | None = None
         self.served: Callable[[EngineCore], None] = lambda core: None
         self._jobs: dict[str, _Job] = {}
-        self._inbox: queue.SimpleQueue[tuple[ToPrefill | None, Receive]] = queue.SimpleQueue()
+        self._recent: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # that have ended: who has the prompt may come after all is done
+        self._inbox: queue.SimpleQueue[tuple[ToPrefill | None, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
         self._look = min(_LEASES_LOOKED_AT, timeout / 4)
@@ -71,13 +93,16 @@ class PrefillEngine:
         """Begin to take what is posted."""
         self._thread.start()
 
-    def post(self, message: ToPrefill, receive: Receive) -> None:
-        """Somebody asks for something; what becomes of it is told to `receive`, from any thread."""
+    def post(self, message: ToPrefill, receive: Receive | None) -> None:
+        """Somebody asks for something; what becomes of it is told to `receive`, from any thread.
+
+        A transfer may be asked for twice: by whoever has its prompt (`receive` is None), and by its decode engine, in either order.
+        """
         with self._lock:
             if not self._ended:
                 self._inbox.put((message, receive))
                 return
-        if isinstance(message, Ask):
+        if isinstance(message, Ask) and receive is not None:
             receive(Failed("", self._reason))
 
     def shutdown(self, timeout: float = 10.0) -> None:
@@ -98,7 +123,7 @@ class PrefillEngine:
     def _offer(self, offer: Offer) -> None:
         job = self._jobs.get(offer.transfer)
         if job is not None:
-            job.receive(offer)
+            job.tell(offer)
 
     # In the engine's thread.
 
@@ -126,7 +151,7 @@ class PrefillEngine:
             self._fail(name, self._reason, aborts=False)
         while not self._inbox.empty():
             message, receive = self._inbox.get()
-            if isinstance(message, Ask):
+            if isinstance(message, Ask) and receive is not None:
                 receive(Failed(message.transfer, self._reason))
         if self.error is None:
             self.core.shutdown()
@@ -145,7 +170,7 @@ class PrefillEngine:
             self._enter(message, receive)
             wait = False
 
-    def _enter(self, message: ToPrefill, receive: Receive) -> None:
+    def _enter(self, message: ToPrefill, receive: Receive | None) -> None:
         if isinstance(message, Ask):
             self._begin(message, receive)
         elif isinstance(message, Cancel):
@@ -155,9 +180,16 @@ class PrefillEngine:
         else:
             self.leases.release(message.number)
             for name in [name for name, job in self._jobs.items() if self._is_done(job)]:
-                del self._jobs[name]
+                self._forget(name)
 
-    def _begin(self, ask: Ask, receive: Receive) -> None:
+    def _begin(self, ask: Ask, receive: Receive | None) -> None:
+        job = self._jobs.get(ask.transfer)
+        if job is not None and receive is not None:
+            job.receive = receive
+            for offer in self.leases.offers(job.sending):
+                receive(offer)
+        if job is not None or (receive is None and ask.transfer in self._recent):
+            return
         tokens = list(from_int32s(ask.tokens))
         sending = Sending(ask.transfer, ask.first, ask.end)
         params = SamplingParams(temperature=0, max_tokens=1)
@@ -191,11 +223,11 @@ class PrefillEngine:
         job = self._jobs.get(name)
         if job is not None:
             self._end(name, aborts)
-            job.receive(Failed(name, reason))
+            job.tell(Failed(name, reason))
 
     def _end(self, name: str, aborts: bool = True) -> None:
         """Compute and keep nothing more of a transfer."""
-        job = self._jobs.pop(name, None)
+        job = self._forget(name)
         if job is None:
             return
         if aborts:
@@ -204,6 +236,12 @@ class PrefillEngine:
             if job.request.rank >= 0:
                 self.core.scheduler.ranks[job.request.rank].forget_sending(job.sending)
         self.leases.cancel(job.sending)
+
+    def _forget(self, name: str) -> _Job | None:
+        self._recent[name] = None
+        if len(self._recent) > _MOST_RECENT:
+            self._recent.popitem(last=False)
+        return self._jobs.pop(name, None)
 
 
 class LocalLink:

@@ -1,7 +1,7 @@
 """One completion being made: its tokens, where it runs, and how much of it is computed."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -70,6 +70,8 @@ class Request:
         ignores_disk: it has waited too long for the disk, and goes on without.
         num_host_pages, num_disk_pages: that have come for it from below. num_prefill_pages: from a prefill side.
         computes_prompt: no prefill side is asked for it, since a transfer for it was given up.
+        prefill: address and transfer where another process computes its prompt (`dsjax/engine/page_network.py`). prefill_link,
+            prefill_transfer: the same for the scheduler; None: any, and a new one.
         sending: where this engine computes it for another one, what is to be sent.
         num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
             writes them any more. All later ones are this request's alone.
@@ -118,6 +120,9 @@ class Request:
     num_prefill_pages: int = 0
     computes_prompt: bool = False
     sending: "Sending | None" = None
+    prefill: Mapping[str, str] | None = None
+    prefill_link: int | None = None
+    prefill_transfer: str | None = None
     num_sealed_pages: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     num_promised: int = 0

@@ -133,6 +133,9 @@ class Scheduler:
         found = [wait for rank in self.ranks for wait in rank.arrivals.waits]
         for rank in self.ranks:
             rank.arrivals.waits = []
+        if self.incoming is not None:
+            found += self.incoming.waits
+            self.incoming.waits = []
         return found
 
     def loads(self) -> list[RankLoad]:

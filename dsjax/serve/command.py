@@ -13,6 +13,7 @@ from dsjax.cli.options import engine_options
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.joining import host_options
+from dsjax.errors import UserError
 from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
 
 if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
@@ -102,6 +103,11 @@ def serve(
     from dsjax.serve.logs import configure_logging
     from dsjax.serve.server import bind, bind_shared
 
+    if args.disaggregation_mode != "agg":
+        raise UserError(
+            f"--disaggregation-mode {args.disaggregation_mode} is one side of two behind an orchestrator that tells each of the other; "
+            "dsjax serve alone has both with --prefill-mesh and --decode-mesh"
+        )
     options = ServeOptions(
         api_keys=read_keys(api_key or (), api_key_file or ()),
         admin_api_key=admin_api_key,

@@ -148,7 +148,7 @@ class Metrics:
             self._experts.enter(stats.experts)
         self.show_balance(stats.balance)
         if stats.disk is not None or stats.page_waits:
-            self._tiers.enter(stats.disk, stats.page_waits)
+            self._tiers.enter(stats.disk, stats.page_waits, stats.transfers)
         if stats.drafts is not None:
             self._drafts.enter(stats.drafts)
 

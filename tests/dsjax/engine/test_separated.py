@@ -82,9 +82,9 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options):
             # Other meshes add in another order: float32 sums of a few dozen terms.
             assert all(abs(found[token].logprob - wanted[token].logprob) < 1e-4 for token in found)
         counts = core.scheduler.incoming.counts
-        assert counts.completed >= 5
+        assert counts.completed >= 3
         assert counts.given_up == 0
-        assert counts.pages > 50
+        assert counts.pages > 40
         assert made(generated(llm)) == made(expected)
         llm.engine.flush_prefix_cache()
         for turns in range(0, 12, 2):
