@@ -70,6 +70,12 @@ class EngineArgs:
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
     )
     weights: str = option("auto", "auto: in dtype; fp8: FP8 weights stay FP8 in memory", ("auto", "fp8"))
+    activation_scheme: str = option(
+        "auto",
+        "for FP8 weights; dynamic: activations are quantised to FP8, 1 × 128, and multiplied so; none: weights are widened to dtype; "
+        "auto: dynamic on GPUs that multiply FP8, else none",
+        ("auto", "dynamic", "none"),
+    )
     kv_cache_dtype: str = option(
         "auto", "of the latent cache; auto: as dtype; fp8: latents in FP8 with scales", KV_CACHE_DTYPES
     )
