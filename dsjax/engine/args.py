@@ -29,6 +29,7 @@ _OF_THE_HOST = (
     "host_address",
     "start_timeout",
     "heartbeat_timeout",
+    "compile_ahead",
     "kv_events_config",
     "prefill_mesh",
     "decode_mesh",
@@ -69,6 +70,12 @@ class EngineArgs:
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
     )
     weights: str = option("auto", "auto: in dtype; fp8: FP8 weights stay FP8 in memory", ("auto", "fp8"))
+    activation_scheme: str = option(
+        "auto",
+        "for FP8 weights; dynamic: activations are quantised to FP8, 1 × 128, and multiplied so; none: weights are widened to dtype; "
+        "auto: dynamic on GPUs that multiply FP8, else none",
+        ("auto", "dynamic", "none"),
+    )
     kv_cache_dtype: str = option(
         "auto", "of the latent cache; auto: as dtype; fp8: latents in FP8 with scales", KV_CACHE_DTYPES
     )
@@ -186,6 +193,11 @@ class EngineArgs:
     start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
     heartbeat_timeout: int = option(
         10, "seconds after which a process that gives no sign of life is taken for dead; the rest goes on", least=1
+    )
+    compile_ahead: int = option(
+        1,
+        "compile in the background, while serving, for the meshes that are left when up to so many processes are gone; 0: for none",
+        least=0,
     )
 
     def __post_init__(self):

@@ -179,7 +179,7 @@ class LLMEngine:
         for link in self.prefills:
             link.warm_up(progress)
         if self.core.generations is not None:
-            self.core.generations.warm = True
+            self.core.generations.has_warmed_up()
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""

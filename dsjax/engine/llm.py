@@ -62,6 +62,7 @@ class LLM:
         from dsjax.engine.generations import Generations
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
         from dsjax.engine.process import size_memory_pool
+        from dsjax.engine.program_library import ProgramLibrary
 
         size_memory_pool(self.args.gpu_memory_utilization)
 
@@ -70,6 +71,7 @@ class LLM:
 
             Follower(group).run_with(self.args)
             raise SystemExit(0)
+        library = ProgramLibrary()
         links, connect = None, None
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
@@ -85,7 +87,7 @@ class LLM:
             loaded = load_model(self.args, transfers=True, show_progress=show_progress)
             links, connect = [], remote_links(self.args, loaded)
         else:
-            loaded = load_model(self.args, group, show_progress=show_progress)
+            loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
         self.engine = LLMEngine(
@@ -104,7 +106,7 @@ class LLM:
             event_sink=event_sink,
         )
         self._facts = loaded.facts
-        self._generations = Generations(self.args, group, loaded) if links is None else None
+        self._generations = Generations(self.args, group, loaded, library) if links is None else None
         self.engine.core.generations = self._generations
         self._ids = itertools.count()
 

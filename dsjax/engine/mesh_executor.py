@@ -50,6 +50,7 @@ from dsjax.engine.launch_results import LaunchOutcome, read_step
 from dsjax.engine.page_parcels import PageParcels
 from dsjax.engine.page_transfer import Parcel, PrefillLink
 from dsjax.engine.process import explained_out_of_memory
+from dsjax.engine.program_library import ProgramLibrary
 from dsjax.engine.programs import COPIES, Programs
 from dsjax.engine.slot_rules import RowRules, SlotTable
 from dsjax.model import step as model_step
@@ -107,7 +108,7 @@ class MeshExecutor:
     On one device, and on accelerators, two steps may be in flight: all programs of a command are enqueued at once. On emulated
     devices, programs in flight together can deadlock: each program is waited for before the next one starts, and so is each command.
 
-    meet: waits for the other processes of the mesh, where there are any; they all call it at the same place.
+    meet: waits for the other processes of the mesh, where there are any; they all call it at the same place. library: as of `Programs`.
     """
 
     def __init__(
@@ -122,11 +123,13 @@ class MeshExecutor:
         reload: Reload | None = None,
         meet: Callable[[], object] | None = None,
         disk: Callable[[Shapes], DiskPages] | None = None,
+        library: ProgramLibrary | None = None,
     ):
         self.model, self.limits, self.buckets = step, limits, buckets
         self.params = {path: params[path] for path in step.table.infos}
-        self.state = device_state.allocate(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
-        self.programs = Programs(step, self.params, self.state, limits, experts_per_exchange, meet)
+        described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
+        self.programs = Programs(step, self.params, described, limits, experts_per_exchange, meet, library)
+        self.state = self.programs.allocate()
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)

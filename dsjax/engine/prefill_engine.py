@@ -191,6 +191,11 @@ class PrefillEngine:
         if job is not None or (receive is None and ask.transfer in self._recent):
             return
         tokens = list(from_int32s(ask.tokens))
+        objection = self._objection(ask, tokens)
+        if objection:
+            if receive is not None:
+                receive(Failed(ask.transfer, objection))
+            return
         sending = Sending(ask.transfer, ask.first, ask.end)
         params = SamplingParams(temperature=0, max_tokens=1)
         request = Request(
@@ -202,6 +207,15 @@ class PrefillEngine:
             self.core.add(request)
         except (AdmissionError, ValueError) as error:
             self._fail(ask.transfer, str(error))
+
+    def _objection(self, ask: Ask, tokens: list[int]) -> str:
+        """Why this cannot be computed: it may come from another process, and a device would take anything."""
+        page_size, vocabulary = self.core.scheduler.config.page_size, self.core.executor.limits.vocab_size
+        if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
+            return f"pages {ask.first} to {ask.end} of {page_size} tokens are asked for with {len(tokens)} tokens"
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            return f"a token is outside the vocabulary, 0 to {vocabulary - 1}"
+        return ""
 
     def _step(self) -> None:
         for update in self.core.step():

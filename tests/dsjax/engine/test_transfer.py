@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from dsjax.engine.commands import int32s
 from dsjax.engine.core import EngineCore
 from dsjax.engine.page_transfer import Ask, Cancel, Failed, Release
 from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
@@ -307,6 +308,18 @@ def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
     assert all(rank.pool.num_used == 0 for rank in pair.core.scheduler.ranks)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "first", "end"),
+    [(range(9), 2, 2), (range(8), 0, 2), ([1, -1, 3, 4, 5], 0, 1), ([1, 2, 3, 4, 300], 0, 1)],
+)
+def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first, end):
+    pair, found = Pair(), []
+    pair.engines[0].post(Ask("odd", int32s(tokens), first, end), found.append)
+    pair.engines[0].turn(wait=False)
+    assert isinstance(found[0], Failed)
+    pair.settle()
+
+
 def test_an_engine_that_ends_ends_its_prefill_threads():
     pair = Pair()
     pair.engines[0].start()
@@ -366,7 +379,7 @@ class TransferMachine(RuleBasedStateMachine):
         ranks=st.tuples(st.integers(1, 2), st.integers(1, 2)),
         pages=st.tuples(st.integers(8, 40), st.integers(12, 40)),
         prefills=st.integers(1, 2),
-        below=st.sampled_from([{}, {"host_pages_per_rank": 6}]),
+        below=st.sampled_from([{}, {"host_pages_per_rank": 6}, {"disk_pages": 30}]),
     )
     def make(self, ranks, pages, prefills, below):
         self.pair = Pair(prefills=prefills, ranks=ranks, pages=pages, decode=below)
