@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 from dsjax.config import load_config
 from dsjax.plan.candidate import aggregated
@@ -12,14 +13,18 @@ from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import Layout, parse_layout
 from dsjax.plan.precision import Precision, precision
+from dsjax.plan.simulation.load import Load
+from dsjax.plan.simulation.run import simulate
 from dsjax.plan.step import StepModel
 from dsjax.plan.validation import Point, rows, score
-from dsjax.plan.workload import Lengths, Options, Workload
+from dsjax.plan.workload import Lengths, Objective, Options, Workload
 
 GB200_1 = "LMSYS 2025-06-16, GB200 part 1"
 GB200_2 = "LMSYS 2025-09-25, GB200 part 2"
 TRTLLM = "TensorRT-LLM, Best_perf_practice_on_DeepSeek-R1, commit 01c4ece"
 TENSTORRENT = "tenstorrent/tt-inference-server issue 356"
+DSTACK = "dstackai/benchmarks, branch deepseek-r1-benchmark, online_results.csv"
+GPUSTACK = "gpustack/gpustack, docs/performance-lab/deepseek-r1/h200.md"
 ANT = "LMSYS 2025-09-26, Ant Group"
 _CONFIG = load_config("deepseek-v3")
 
@@ -121,6 +126,47 @@ def unseen() -> list[Unseen]:
             "the batch is not given; the largest within 50 ms a token, and 4 cards of 400 Gb/s a host assumed",
         ),
     ]  # fmt: skip
+
+
+def _closed(users: int, output: Lengths, requests: int, prompt: Lengths) -> Figure:
+    """Output tokens a second of 8 H200, TP8, whose engine schedules while the device waits: played as the benchmark does.
+
+    All users at once, each finished request replaced until so many have come. The interval is that of the mean-value answer.
+    """
+    layout = parse_layout("tp=8,ep=1", 0, _CONFIG)
+    work = Workload(prompt, output, concurrency=float(users))
+    options = Options(overlap="off", prefill_tokens=32768, host="serial")
+    found = aggregated(Instance(_CONFIG, load_cluster("h200-8"), layout, options, work), 1, users, 32768)
+    played = simulate(found, Load(None, users), Objective(), num_requests=requests, warmup=0, at_once=True)
+    rate, mean = played.tokens_per_s, found.throughput
+    return Figure(rate, rate * mean.low / mean.value, rate * mean.high / mean.value, mean.kinds)
+
+
+def further() -> list[Unseen]:
+    """Ten more, of one kind of machine and layout, by two sources."""
+    found = []
+    for key, users, output in (
+        ("K", 4, 800), ("L", 8, 800), ("M", 16, 800), ("N", 32, 800), ("O", 64, 800), ("P", 128, 800), ("Q", 128, 1600), ("R", 128, 3200),
+    ):  # fmt: skip
+        what = f"H200, TP8, vLLM of March 2025, 3,200/{output:,}, {users} concurrent, output tokens/s"
+        predict = partial(_closed, users, Lengths(output), 500, Lengths(3200))
+        found.append(Unseen(key, what, DSTACK, "tokens/s", predict, "serving"))
+    spread = "ShareGPT's lengths: only the means are given, a variation of 1 assumed"
+    asked = Lengths(228.36, 1.0), Lengths(213.38, 1.0)
+    found.append(
+        Unseen(
+            "S", "H200, TP8, vLLM 0.11, ShareGPT, 4 concurrent, output tokens/s", GPUSTACK, "tokens/s",
+            partial(_closed, 4, asked[1], 100, asked[0]), "serving", spread,
+        )
+    )  # fmt: skip
+    asked = Lengths(219.2, 1.0), Lengths(200.8, 1.0)
+    found.append(
+        Unseen(
+            "T", "H200, TP8, SGLang 0.5.3, ShareGPT, 1,000 requests at once, output tokens/s", GPUSTACK, "tokens/s",
+            partial(_closed, 1000, asked[1], 1000, asked[0]), "serving", spread,
+        )
+    )  # fmt: skip
+    return found
 
 
 MEASURED = {
