@@ -1,4 +1,5 @@
-"""Rows of numbers in FP8 (e4m3), with one float32 scale for each 128 values of a row: what travels between ranks, and the latent cache.
+"""Rows of numbers in FP8 (e4m3), with one float32 scale for each 128 values of a row: what travels between ranks, the latent cache, and
+the activations of FP8 products.
 
 ``value = e4m3 × scale``, and the scale is the 128 values' largest magnitude ÷ 448, e4m3's largest number (DeepSeek-V3 technical report,
 section 3.3.2: activations are quantised 1 × 128).
@@ -6,7 +7,7 @@ section 3.3.2: activations are quantised 1 × 128).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -25,18 +26,45 @@ def num_scales(width: int) -> int:
     return -(-width // BLOCK)
 
 
-def quantise(x: Float[Array, "*n D"]) -> tuple[Float[Array, "*n D"], Float[Array, "*n S"]]:
-    """The e4m3 values and float32 scales of rows. A number that is not finite leaves a NaN in what ``dequantise`` makes of its row."""
+def row_bytes(width: int) -> int:
+    """Bytes of a row of ``width`` values with its scales."""
+    return width + 4 * num_scales(width)
+
+
+class Quantised(NamedTuple):
+    """Rows as e4m3 values and float32 scales."""
+
+    values: Float[Array, "*n D"]
+    scales: Float[Array, "*n S"]
+
+
+def quantise(x: Float[Array, "*n D"], *, powers: bool = False) -> Quantised:
+    """The e4m3 values and float32 scales of rows. A number that is not finite leaves a NaN in what ``dequantise`` makes of its row.
+
+    powers: scales are powers of two, rounded up (``scale_fmt`` "ue8m0" of DeepSeek-V3.1).
+    """
     import jax.numpy as jnp  # only here: the planner goes by this file's sizes, and must not load JAX
 
     width = x.shape[-1]
     pad = [(0, 0)] * (x.ndim - 1) + [(0, -width % BLOCK)]
     blocks = jnp.pad(x.astype(jnp.float32), pad).reshape(*x.shape[:-1], -1, BLOCK)
-    largest = jnp.max(jnp.abs(blocks), axis=-1)
-    scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
+    scale = scale_of(jnp.max(jnp.abs(blocks), axis=-1), powers)
     # Above 464 e4m3 has no number but NaN, and a rounded quotient can exceed 448: clip.
     values = jnp.clip(blocks / scale[..., None], -LARGEST, LARGEST).astype(E4M3)
-    return values.reshape(*x.shape[:-1], -1)[..., :width], scale
+    return Quantised(values.reshape(*x.shape[:-1], -1)[..., :width], scale)
+
+
+def scale_of(largest: Float[Array, "*n"], powers: bool) -> Float[Array, "*n"]:
+    """The scale of values of which the largest magnitude is ``largest``; of zeros 1."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
+    if not powers:
+        return scale
+    # A float32 with any bit in its fraction goes up to the next exponent.
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
 
 
 def dequantise(values: Float[Array, "*n D"], scale: Float[Array, "*n S"]) -> Float[Array, "*n D"]:

@@ -39,7 +39,8 @@ from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, R
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
-from dsjax.serve.front_ends.engine_side import EngineServer, SharedEngine
+from dsjax.serve.front_ends.engine_server import EngineServer
+from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import Server, bind, bind_shared
@@ -117,7 +118,7 @@ def serve(args: argparse.Namespace, listeners: list[socket.socket], answers: Con
     kind = SharedEngine if several else AsyncEngine
     serving = Serving(kind(engine), ("demo",), "demo", 512, ServeOptions(), metrics=metrics)
     how = {"shutdown_timeout": 1.0, "log_level": args.log_level, "on_ready": lambda: answers.send("ready")}
-    server = EngineServer.over(serving, engine, args.ranks, listeners, **how) if several else Server(serving, **how)
+    server = EngineServer.over(serving, engine, listeners, **how) if several else Server(serving, **how)
     profile = cProfile.Profile() if args.profile else None
 
     def tell() -> None:

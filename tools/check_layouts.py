@@ -70,6 +70,9 @@ def main() -> int:
     )
     parser.add_argument("--weights", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of dsjax serve, of one device too")
+    parser.add_argument(
+        "--activation-scheme", default="auto", help="as of dsjax serve, of one device too; with --weights fp8"
+    )
     parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device always has the plain forms")
     pairs = {"/".join(pair): pair for pair in FORMS}
     parser.add_argument("--dispatch", nargs="+", choices=DISPATCHES, default=DISPATCHES, help="these dispatches only")
@@ -86,7 +89,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         widest = max(spec.tp_size for spec in specs.values()) if args.weights == "fp8" else 1
         directory = write_checkpoint(Path(folder), mtp=True, **wide(widest))
-        kept = {"weights": args.weights, "kv_cache_dtype": args.kv_cache_dtype}
+        kept = {name: getattr(args, name) for name in ("weights", "kv_cache_dtype", "activation_scheme")}
         reference = answer(directory, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", **kept)
         variants = [
             {**drafting, **scheduling, **balancing, **fusion}

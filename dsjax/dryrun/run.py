@@ -182,6 +182,7 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "tokens_per_device": shape.tokens / step.spec.tp_size,
         "dtype": str(step.dtype),
         "weights": "fp8" if args.engine.weights == "fp8" else str(step.dtype),
+        "activation_scheme": str(step.scheme),
         "kv_cache_dtype": str(step.cache_dtype),
         "mla": shape.form,
         "dispatch": dispatch_method(step, compiled.shape.tokens),

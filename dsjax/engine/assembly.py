@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from dsjax.engine.process import cache_folder
 from dsjax.errors import UserError
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import cache_arrays, common_layout
+from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import BLOCK, Weights
 from dsjax.model.step import Step
 from dsjax.model.transformer import parameter_table
@@ -25,6 +27,9 @@ from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
+
+FIRST_WITH_FP8 = 8.9
+"""The least CUDA compute capability whose tensor cores multiply e4m3 (Ada; CUDA programming guide)."""
 
 
 def make_step(
@@ -57,6 +62,7 @@ def make_step(
     platform = mesh.devices.flat[0].platform
     dtype = compute_dtype(args, config, platform)
     weights = weights_format(args, config, dtype, bf16_experts)
+    scheme = activation_scheme(args, config, weights, mesh)
     cache_dtype = {"auto": dtype, "fp8": fp8.E4M3}.get(args.kv_cache_dtype) or jnp.dtype(args.kv_cache_dtype)
     cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, cache_dtype)  # that they go together
     check_layout(config, spec, args.num_redundant, weights)
@@ -92,13 +98,14 @@ def make_step(
         prefill_form=args.mla_prefill,
         decode_form=args.mla_decode,
         page_size=args.page_size,
-        kernels=_kernels(args, spec, platform, dtype),
+        kernels=_kernels(args, spec, platform, dtype, scheme),
         shared_experts_fusion=fusion,
+        scheme=scheme,
     )
 
 
-def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype) -> Kernels:
-    return choose_kernels(
+def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype, scheme: ActivationScheme) -> Kernels:
+    found = choose_kernels(
         args.kernels,
         platform,
         dtype,
@@ -106,6 +113,7 @@ def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype) -
         cache=cache_folder() / "native",
         prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
     )
+    return dataclasses.replace(found, quantises=scheme.dynamic)
 
 
 def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dtype:
@@ -131,6 +139,27 @@ def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_
     if bf16_experts is None:
         bf16_experts = config.is_moe and config.torch_dtype == "bfloat16" and config.quantization is None
     return "mixed" if bf16_experts else "f32"
+
+
+def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, mesh: Mesh) -> ActivationScheme:
+    """Whether activations are quantised for products with FP8 weights: ``auto`` as vLLM and SGLang do where tensor cores multiply FP8.
+
+    Raises:
+        UserError: ``dynamic`` without FP8 weights.
+    """
+    chosen = args.activation_scheme
+    if weights != "fp8":
+        if chosen == "dynamic":
+            raise UserError(
+                "--activation-scheme dynamic quantises activations for products with FP8 weights, and --weights is "
+                f"{args.weights}; add --weights fp8, or leave it out"
+            )
+        return WIDEN
+    device = mesh.devices.flat[0]
+    multiplies = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= FIRST_WITH_FP8
+    dynamic = multiplies if chosen == "auto" else chosen == "dynamic"
+    powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+    return ActivationScheme(dynamic, powers) if dynamic else WIDEN
 
 
 def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: Weights) -> None:

@@ -46,11 +46,16 @@ TABLE = (
     Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (GPU), einsum or ragged_dot (TPU)"),
     Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16 and FP8 weights widened in registers"),
     Implementation(
-        "experts", "pallas", ("gpu",), "Triton, sorted pairs, weights read from the stack, FP8 widened in registers"
+        "experts", "pallas", ("gpu",), "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8 widened"
     ),
-    Implementation("other products", "plain", None, "JAX; FP8 weights are dequantised before the product"),
     Implementation(
-        "other products", "pallas", ("gpu",), "Triton, a layer's matrices read from the stack, FP8 widened in registers"
+        "other products", "plain", None, "JAX; FP8 weights dequantised first, or by blocks with FP8 activations"
+    ),
+    Implementation(
+        "other products",
+        "pallas",
+        ("gpu",),
+        "Triton, a layer's matrices read from the stack; FP8 × FP8, or FP8 widened",
     ),
 )
 
@@ -60,18 +65,22 @@ class Kernels:
     """Which implementation a step uses of each operation.
 
     native: the loaded native kernels; pallas: the Pallas kernels; None of both where all is plain.
+    quantises: whether activations are quantised for FP8 products, which native kernels do not.
     note: why nothing faster is used where something exists, or how the native kernels came; one line for people, empty if there is
         nothing to say.
     """
 
     native: NativeKernels | None = None
     pallas: PallasKernels | None = None
+    quantises: bool = False
     note: str = field(default="", compare=False)
 
     def name(self, operation: str, form: str | None = None) -> str:
         """The implementation of an operation, ``form`` being the MLA form for attention."""
         loaded = "native" if self.native is not None else "pallas" if self.pallas is not None else "plain"
         if not any(row.operation == operation and row.name == loaded for row in TABLE):
+            return "plain"
+        if self.quantises and loaded == "native" and operation == "experts":
             return "plain"
         return loaded if form is None or form in FAST_FORMS else "plain"
 

@@ -23,10 +23,14 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from dsjax.kernels.pallas import activations
 from dsjax.kernels.pallas.experts import combine, round_pairs
 from dsjax.kernels.pallas.products import SLACK, Groups, addressable, down, gate_up
 from dsjax.kernels.table import Kernels
+from dsjax.model import fp8_product
+from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import dequantise, reinterpret
+from sharding import fp8
 from sharding.dispatch.wire import PackedRows
 
 Params = Mapping[str, Array]
@@ -54,6 +58,7 @@ class ExpertProduct:
         too much after a dispatch with room to spare.
     tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). block: pairs of a round
         (``ragged_dot``). None: ``default_tile``, ``default_capacity``, ``default_block``.
+    scheme: whether FP8 weights are multiplied with quantised rows. Native kernels and ``ragged_dot`` only widen.
     """
 
     implementation: Literal["auto", "tiles", "einsum", "ragged_dot"] = "auto"
@@ -64,18 +69,25 @@ class ExpertProduct:
     capacity: int | None = None
     block: int | None = None
     kernels: Kernels = Kernels()
+    scheme: ActivationScheme = WIDEN
 
     def __post_init__(self):
         if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(f"expert product {self.implementation!r}; expected one of {IMPLEMENTATIONS}")
+        if self.implementation == "ragged_dot" and self.scheme.dynamic:
+            raise ValueError(
+                "ragged_dot multiplies with widened weights only; choose tiles or einsum for quantised rows"
+            )
 
     def __call__(
         self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> Float[Array, "N D"]:
         """Weighted sum of each row's experts, accumulated in float32, in the dtype of ``rows_ND``."""
         with jax.named_scope("experts"):
-            experts = Experts(params, self.weight_dtype, rows_ND.dtype)
-            native = self.kernels.name("experts") == "native" and rows_ND.dtype == jnp.float32
+            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme)
+            native = (
+                self.kernels.name("experts") == "native" and rows_ND.dtype == jnp.float32 and not self.scheme.dynamic
+            )
             if native and self.implementation == "auto":
                 return self._native(experts, rows_ND, ids_NK, weights_NK)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
@@ -86,7 +98,7 @@ class ExpertProduct:
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
             chosen = self.implementation
             if chosen == "auto":
-                chosen = choose_implementation(self.platform, mean_load)
+                chosen = choose_implementation(self.platform, 0 if self.scheme.dynamic else mean_load)
             if chosen == "tiles":
                 out = tiles(experts, rows_ND, pairs, self.tile or default_tile(mean_load))
             elif chosen == "einsum":
@@ -120,10 +132,11 @@ class ExpertProduct:
             start_X = jnp.clip(pairs.start_X - first, 0, size)
             count_X = jnp.clip(pairs.start_X + pairs.count_X - first, 0, size) - start_X
             groups = Groups(start_X, count_X, own_load)
-            x_PD = rows_ND.take(lax.dynamic_slice_in_dim(row_P, first, size + SLACK), axis=0, mode="clip")
+            x_PD = self._rows(rows_ND, lax.dynamic_slice_in_dim(row_P, first, size + SLACK))
             weights = {name: self._weights(stack, name) for name in ("gate_up", "down")}
-            hidden_PF = gate_up(*weights["gate_up"], experts.layer, x_PD, groups, interpret=interpret)
-            y_PD = down(*weights["down"], experts.layer, hidden_PF, groups, interpret=interpret)
+            of_both = {"dtype": rows_ND.dtype, "interpret": interpret}
+            hidden_PF = gate_up(*weights["gate_up"], experts.layer, x_PD, groups, powers=self.scheme.powers, **of_both)
+            y_PD = down(*weights["down"], experts.layer, hidden_PF, groups, **of_both)
             place = place_NK - first
             place = jnp.where((place >= 0) & (place < jnp.minimum(total - first, size)), place, -1)
             return combine(y_PD, place, weights_NK, own_load * X, interpret=interpret)
@@ -132,6 +145,15 @@ class ExpertProduct:
         if size < N * min(K, X):
             out_ND = lax.fori_loop(1, -(-total // size), lambda r, out: out + one_round(r), out_ND)
         return out_ND
+
+    def _rows(self, rows_ND, index_P: Int[Array, "P"]) -> Float[Array, "P D"] | fp8.Quantised:
+        """Rows by index for the Pallas kernels: as they are, or quantised. What travelled in FP8 is not quantised twice."""
+        if self.scheme == ActivationScheme(dynamic=True) and isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8:
+            return rows_ND.take_quantised(index_P)
+        x_PD = rows_ND.take(index_P, axis=0, mode="clip")
+        if not self.scheme.dynamic:
+            return x_PD
+        return activations.quantise(x_PD, powers=self.scheme.powers, interpret=self.kernels.pallas.interpret)
 
     def _weights(self, stack: Mapping[str, Array], name: str):
         return stack[f"{name}.weight"], stack.get(f"{name}.scale"), self.weight_dtype
@@ -144,6 +166,7 @@ class Experts:
     params: Params
     weight_dtype: np.dtype
     compute_dtype: jnp.dtype
+    scheme: ActivationScheme = WIDEN
 
     @property
     def stacked(self) -> bool:
@@ -169,11 +192,22 @@ class Experts:
         gate_up, down = self._matrix("gate_up", index), self._matrix("down", index)
         return rearrange(gate_up, "... d stack f -> ... d (stack f)"), down
 
+    def swiglu(self, x: Float[Array, "*x N D"], index: Int[Array, ""] | None = None) -> Float[Array, "*x N D"]:
+        """Rows through one expert, or with None those of each through it; float32."""
+        if not self.scheme.dynamic:
+            return swiglu(x, *self.matrices(index))
+        weights = [(self._stored(name, index), self._pick(f"{name}.scale", index)) for name in ("gate_up", "down")]
+        apply = partial(fp8_product.swiglu, scheme=self.scheme)
+        return (apply if index is not None else jax.vmap(apply))(x, *weights)
+
     def _matrix(self, name: str, index: Int[Array, ""] | None) -> Array:
-        weight = reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)
+        weight = self._stored(name, index)
         if f"{name}.scale" in self.params:
             return dequantise(weight, self._pick(f"{name}.scale", index), self.compute_dtype)
         return weight.astype(self.compute_dtype)
+
+    def _stored(self, name: str, index: Int[Array, ""] | None) -> Array:
+        return reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)
 
     def _pick(self, key: str, index: Int[Array, ""] | None) -> Array:
         """One array of the layer: of all experts, or of one. A single slice, because on CPU each slice is a copy."""
@@ -236,7 +270,7 @@ def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, ti
         rows_C = lax.dynamic_slice_in_dim(row_P, at, tile)
         used_C = in_expert + jnp.arange(tile) < pairs.count_X[expert]
         x_CD = rows_ND.take(rows_C, axis=0, mode="clip")
-        y_CD = swiglu(x_CD, *experts.matrices(expert)) * lax.dynamic_slice_in_dim(weight_P, at, tile)[:, None]
+        y_CD = experts.swiglu(x_CD, expert) * lax.dynamic_slice_in_dim(weight_P, at, tile)[:, None]
         return out_ND.at[rows_C].add(jnp.where(used_C[:, None], y_CD, 0), mode="promise_in_bounds")
 
     return lax.fori_loop(0, last_tile_X[-1], one_tile, jnp.zeros(rows_ND.shape, jnp.float32))
@@ -244,7 +278,10 @@ def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, ti
 
 def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, capacity: int) -> Float[Array, "N D"]:
     """All experts in one batched product over ``capacity`` rows each, in as many rounds as the fullest expert needs."""
-    gate_up, down = experts.matrices()
+    if not experts.scheme.dynamic:
+        apply = partial(swiglu, **dict(zip(("gate_up", "down"), experts.matrices(), strict=True)))
+    else:
+        apply = experts.swiglu
 
     def one_round(r: Array | int, out_ND: Array) -> Array:
         place_C = r * capacity + jnp.arange(capacity)
@@ -253,7 +290,7 @@ def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, c
         row_XC = pairs.row_P.at[pair_XC].get(mode="promise_in_bounds")
         x_XCD = rows_ND.take(row_XC, axis=0, mode="clip")
         weight_XC = pairs.weight_P.at[pair_XC].get(mode="promise_in_bounds")
-        y_XCD = swiglu(x_XCD, gate_up, down) * weight_XC[:, :, None]
+        y_XCD = apply(x_XCD) * weight_XC[:, :, None]
         return out_ND.at[row_XC].add(jnp.where(used_XC[:, :, None], y_XCD, 0), mode="promise_in_bounds")
 
     out_ND = one_round(0, jnp.zeros(rows_ND.shape, jnp.float32))

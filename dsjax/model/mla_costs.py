@@ -9,10 +9,11 @@ Over V3's 61 layers one decoded token at context `S` costs 16.99 M × S operatio
 holds 1,152 bytes a token and layer in bf16, or 81,920 decompressed.
 """
 
+import math
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
-from dsjax.model.forms import Form
+from dsjax.model.forms import Form, cache_arrays
 from sharding import fp8
 
 
@@ -63,7 +64,8 @@ def cache_bytes(config: ModelConfig, form: Form, itemsize: int = 2, tp: int = 1)
     1 is FP8 (`cache_arrays` has what it keeps): V3's entry takes 656 bytes then.
     """
     if itemsize == 1:
-        return config.kv_lora_rank + 4 * fp8.num_scales(config.kv_lora_rank) + 2 * config.qk_rope_head_dim
+        arrays = cache_arrays("split", config, fp8.E4M3).values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
     return cache_values(config, form, tp) * itemsize
 
 

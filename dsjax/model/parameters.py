@@ -86,11 +86,11 @@ def dequantise(weight: Array, scale: Array, dtype: jnp.dtype) -> Array:
     """
     fused = weight.ndim >= 3 and scale.shape[-2] == 2 and weight.shape[-2] == 2
     rows = weight.ndim - (3 if fused else 2)
-    expanded = _expand_blocks(_expand_blocks(scale, rows, weight.shape[rows]), weight.ndim - 1, weight.shape[-1])
+    expanded = expand_blocks(expand_blocks(scale, rows, weight.shape[rows]), weight.ndim - 1, weight.shape[-1])
     return (weight.astype(jnp.float32) * expanded).astype(dtype)
 
 
-def _expand_blocks(scale: Array, axis: int, size: int) -> Array:
+def expand_blocks(scale: Array, axis: int, size: int) -> Array:
     """Repeat each scale along ``axis`` for the (up to) 128 positions of its block."""
     return jax.lax.slice_in_dim(jnp.repeat(scale, BLOCK, axis=axis), 0, size, axis=axis)
 

@@ -24,6 +24,7 @@ from dsjax.model import paging
 from dsjax.model.attention import Cache, PagedAttention, Rows
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import Form, common_layout
+from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.mla import Projections
 from dsjax.model.moe import RoutedExperts
@@ -69,6 +70,7 @@ class Step:
     block_tokens: int | None = None
     kernels: Kernels = Kernels()
     shared_experts_fusion: bool = False
+    scheme: ActivationScheme = WIDEN
 
     @property
     def stored_placement(self) -> LayerPlacements:
@@ -101,6 +103,15 @@ class Step:
     def moe_layers_with_module(self) -> int:
         """Layers that have routed experts: the model's, and behind them the MTP module's where the step has one."""
         return self.config.num_moe_layers + (self.has_module and self.config.is_moe)
+
+    def abstract_parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every parameter as a shape, its storage dtype and its sharding: what the engine's are made of."""
+        return {
+            path: jax.ShapeDtypeStruct(
+                info.shape, info.storage_dtype, sharding=self.rules.sharding(self.mesh, info.logical_axes, info.shape)
+            )
+            for path, info in self.table.infos.items()
+        }
 
     def hidden(
         self, params: Mapping[str, Array], cache: Cache, groups: Sequence[RowGroup], copies: CopyTables | None
@@ -209,7 +220,7 @@ class Step:
         # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
         # first copy a layer's experts on CPU, all of them, for the few that have tokens.
         # GPUs multiply with the other matrices in place as well, where a kernel can.
-        in_place = self._in_place.names([group.shape.form for group in tokens.groups])
+        in_place = self.in_place.names([group.shape.form for group in tokens.groups])
         graph, whole, weights = nnx.split(
             stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...
         )
@@ -237,7 +248,7 @@ class Step:
         return self._constrain(x + y, self.spec.batch_axes), cache, report
 
     def _attend(self, block: DecoderLayer, index: Int[Array, ""], x, cache: Cache, layer, tokens: _Tokens):
-        attention, mla, multiply = self.attention, block.attn, self._in_place.multiply(index)
+        attention, mla, multiply = self.attention, block.attn, self.in_place.multiply(index)
         in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
         by_head = index if in_stack else None
         query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups)
@@ -257,9 +268,9 @@ class Step:
     def _feed_forward(self, block: DecoderLayer, index: Int[Array, ""], x: Float[Array, "B T D"], active, copies):
         """The dense MLP, or the experts of layer ``index`` of the stack."""
         if hasattr(block, "mlp"):
-            return block.mlp(x, self._in_place.multiply(index)), {}
+            return block.mlp(x, self.in_place.multiply(index)), {}
         apply = lambda experts, x, routing: self._dispatch(experts, index, x, routing, active, copies)  # noqa: E731
-        y, _, report = block.moe(x, apply, self._on_each_rank, self._in_place.multiply(index, split_tokens=True))
+        y, _, report = block.moe(x, apply, self._on_each_rank, self.in_place.multiply(index, split_tokens=True))
         return y, report or {}
 
     def _on_each_rank(self, choose: Callable) -> Callable:
@@ -280,6 +291,7 @@ class Step:
             platform=self._platform,
             mean_load=self.mean_load(B * T, K),
             kernels=self.kernels,
+            scheme=self.scheme,
         )
         y, report = dispatch(
             self.spec,
@@ -324,9 +336,17 @@ class Step:
         return self.rules.spec(axes)
 
     @property
-    def _in_place(self) -> MatricesInPlace:
+    def in_place(self) -> MatricesInPlace:
+        """The products with a layer's matrices."""
         return MatricesInPlace(
-            self.config, self.table.infos, self.spec, self.mesh, self.rules, self.attention.layout, self.kernels
+            self.config,
+            self.table.infos,
+            self.spec,
+            self.mesh,
+            self.rules,
+            self.attention.layout,
+            self.kernels,
+            self.scheme,
         )
 
     @property

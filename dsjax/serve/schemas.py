@@ -215,7 +215,7 @@ class HostPages(TypedDict):
 
 
 class DiskBody(HostPages):
-    """What the disk has of all ranks' pages: `DiskCounts` of `dsjax/engine/page_tiers.py`."""
+    """What the disk has of all ranks' pages: `DiskCounts` of `dsjax/engine/disk_tier.py`."""
 
     writing: int
     not_written: int

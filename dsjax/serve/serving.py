@@ -24,7 +24,7 @@ from dsjax.serve.tool_calls import ToolFormat
 if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
     from dsjax.engine.generations import Generations
     from dsjax.engine.loading import EngineFacts
-    from dsjax.serve.front_ends.engine_side import FrontEnds
+    from dsjax.serve.front_ends.processes import FrontEnds
 
 Answer = TypeVar("Answer")
 Submit = Callable[[str, Sequence[Prompt], SamplingParams, str | None], Awaitable[OutputStream]]

@@ -17,7 +17,7 @@ from dsjax.model.attention import Cache, PagedAttention, Rows
 from dsjax.model.forms import Form, cache_arrays, common_layout
 from dsjax.model.mla import MLA
 from dsjax.model.mla_costs import cache_bytes, mla_cost
-from dsjax.model.parameters import storage_dtype
+from dsjax.model.parameters import Multiply, storage_dtype
 from dsjax.model.rope import Rotation
 
 MOST_CACHE = 1 << 30
@@ -72,6 +72,7 @@ class AttentionInputs:
     form: Form
     rows: int
     chunk: int
+    multiply: Multiply
 
     @classmethod
     def of(
@@ -92,7 +93,7 @@ class AttentionInputs:
             "tables": jnp.asarray(tables),
             "slots": jnp.asarray(slots.reshape(1, -1), jnp.int32),
         }
-        return cls(paged_attention(setting, form), form, rows, chunk), arrays
+        return cls(paged_attention(setting, form), form, rows, chunk, setting.multiply), arrays
 
 
 def paged_attention(setting: Setting, form: Form) -> PagedAttention:
@@ -118,11 +119,11 @@ def attend_layer(at: AttentionInputs, mla: MLA, x: jax.Array, arrays: Mapping[st
     """All that attention does in a layer of the step: projections, cache write, attending, output; `(out, cache)`."""
     rows, chunk, config = at.rows, at.chunk, at.attention.config
     rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.qk_rope_head_dim)
-    p = mla.project(x, rotation, query_heads=at.form != "AM_CC_ME")
+    p = mla.project(x, rotation, query_heads=at.form != "AM_CC_ME", multiply=at.multiply)
     cache = at.attention.write(mla, cache, layer, arrays["slots"], p)
     part = jax.tree.map(lambda a: a.reshape(1, rows, chunk, *a.shape[2:]), p)
     heads = at.attention.attend(mla, at.form, cache, layer, Rows(arrays["positions"], arrays["tables"]), part)
-    out = mla.add_output_bias(heads) if at.form == "AM_CC_ME" else mla.output(heads)
+    out = mla.add_output_bias(heads) if at.form == "AM_CC_ME" else mla.output(heads, at.multiply)
     return out.reshape(x.shape), cache
 
 

@@ -24,7 +24,7 @@ def mlp_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[
     hidden = config.intermediate_size if dense else config.n_shared_experts * config.moe_intermediate_size
     in_model = config.num_dense_layers if dense else config.num_moe_layers
     make = lambda declare: MLP(declare, config.hidden_size, hidden, "mlp_width")  # noqa: E731
-    apply = lambda mlp, x, total: total + mlp(x)  # noqa: E731
+    apply = lambda mlp, x, total: total + mlp(x, setting.multiply)  # noqa: E731
     flops = 6 * config.hidden_size * hidden
     moved = (3 * config.hidden_size + 5 * hidden) * setting.dtype.itemsize
     yield from _layer_cases(setting, module, make, apply, in_model, tokens, flops, moved)

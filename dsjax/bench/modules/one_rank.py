@@ -127,7 +127,7 @@ def _loop(setting: Setting, plan: RankPlan, stack: Stack, found: Arrivals | None
         out, cache = attend_layer(attention, block.attn, block.attn_norm(x), inputs, cache, turn)
         x = x + out
         y = block.mlp_norm(x)
-        x = x + (block.mlp(y) if found is None else _routed(block, y, inputs, params, index))
+        x = x + (block.mlp(y, setting.multiply) if found is None else _routed(block, y, inputs, params, index))
         return x, cache, (turn + 1) % layers
 
     def _routed(block, y, inputs, params, index):
@@ -144,7 +144,7 @@ def _loop(setting: Setting, plan: RankPlan, stack: Stack, found: Arrivals | None
             back = jnp.resize(out, (tokens, out.shape[-1]))[None]
             return back * routing.weights.sum(-1, keepdims=True).astype(back.dtype), None
 
-        return block.moe(y, apply)[0]
+        return block.moe(y, apply, multiply=setting.multiply)[0]
 
     carry = (jnp.zeros_like(inputs["x"]), cache_for(setting, step.decode_form, tokens, context + 1), jnp.int32(0))
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=stack.depth)

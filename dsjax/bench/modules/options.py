@@ -32,6 +32,7 @@ class ModelOptions(Checked):
     weights: str = option(
         "auto", "how matrices are kept; auto: as dsjax serve", choices=("auto", "f32", "bf16", "mixed", "fp8")
     )
+    activation_scheme: str = option("auto", "as of dsjax serve, with FP8 weights", choices=("auto", "dynamic", "none"))
     kv_cache_dtype: str = option(
         "auto", "of the latent cache; auto: as dtype", choices=("auto", "float32", "bfloat16", "fp8")
     )

@@ -37,6 +37,7 @@ def make_setting(options: ModelOptions) -> Setting:
         model=options.model,
         dtype=options.dtype,
         weights="fp8" if options.weights == "fp8" else "auto",
+        activation_scheme=options.activation_scheme,
         kv_cache_dtype=options.kv_cache_dtype,
         kernels=options.kernels,
         page_size=options.page_size,

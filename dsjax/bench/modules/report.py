@@ -118,6 +118,7 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
         "widths": widths(setting.config),
         "dtype": str(setting.dtype),
         "weights": setting.weights,
+        "activation_scheme": str(step.scheme),
         "kv_cache_dtype": str(step.cache_dtype),
         "kernels": step.kernels.names(step.prefill_form, step.decode_form),
         "page_size": step.page_size,

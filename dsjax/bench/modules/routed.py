@@ -139,7 +139,11 @@ def layer_ids(setting: Setting, experts: int, found: Arrivals, layers: int) -> j
 def product_of(setting: Setting, weight_dtype: np.dtype, found: Arrivals) -> ExpertProduct:
     """The product that the step would choose."""
     return ExpertProduct(
-        weight_dtype=weight_dtype, platform=setting.platform, mean_load=found.mean_load, kernels=setting.step.kernels
+        weight_dtype=weight_dtype,
+        platform=setting.platform,
+        mean_load=found.mean_load,
+        kernels=setting.step.kernels,
+        scheme=setting.step.scheme,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from dsjax.config import ModelConfig
-from dsjax.model.parameters import Declaration, ParameterInfo, ParameterTable, Weights
+from dsjax.model.parameters import Declaration, Multiply, ParameterInfo, ParameterTable, Weights
 from dsjax.model.step import Step
 from sharding import MeshSpec
 
@@ -56,6 +56,11 @@ class Setting:
     def spec(self) -> MeshSpec:
         """The mesh of one device."""
         return self.step.spec
+
+    @property
+    def multiply(self) -> Multiply:
+        """A layer's product with one of its matrices, as the step makes it of what a scan sliced out of a stack."""
+        return self.step.in_place.multiply(jnp.int32(0))
 
     def declare(self, depth: int) -> Declaration:
         """For parameters of `depth` layers."""

@@ -228,7 +228,7 @@ def attention_cost(
     seen = -(-(context - C + last + 1) // tiles.positions) * tiles.positions
     flops = 2.0 * R * tiles.rows * int(seen.sum()) * (2 * power(M) + power(O))
     queries = R * C * H * np.dtype(dtype).itemsize
-    entry = M + 4 * fp8.num_scales(M) + 2 * O if stored_bytes == 1 else (M + O) * stored_bytes
+    entry = fp8.row_bytes(M) + 2 * O if stored_bytes == 1 else (M + O) * stored_bytes
     moved = R * context * entry + queries * (M + O)
     moved += queries * M if splits == 1 else splits * R * C * H * (M + 1) * 4
     return KernelCost(flops, moved, hlo_dtype(dtype), assumed=True)

@@ -7,7 +7,8 @@ of weights comes from memory once and from the device's cache for every further 
 keep a device busy, its depth is split, and the parts are added up afterwards.
 
 FP8 weights are widened, exactly, in registers; each product over at most 128 of the depth is multiplied by its block's scale before it
-is added to the float32 sum.
+is added to the float32 sum. Where the rows are FP8 too (``fp8.Quantised``), weights are not widened: tensor cores multiply e4m3 by e4m3,
+and each such product is also multiplied by its row's scale (``dsjax/model/fp8_product.py`` is the definition).
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from dsjax.kernels.pallas.activations import quantised_tile
 from dsjax.kernels.pallas.attention import CORES
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
+from sharding import fp8
 
 BLOCK = 128
 """Side of the blocks that share an FP8 scale."""
@@ -83,19 +86,24 @@ def gate_up(
     scale: Array | None,
     weight_dtype: np.dtype,
     layer: Int[Array, ""],
-    x_PD: Float[Array, "P D"],
+    x_PD: Float[Array, "P D"] | fp8.Quantised,
     groups: Groups,
     *,
+    dtype: np.dtype | None = None,
+    powers: bool = False,
     interpret: bool = False,
     tiles: ProductTiles | None = None,
-) -> Float[Array, "P F"]:
+) -> Float[Array, "P F"] | fp8.Quantised:
     """``silu(x · gate) × (x · up)`` of each sorted pair, in the dtype of ``x_PD``, whose last ``SLACK`` rows are no pairs.
 
-    Rows that are no expert's pairs are not written: anything may be in them.
+    Rows that are no expert's pairs are not written: anything may be in them. Of quantised rows the result is rounded to ``dtype`` and
+    quantised as well, for ``down``; ``powers``: with scales that are powers of two.
 
     weight: ``[L, X, D, 2, F]``, whose bits mean ``weight_dtype``; scale: ``[L, X, D / 128, 2, F / 128]`` float32 with FP8.
     """
-    return _product(weight, scale, weight_dtype, layer, x_PD, groups, fused=True, interpret=interpret, tiles=tiles)
+    return _product(
+        weight, scale, weight_dtype, layer, x_PD, groups, fused=True, dtype=dtype, powers=powers, interpret=interpret, tiles=tiles
+    )  # fmt: skip
 
 
 def down(
@@ -103,15 +111,28 @@ def down(
     scale: Array | None,
     weight_dtype: np.dtype,
     layer: Int[Array, ""],
-    hidden_PF: Float[Array, "P F"],
+    hidden_PF: Float[Array, "P F"] | fp8.Quantised,
     groups: Groups,
     *,
+    dtype: np.dtype | None = None,
     interpret: bool = False,
     tiles: ProductTiles | None = None,
 ) -> Float[Array, "P D"]:
-    """``hidden · down`` of each sorted pair, as ``gate_up``. weight: ``[L, X, F, D]``; scale: ``[L, X, F / 128, D / 128]``."""
+    """``hidden · down`` of each sorted pair, as ``gate_up``; ``dtype``: of the result, where rows are quantised.
+
+    weight: ``[L, X, F, D]``; scale: ``[L, X, F / 128, D / 128]``.
+    """
     return _product(
-        weight, scale, weight_dtype, layer, hidden_PF, groups, fused=False, interpret=interpret, tiles=tiles
+        weight,
+        scale,
+        weight_dtype,
+        layer,
+        hidden_PF,
+        groups,
+        fused=False,
+        dtype=dtype,
+        interpret=interpret,
+        tiles=tiles,
     )
 
 
@@ -120,25 +141,29 @@ def dense(
     scale: Array | None,
     weight_dtype: np.dtype,
     layer: Int[Array, ""],
-    x_TK: Float[Array, "T K"],
+    x_TK: Float[Array, "T K"] | fp8.Quantised,
     *,
+    dtype: np.dtype | None = None,
     interpret: bool = False,
     tiles: ProductTiles | None = None,
 ) -> Float[Array, "T *n"]:
-    """``x · weight[layer]``, in the dtype of ``x_TK``. weight: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``.
+    """``x · weight[layer]``, in the dtype of ``x_TK``, or of quantised rows in ``dtype``.
 
-    scale: as for the experts; of a fused matrix only where 128 divides F (``takes``).
+    weight: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``. scale: as for the experts; of a fused matrix only where
+    128 divides F (``takes``).
     """
-    T, K = x_TK.shape
+    quantised = isinstance(x_TK, fp8.Quantised)
+    (T, _), K = x_TK.values.shape if quantised else x_TK.shape, weight.shape[1]
     flat = weight.reshape(weight.shape[0], 1, K, -1)
     scales = None if scale is None else scale.reshape(scale.shape[0], 1, scale.shape[1], -1)
     tiles = tiles or ProductTiles.dense(T, K, flat.shape[-1])
-    x = jnp.pad(x_TK, ((0, -T % tiles.rows), (0, 0)))
+    x = jax.tree.map(lambda array: jnp.pad(array, ((0, -T % tiles.rows), (0, 0))), x_TK)
+    dtype = dtype if quantised else x.dtype
     one = Groups(jnp.zeros((1,), jnp.int32), jnp.full((1,), T, jnp.int32), T)
     out = _product(
-        flat, scales, weight_dtype, layer, x, one, fused=False, interpret=interpret, tiles=tiles, name="dense"
-    )
-    out = out[:, :T].sum(axis=0).astype(x.dtype) if tiles.splits > 1 else out[:T]
+        flat, scales, weight_dtype, layer, x, one, fused=False, dtype=dtype, interpret=interpret, tiles=tiles, name="dense"
+    )  # fmt: skip
+    out = out[:, :T].sum(axis=0).astype(dtype) if tiles.splits > 1 else out[:T]
     return out.reshape(T, *weight.shape[2:])
 
 
@@ -157,40 +182,70 @@ def takes(weight: Array, scale: Array | None) -> bool:
     return whole and addressable(weight)
 
 
-def _product(weight, scale, weight_dtype, layer, x, groups: Groups, *, fused: bool, interpret: bool, tiles, name=""):
+def _product(
+    weight, scale, weight_dtype, layer, x, groups: Groups, *, fused: bool, dtype, interpret: bool, tiles, name="", powers=False
+):  # fmt: skip
     tiles = tiles or ProductTiles.for_load(groups.mean_load)
-    X, (rows, N) = weight.shape[1], (x.shape[0], weight.shape[-1])
-    kernel = partial(_kernel, fused=fused, weight_dtype=weight_dtype, tiles=tiles, scaled=scale is not None)
+    quantised = isinstance(x, fp8.Quantised)
+    if quantised:
+        # Whole blocks of the depth, so that nothing is masked: the weights' last row stands for those that are not there, times 0.
+        x = fp8.Quantised(jnp.pad(x.values, ((0, 0), (0, -x.values.shape[1] % BLOCK))), x.scales)
+        tiles = replace(tiles, columns=BLOCK) if fused else tiles
+    rows_in = [*x] if quantised else [x]
+    dtype = dtype if quantised else x.dtype
+    X, rows, N = weight.shape[1], rows_in[0].shape[0], weight.shape[-1]
+    kernel = partial(
+        _kernel, fused=fused, weight_dtype=weight_dtype, tiles=tiles, scaled=scale is not None, quantised=quantised, dtype=dtype,
+        powers=powers,
+    )  # fmt: skip
     scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), groups.start_X, groups.count_X)]
-    arrays = [*scalars, x, weight, *([] if scale is None else [scale])]
-    cost = _cost(x, weight, groups.mean_load, tiles)
-    shape = (rows, N) if tiles.splits == 1 else (tiles.splits, rows, N)
-    return pl.pallas_call(
+    arrays = [*scalars, *rows_in, weight, *([] if scale is None else [scale])]
+    cost = _cost(rows_in[0], weight, groups.mean_load, tiles, dtype)
+    shapes = [jax.ShapeDtypeStruct((rows, N), dtype)]
+    if quantised and fused:
+        blocks = fp8.num_scales(N)
+        shapes = [jax.ShapeDtypeStruct((rows, blocks * BLOCK), fp8.E4M3), jax.ShapeDtypeStruct((rows, blocks), jnp.float32)]  # fmt: skip
+    elif tiles.splits > 1:
+        shapes = [jax.ShapeDtypeStruct((tiles.splits, rows, N), jnp.float32)]
+    out = pl.pallas_call(
         kernel,
         grid=(tiles.spread, pl.cdiv(N, tiles.columns), X * tiles.splits),
         in_specs=[pl.BlockSpec(array.shape, lambda s, n, e, rank=array.ndim: (0,) * rank) for array in arrays],
-        out_specs=pl.BlockSpec(shape, lambda s, n, e: (0,) * len(shape)),
-        out_shape=jax.ShapeDtypeStruct(shape, x.dtype if tiles.splits == 1 else jnp.float32),
+        out_specs=[pl.BlockSpec(s.shape, lambda s, n, e, rank=len(s.shape): (0,) * rank) for s in shapes],
+        out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         cost_estimate=cost.estimate,
         metadata=cost.metadata,
         interpret=interpret,
-        name=name or ("experts_gate_up" if fused else "experts_down"),
+        name=(name or ("experts_gate_up" if fused else "experts_down")) + ("_fp8" if quantised else ""),
     )(*arrays)
+    return fp8.Quantised(*out) if len(out) == 2 else out[0]
 
 
-def _kernel(layer_ref, start_ref, count_ref, x_ref, weight_ref, *refs, fused, weight_dtype, tiles, scaled):
-    scale_ref, out_ref = refs if scaled else (None, *refs)
+def _kernel(
+    layer_ref, start_ref, count_ref, *refs, fused, weight_dtype, tiles, scaled, quantised, dtype, powers
+):  # fmt: skip
+    x_ref, *refs = refs
+    x_scale_ref, *refs = refs if quantised else (None, *refs)
+    weight_ref, *refs = refs
+    scale_ref, *refs = refs if scaled else (None, *refs)
+    out_ref, *out_scale_ref = refs
     spread, column, place = (pl.program_id(axis) for axis in range(3))
     expert, part = place // tiles.splits, place % tiles.splits
     layer, start, count = layer_ref[0], start_ref[expert], count_ref[expert]
-    (K, N), dtype = (x_ref.shape[1], weight_ref.shape[-1]), x_ref.dtype
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+    K, N = x_ref.shape[1], weight_ref.shape[-1]
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 and not quantised else lax.Precision.DEFAULT
     n = column * tiles.columns + jnp.arange(tiles.columns)
     halves = (0, 1) if fused else (None,)
 
     def weights(k, half):
         middle = () if half is None else (half,)
+        if quantised:
+            depth = weight_ref.shape[2]
+            rows = k if depth == K else jnp.minimum(k, depth - 1)
+            columns = n if N % tiles.columns == 0 else jnp.minimum(n, N - 1)
+            found = weight_ref[(layer, expert, rows[:, None], *middle, columns[None, :])]
+            return found if found.dtype == weight_dtype else lax.bitcast_convert_type(found, weight_dtype)
         at = (layer, expert, k[:, None], *middle, n[None, :])
         whole = K % tiles.depth == 0 and N % tiles.columns == 0
         return widened(weight_ref, at, None if whole else (k[:, None] < K) & (n[None, :] < N), weight_dtype, dtype)
@@ -205,16 +260,15 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, weight_ref, *refs, fused, we
                 x = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=(k < K)[None, :] & used[:, None], other=0)
             else:
                 x = x_ref[row[:, None], k[None, :]]
+            across = block * tiles.depth // BLOCK
             found = []
             for half, total in zip(halves, sums, strict=True):
                 product = plgpu.dot(x, weights(k, half), precision=precision)
+                if quantised:
+                    product = product * plgpu.load(x_scale_ref.at[row, jnp.full_like(row, across)])[:, None]
                 if scaled:
-                    place = (
-                        block * tiles.depth // BLOCK,
-                        *(() if half is None else (half,)),
-                        column * tiles.columns // BLOCK,
-                    )
-                    product = product * scale_ref[(layer, expert, *place)]
+                    middle = () if half is None else (half,)
+                    product = product * scale_ref[(layer, expert, across, *middle, column * tiles.columns // BLOCK)]
                 found.append(total + product)
             return tuple(found)
 
@@ -224,6 +278,14 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, weight_ref, *refs, fused, we
         last = blocks if tiles.splits == 1 else jnp.minimum((part + 1) * own, blocks)
         sums = lax.fori_loop(0 if tiles.splits == 1 else part * own, last, deeper, zeros)
         out = sums[0] / (1 + jnp.exp(-sums[0])) * sums[1] if fused else sums[0]
+        if out_scale_ref:
+            out = jnp.where((n < N)[None, :], out.astype(dtype).astype(jnp.float32), 0.0)
+            values, factor = quantised_tile(out, powers)
+            plgpu.store(
+                out_ref.at[row[:, None], n[None, :]], values, mask=jnp.broadcast_to(used[:, None], values.shape)
+            )
+            plgpu.store(out_scale_ref[0].at[row, jnp.full_like(row, column)], factor, mask=used)
+            return tile
         inside = used[:, None] & (n < N)[None, :]
         at = (row[:, None], n[None, :]) if tiles.splits == 1 else (part, row[:, None], n[None, :])
         plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=inside)
@@ -239,16 +301,20 @@ def addressable(array: Array) -> bool:
     return array.size < 2**31 or array.size * array.dtype.itemsize > 2**32
 
 
-def _cost(x: Array, weight: Array, mean_load: float, tiles: ProductTiles) -> KernelCost:
+def _cost(x: Array, weight: Array, mean_load: float, tiles: ProductTiles, dtype: np.dtype) -> KernelCost:
     """Under even routing: rows of all tiles that are begun, weights of every expert that has a pair, once. A dense matrix has one
-    "expert", whose rows are known."""
-    X, K, N = weight.shape[1], x.shape[1], math.prod(weight.shape[3:])
+    "expert", whose rows are known. Of e4m3 rows, results of gate and up are e4m3 as well, and others of ``dtype``."""
+    X, K, N = weight.shape[1], weight.shape[2], math.prod(weight.shape[3:])
     known = X == 1 and isinstance(mean_load, int)
     rows = X * tiles.rows * (-(-mean_load // tiles.rows) if known else expected_tiles(mean_load, tiles.rows))
     flops = 2.0 * rows * K * N
     scales = 4 / BLOCK**2 if weight.dtype.itemsize == 1 else 0
     read = (1 if known else X * (1 - math.exp(-mean_load))) * K * N * (weight.dtype.itemsize + scales)
-    pairs = X * mean_load
-    moved = read + pairs * K * x.dtype.itemsize
-    moved += pairs * weight.shape[-1] * (x.dtype.itemsize if tiles.splits == 1 else 4 * tiles.splits)
+    quantised, fused = x.dtype == fp8.E4M3, weight.ndim == 5
+    row = fp8.row_bytes(K) if quantised else K * x.dtype.itemsize
+    width = weight.shape[-1]
+    result = fp8.row_bytes(width) if quantised and fused else width * np.dtype(dtype).itemsize
+    if tiles.splits > 1:
+        result = width * 4 * tiles.splits
+    moved = read + X * mean_load * (row + result)
     return KernelCost(flops, moved, hlo_dtype(x.dtype), assumed=not known)

@@ -15,6 +15,7 @@ from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.errors import UserError
+from dsjax.hosts.wire import exactly
 
 _LENGTH = 4
 MOST_UNSENT_BYTES = 64 << 20
@@ -279,17 +280,8 @@ def read_first(end: socket.socket) -> Any:
     Raises:
         EOFError: the engine's process has gone.
     """
-
-    def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = end.recv(count - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return data
-
-    return msgspec.msgpack.decode(exactly(int.from_bytes(exactly(_LENGTH), "little")), type=FromEngine)
+    length = int.from_bytes(exactly(end, _LENGTH), "little")
+    return msgspec.msgpack.decode(exactly(end, length), type=FromEngine)
 
 
 def finish_reason(text: str | None) -> FinishReason | None:

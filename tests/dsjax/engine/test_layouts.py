@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from goldens.our_model import bound, hf_tensors, logits_of
 from goldens.random_weights import RandomWeights
-from layouts import DISPATCHES, LAYOUTS, TINY, difference, prompts, write_checkpoint
+from layouts import DISPATCHES, LAYOUTS, TINY, difference, prompts, wide, write_checkpoint
 from layouts import answer as answer_of
 
 from dsjax.config import ModelConfig
@@ -80,6 +80,31 @@ def test_layouts_give_it_with_an_fp8_cache_too(
     # Exact while no entry lies within float32's rounding of the middle between two FP8 numbers: none of these does.
     found = answer(checkpoint, layout, dispatch, prefill, decode, kv_cache_dtype="fp8")
     assert difference(found, one_device_with_an_fp8_cache) is None
+
+
+@pytest.fixture(scope="module")
+def wide_checkpoint(tmp_path_factory):
+    """Whole blocks of 128 on each of two ``tp`` devices: two blocks of each width."""
+    return write_checkpoint(tmp_path_factory.mktemp("wide"), **wide(2))
+
+
+@pytest.fixture(scope="module")
+def one_device_with_fp8_products(wide_checkpoint):
+    return answer(
+        wide_checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", weights="fp8", activation_scheme="dynamic"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatch", "prefill", "decode"),
+    [("dp=2,tp=2", "ragged", "CC", "A_CC_ME"), ("tp=2,ep=1", "gather", "CC", "A_CC_ME")],
+)
+def test_layouts_give_it_with_fp8_products_too(
+    wide_checkpoint, one_device_with_fp8_products, layout, dispatch, prefill, decode
+):
+    # Exact while no activation lies within float32's rounding of the middle between two FP8 numbers: none of these does.
+    found = answer(wide_checkpoint, layout, dispatch, prefill, decode, weights="fp8", activation_scheme="dynamic")
+    assert difference(found, one_device_with_fp8_products) is None
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=4,tp=8"])

@@ -16,7 +16,8 @@ from dsjax.engine import core as engine_core
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
 from dsjax.engine.core import EngineCore
-from dsjax.engine.page_tiers import FIRST_PAUSE, MOST_WRITING, DiskTier, HostTier
+from dsjax.engine.disk_tier import FIRST_PAUSE, MOST_WRITING, DiskTier
+from dsjax.engine.page_tiers import HostTier
 from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import Request
 from dsjax.engine.scheduler_config import SchedulerConfig

@@ -10,15 +10,22 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import STORED, AttentionCase, ExpertsCase
-from layouts import answer, difference, write_checkpoint
+from layouts import TINY, answer, difference, wide, write_checkpoint
 
+from dsjax.bench.modules.setting import random_parameter
+from dsjax.config import ModelConfig, QuantizationConfig
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.assembly import make_step
 from dsjax.errors import UserError
-from dsjax.kernels.pallas import attention, cost, experts, heads, products
-from dsjax.kernels.table import choose_kernels
+from dsjax.kernels.pallas import activations, attention, cost, experts, heads, products
+from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.experts import ExpertProduct
+from dsjax.model.fp8_product import ActivationScheme, block_product
+from sharding import MeshSpec, fp8
 from sharding.dispatch.wire import WireFormat
 
 FEW = settings(max_examples=6, deadline=None, derandomize=True)
@@ -280,3 +287,97 @@ def test_the_engine_on_two_devices_gives_the_answer_of_one_with_plain_kernels(tm
     checkpoint = write_checkpoint(tmp_path)
     expected = answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
     assert difference(answer(checkpoint, "tp=2", "auto", "CC", "AM_CC_ME", kernels="pallas"), expected) is None
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "none"])
+@pytest.mark.parametrize("sliced", [False, True], ids=["in the stack", "sliced out of it"])
+def test_products_of_a_layer_on_two_devices_are_those_of_the_plain_form(scheme, sliced):
+    config = ModelConfig.from_dict(TINY | wide(2))
+    args = EngineArgs(mesh="tp=2", weights="fp8", activation_scheme=scheme, dtype="float32", kernels="pallas")
+    spec = MeshSpec.parse("tp=2")
+    step = make_step(args, config, spec, spec.build())
+    plain = dataclasses.replace(step, kernels=Kernels())
+    params = {path: random_parameter(info, 3) for path, info in step.table.infos.items() if "moe_layers" in path}
+    module = step.table.bind(dict.fromkeys(step.table.infos, jnp.zeros(())) | params).moe_layers
+    mlp, x = module.moe.shared, jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 32)), jnp.float32)
+    graph, state = nnx.split(mlp)
+    one = nnx.merge(graph, jax.tree.map(lambda array: array[1], state))
+
+    def run(step, mlp):
+        return np.asarray(jax.jit(lambda x: mlp(x, step.in_place.multiply(jnp.int32(1))))(x))
+
+    found, expected = run(step, one if sliced else mlp), run(plain, one)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    assert {name: step.kernels.name(name) for name in ("experts", "other products")} == dict.fromkeys(
+        ("experts", "other products"), "pallas"
+    )
+
+
+def test_a_scheme_needs_fp8_weights_and_native_experts_leave_it_to_the_plain_form():
+    config, spec = ModelConfig.from_dict(TINY), MeshSpec.parse("dp=1")
+    with pytest.raises(UserError, match=r"--activation-scheme dynamic .* add --weights fp8"):
+        make_step(EngineArgs(activation_scheme="dynamic"), config, spec, spec.build())
+    step = make_step(EngineArgs(activation_scheme="dynamic", weights="fp8"), config, spec, spec.build())
+    assert step.kernels.name("experts") == "plain"
+    assert (str(step.scheme), step.scheme.powers) == ("dynamic", False)
+    assert str(make_step(EngineArgs(weights="fp8"), config, spec, spec.build()).scheme) == "none", "auto, on a CPU"
+    v31 = dataclasses.replace(config, quantization=QuantizationConfig(scale_fmt="ue8m0"))
+    assert make_step(EngineArgs(activation_scheme="dynamic", weights="fp8"), v31, spec, spec.build()).scheme.powers
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    T=st.sampled_from([1, 5, 40]),
+    K=st.integers(1, 300),
+    N=st.integers(1, 150),
+    splits=st.sampled_from([1, 3]),
+    powers=st.booleans(),
+)
+def test_quantised_rows_times_fp8_weights_are_the_plain_form_s(seed, T, K, N, splits, powers):
+    rng = np.random.default_rng(seed)
+    weight = rng.normal(size=(3, K, N)).astype(STORED[1]).view(np.uint8)
+    scale = rng.uniform(0.5, 2, size=(3, -(-K // 128), -(-N // 128))).astype(np.float32)
+    x = jnp.asarray(rng.normal(size=(T, K)).astype(np.float32))
+    rows, plain = activations.quantise(x, powers=powers, interpret=True), fp8.quantise(x, powers=powers)
+    # XLA may divide by multiplying, so that scales differ in their last place, and a value on the edge goes to its neighbour.
+    np.testing.assert_allclose(rows.scales, plain.scales, rtol=3e-7)
+    steps = [np.asarray(q.values).view(np.int8).astype(int) for q in (rows, plain)]
+    assert np.abs(steps[0] - steps[1]).max() <= 1
+    tiles = dataclasses.replace(products.ProductTiles.dense(T, K, N), splits=splits)
+    arguments = jnp.asarray(weight), scale, STORED[1], jnp.int32(1)
+    found = products.dense(*arguments, rows, dtype=np.dtype(np.float32), interpret=True, tiles=tiles)
+    expected = block_product(rows, weight[1].view(STORED[1]), scale[1], jnp.float32)
+    size = np.abs(fp8.dequantise(*plain)) @ (2 * np.abs(weight[1].view(STORED[1]).astype(np.float32)))
+    assert np.all(np.abs(found - expected) <= 1e-6 * (size + 1))
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    X=st.integers(1, 3),
+    D=st.integers(1, 150),
+    F=st.integers(1, 140),
+    N=st.sampled_from([1, 7, 60]),
+    wire=st.booleans(),
+    routing=st.sampled_from(["all", "some", "one expert", "none"]),
+)
+def test_experts_with_quantised_rows_are_those_of_the_plain_form(seed, X, D, F, N, wire, routing):
+    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=2, stored=1, routing=routing)
+    scheme = ActivationScheme(dynamic=True)
+    plain, pallas = (
+        ExpertProduct(weight_dtype=STORED[1], scheme=scheme, mean_load=4.0, kernels=k) for k in (Kernels(), PALLAS)
+    )
+    as_sent = WireFormat(D, 2, jnp.dtype(jnp.float32), fp8=wire)
+
+    def run(product):
+        def received(params, rows, ids, weights):
+            packed, ids, weights, _ = as_sent.unpack(as_sent.pack(rows, ids, weights, jnp.int32(0)))
+            return product(params, packed, ids, weights)
+
+        return np.asarray(jax.jit(received)(case.params(), case.rows, case.ids, case.weights))
+
+    found, expected, (_, size) = run(pallas), run(plain), case.expected()
+    # A hidden value between two e4m3 numbers can go either way by float32's rounding: at most a few of them, 1/16 of each.
+    assert np.all(np.abs(found - expected) <= 0.02 * (size + 1e-3))
+    assert np.mean(np.abs(found - expected) > 1e-5 * (size + 1)) < 0.05

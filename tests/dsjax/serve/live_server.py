@@ -15,7 +15,8 @@ from tiny_tokenizer import tiny_tokenizer
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.serve.front_ends.engine_side import EngineServer, SharedEngine
+from dsjax.serve.front_ends.engine_server import EngineServer
+from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import Server, bind, bind_shared
 from dsjax.serve.serving import Phase, Serving
@@ -48,9 +49,7 @@ class LiveServer:
         if front_ends:
             listeners = bind_shared("127.0.0.1", 0, front_ends)
             listener = listeners[0]
-            self.server = EngineServer.over(
-                self.serving, self.llm_engine, self.executor.limits.num_ranks, listeners, **how
-            )
+            self.server = EngineServer.over(self.serving, self.llm_engine, listeners, **how)
         else:
             listener = bind("127.0.0.1", 0)
             self.server = Server(self.serving, **how)

@@ -36,6 +36,8 @@ from test_openai_client import (
 )
 
 from dsjax.errors import UserError
+from dsjax.serve.front_ends.messages import Welcome
+from dsjax.serve.front_ends.processes import FrontEnd
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import bind_shared
@@ -244,6 +246,18 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
     for _ in range(12):
         assert server.post("/v1/completions", SHORT).status_code == 200
     assert total(server, "vllm:generation_tokens_total") >= made, "what the dead one had counted is kept"
+
+
+def test_a_front_end_that_starts_after_the_mesh_has_grown_knows_every_rank(start_server, monkeypatch):
+    server = start_server(front_ends=1, metrics=Metrics("tiny", 1, 128))
+    scheduler = server.llm_engine.core.scheduler
+    monkeypatch.setattr(scheduler, "ranks", scheduler.ranks * 3)
+    (link,) = server.serving.front_ends.links
+    told = []
+    monkeypatch.setattr(FrontEnd, "send", lambda self, message: told.append(message))
+    link.process.kill()
+    wait_until(lambda: any(isinstance(message, Welcome) for message in told), 30)
+    assert told[0].num_ranks == 3
 
 
 SCRIPT = """

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from watched_server import WatchedServer, experts, load, request, step, token
 
-from dsjax.engine.page_tiers import DiskCounts, TierCounts, TierHits
+from dsjax.engine.disk_tier import DiskCounts
+from dsjax.engine.page_tiers import TierCounts, TierHits
 from dsjax.engine.request import FinishReason
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax import cli
-from dsjax.engine.page_tiers import DiskCounts, TierCounts, TierHits
+from dsjax.engine.disk_tier import DiskCounts
+from dsjax.engine.page_tiers import TierCounts, TierHits
 from dsjax.engine.request import FinishReason
 from dsjax.engine.stats import BalanceStats, DraftCounts
 from dsjax.top.reading import Client, Exposition, NoAnswerError, Reading

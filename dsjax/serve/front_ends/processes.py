@@ -1,29 +1,19 @@
-"""The engine's process: `SharedEngine` hands each front end its tokens, and `FrontEnds` starts them, restarts them, and asks them."""
+"""The processes of the front ends, seen from the engine's: `FrontEnds` starts them, starts them again, and asks them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import itertools
 import logging
-import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.engine import LLMEngine
 from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.scheduler import Update
-from dsjax.engine.stats import StepStats
 from dsjax.errors import UserError
 from dsjax.serve.errors import ApiError
 from dsjax.serve.front_ends.messages import (
@@ -34,27 +24,19 @@ from dsjax.serve.front_ends.messages import (
     Channel,
     Count,
     End,
-    EndStreams,
     Failed,
     FromFrontEnd,
     Gather,
     Hello,
-    More,
     NewRequest,
     PhaseIs,
-    Resized,
     Snapshot,
-    Tokens,
-    UpdateEntry,
     Verdict,
     Welcome,
 )
+from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics_families import Family, summed
-from dsjax.serve.server import Server
 from dsjax.serve.serving import Phase, QueueGate, Serving
-
-if TYPE_CHECKING:
-    from dsjax.engine.generations import Generations
 
 logger = logging.getLogger(__name__)
 
@@ -63,106 +45,6 @@ _GATHER_SECONDS = 2.0
 _END_SECONDS = 8.0
 _MOST_FAILED_STARTS = 3
 _RESTART_SECONDS = 0.5
-
-
-class SharedEngine(AsyncEngine):
-    """The engine for requests that other processes have checked: it follows no text, and passes tokens on."""
-
-    def __init__(self, engine: LLMEngine):
-        super().__init__(engine)
-        self.rules = engine.inputs.rules
-        self.front_ends: FrontEnds | None = None
-        # By the core's id: where a completion came from, its handle there, and whether its first token was told of.
-        self._owners: dict[str, _Owner] = {}
-
-    @property
-    def num_unfinished(self) -> int:
-        """Completions that have not ended."""
-        return len(self._owners)
-
-    def admit(self, link: FrontEnd, request: NewRequest, requests: Sequence[Request]) -> None:
-        """Queue the completions of a front end's request."""
-        for (handle, request_id, _), one in zip(request.completions, requests, strict=True):
-            link.requests[handle] = one
-            self._owners[request_id] = _Owner(link, handle)
-        self._enqueue(requests)
-
-    def drop(self, link: FrontEnd, handles: Iterable[int]) -> list[Request]:
-        """End completions that nobody waits for; give those that had not ended."""
-        ended = [one for handle in handles if (one := link.requests.pop(handle, None)) is not None]
-        for one in ended:
-            self._owners.pop(one.request_id, None)
-        self._abort_completions([one.request_id for one in ended])
-        return ended
-
-    def abort_all(self) -> None:
-        """End every request; each client gets an error from its front end."""
-        self.front_ends.tell(EndStreams())
-        for link in self.front_ends.links:
-            self.drop(link, list(link.requests))
-
-    async def shutdown(self, timeout: float = 10.0) -> None:
-        """End the front ends, then the engine's thread."""
-        self._closing = True
-        await self.front_ends.end()
-        await super().shutdown(timeout)
-
-    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        told: dict[FrontEnd, list[UpdateEntry]] = {}
-        for update in updates:
-            owner = self._owners.get(update.request.request_id)
-            if owner is None:
-                continue
-            told.setdefault(owner.link, []).append(owner.entry(update))
-            if update.finish_reason is not None:
-                del self._owners[update.request.request_id]
-                owner.link.requests.pop(owner.handle, None)
-        for link, entries in told.items():
-            link.send(Tokens(entries))
-        if stats is not None:
-            for observer in self.observers:
-                observer.on_step(stats)
-
-    def _die(self, error: BaseException) -> None:
-        self._owners.clear()
-        self.front_ends.fail()
-        super()._die(error)
-
-
-class _Owner:
-    """Where a completion came from."""
-
-    __slots__ = ("handle", "link", "told_first")
-
-    def __init__(self, link: FrontEnd, handle: int):
-        self.link, self.handle, self.told_first = link, handle, False
-
-    def entry(self, update: Update) -> UpdateEntry:
-        """An update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
-        request, result, reason = update
-        told = reason.value if reason is not None else None
-        if result is None:
-            return self.handle, None, told, _more(request)
-        plain = result.finite and result.error is None and result.scores is None and result.prompt_scores is None
-        first = not self.told_first and bool(result.token_ids)
-        self.told_first |= first
-        if plain and not first and reason is None:
-            return self.handle, result.token_ids, None, None
-        more = _more(request)
-        more.finite, more.error = result.finite, result.error
-        more.scores, more.prompt_scores = result.scores, result.prompt_scores
-        return self.handle, result.token_ids, told, more
-
-
-def _more(request: Request) -> More:
-    return More(
-        rank=request.rank,
-        scheduled=request.first_scheduled_time,
-        first_token=request.first_token_time,
-        finished=request.finish_time,
-        cached=request.num_cached_tokens,
-        preemptions=request.num_preemptions,
-    )
 
 
 class FrontEnd:
@@ -427,104 +309,3 @@ def _how(process: subprocess.Popen) -> str:
     if code is None:
         return "its channel has closed"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-class EngineServer(Server):
-    """The engine's own server, on a private socket, which front ends alone reach: metrics, admin routes, what needs the engine.
-
-    It has the whole life of a `Server` (warm-up, signals, drain, a dead engine), and tells the front ends of each phase.
-    """
-
-    def __init__(self, serving: Serving, front_ends: FrontEnds, **options: Any):
-        self._front_ends = front_ends
-        serving.front_ends = front_ends
-        serving.on_phase = front_ends.enter
-        front_ends.bound_by(serving)
-        super().__init__(serving, **options)
-
-    @classmethod
-    def over(
-        cls,
-        serving: Serving,
-        engine: LLMEngine,
-        num_ranks: int,
-        listeners: Sequence[socket.socket],
-        log_json: bool = False,
-        **how: Any,
-    ) -> EngineServer:
-        """A server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
-        make = _welcome(serving, engine, num_ranks, how.get("log_level", "info"), log_json)
-        front_ends = FrontEnds(serving.engine, listeners, make)
-        if serving.metrics is not None:
-            serving.metrics.elsewhere = front_ends.families
-
-        def resize(generations: Generations) -> None:
-            limits = dataclasses.asdict(engine.inputs.config)
-            front_ends.tell(Resized(limits, serving.max_model_len, generations.facts.dp_ranks))
-
-        serving.engine.on_change.append(resize)
-        return cls(serving, front_ends, **how)
-
-    def serve_behind(self) -> int:
-        """Serve until the end; give the exit code. The socket lies in a folder that only this user can enter."""
-        folder = tempfile.mkdtemp(prefix="dsjax-")
-        try:
-            self._address = str(Path(folder) / "engine")
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(self._address)
-            return self.serve_on(listener)
-        finally:
-            self._front_ends.kill()
-            shutil.rmtree(folder, ignore_errors=True)
-
-    async def _become_ready(self) -> None:
-        try:
-            await self._front_ends.start(self._address)
-        except UserError as error:
-            self._warm_up_error = error
-            self.should_exit = True
-            return
-        await super()._become_ready()
-
-    def _exit(self) -> None:
-        self._front_ends.kill()
-        with contextlib.suppress(OSError):
-            os.unlink(self._address)
-            os.rmdir(os.path.dirname(self._address))
-        super()._exit()
-
-
-def _welcome(
-    serving: Serving, engine: LLMEngine, num_ranks: int, log_level: str, log_json: bool
-) -> Callable[[int, str], Welcome]:
-    """A function that makes what a front end has to know, for each anew."""
-    inputs, tokenizer = engine.inputs, engine.tokenizer
-    options = serving.options
-    limited = options.max_queued_requests is not None or options.max_queued_tokens is not None
-    # Limits are the engine's to check, for all front ends together; it alone steps, and profiles.
-    own = dataclasses.replace(
-        options, max_queued_requests=None, max_queued_tokens=None, step_timeout=0.0, profile_dir=None
-    )
-    starts = itertools.count()
-
-    def make(index: int, address: str) -> Welcome:
-        return Welcome(
-            options=dataclasses.asdict(own),
-            scheduler=dataclasses.asdict(inputs.config),
-            tokenizer=None if tokenizer is None else tokenizer.to_texts(),
-            vocab_size=inputs.vocab_size,
-            eos_token_ids=list(inputs.eos_token_ids),
-            seed=inputs.draw_seed() + next(starts),
-            model_names=list(serving.model_names),
-            model_root=serving.model_root,
-            max_model_len=serving.max_model_len,
-            num_ranks=num_ranks,
-            orders_by_priority=serving.orders_by_priority,
-            created=serving.created,
-            limited=limited,
-            log_level=log_level,
-            log_json=log_json,
-            engine_address=address,
-        )
-
-    return make

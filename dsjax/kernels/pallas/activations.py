@@ -1,0 +1,54 @@
+"""Activations quantised to FP8, 1 × 128, in one pass over memory (Triton, by Pallas). ``sharding.fp8.quantise`` is the definition."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype
+from sharding import fp8
+
+ROWS = 16
+"""Rows of a program, each with one block: 2,048 values in registers."""
+
+
+def quantise(x_TK: Float[Array, "T K"], *, powers: bool = False, interpret: bool = False) -> fp8.Quantised:
+    """The e4m3 values ``[T, K]`` and float32 scales ``[T, K / 128]`` of rows: each value is read once and written once."""
+    T, K = x_TK.shape
+    blocks = fp8.num_scales(K)
+    cost = KernelCost(0.0, T * (K * x_TK.dtype.itemsize + fp8.row_bytes(K)), hlo_dtype(x_TK.dtype))
+
+    def kernel(x_ref, out_ref, scale_ref):
+        row = pl.program_id(1) * ROWS + jnp.arange(ROWS)
+        k = pl.program_id(0) * fp8.BLOCK + jnp.arange(fp8.BLOCK)
+        inside = (row < T)[:, None] & (k < K)[None, :]
+        x = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=inside, other=0)
+        values, scale = quantised_tile(x.astype(jnp.float32), powers)
+        plgpu.store(out_ref.at[row[:, None], k[None, :]], values, mask=inside)
+        plgpu.store(scale_ref.at[row, jnp.full_like(row, pl.program_id(0))], scale, mask=row < T)
+
+    shapes = [jax.ShapeDtypeStruct((T, K), fp8.E4M3), jax.ShapeDtypeStruct((T, blocks), jnp.float32)]
+    whole = lambda array: pl.BlockSpec(array.shape, lambda b, r: (0, 0))  # noqa: E731
+    values, scales = pl.pallas_call(
+        kernel,
+        grid=(blocks, pl.cdiv(T, ROWS)),
+        in_specs=[whole(x_TK)],
+        out_specs=[whole(shape) for shape in shapes],
+        out_shape=shapes,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        cost_estimate=cost.estimate,
+        metadata=cost.metadata,
+        interpret=interpret,
+        name="quantise",
+    )(x_TK)
+    return fp8.Quantised(values, scales)
+
+
+def quantised_tile(x: Float[Array, "R 128"], powers: bool) -> fp8.Quantised:
+    """Inside a kernel: float32 rows of one block each as e4m3 values and one scale a row."""
+    scale = fp8.scale_of(jnp.max(jnp.abs(x), axis=1), powers)
+    values = jnp.clip(x / scale[:, None], -fp8.LARGEST, fp8.LARGEST).astype(fp8.E4M3)
+    return fp8.Quantised(values, scale)

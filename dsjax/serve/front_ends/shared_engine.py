@@ -1,0 +1,116 @@
+"""`SharedEngine`: the engine for requests that front ends have checked. It hands each front end its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.engine import LLMEngine
+from dsjax.engine.request import Request
+from dsjax.engine.scheduler import Update
+from dsjax.engine.stats import StepStats
+from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, Tokens, UpdateEntry
+
+if TYPE_CHECKING:
+    from dsjax.serve.front_ends.processes import FrontEnd, FrontEnds
+
+
+class SharedEngine(AsyncEngine):
+    """The engine for requests that other processes have checked: it follows no text, and passes tokens on."""
+
+    def __init__(self, engine: LLMEngine):
+        super().__init__(engine)
+        self.rules = engine.inputs.rules
+        self.front_ends: FrontEnds | None = None
+        # By the core's id: where a completion came from, its handle there, and whether its first token was told of.
+        self._owners: dict[str, _Owner] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that have not ended."""
+        return len(self._owners)
+
+    def admit(self, link: FrontEnd, request: NewRequest, requests: Sequence[Request]) -> None:
+        """Queue the completions of a front end's request."""
+        for (handle, request_id, _), one in zip(request.completions, requests, strict=True):
+            link.requests[handle] = one
+            self._owners[request_id] = _Owner(link, handle)
+        self._enqueue(requests)
+
+    def drop(self, link: FrontEnd, handles: Iterable[int]) -> list[Request]:
+        """End completions that nobody waits for; give those that had not ended."""
+        ended = [one for handle in handles if (one := link.requests.pop(handle, None)) is not None]
+        for one in ended:
+            self._owners.pop(one.request_id, None)
+        self._abort_completions([one.request_id for one in ended])
+        return ended
+
+    def abort_all(self) -> None:
+        """End every request; each client gets an error from its front end."""
+        self.front_ends.tell(EndStreams())
+        for link in self.front_ends.links:
+            self.drop(link, list(link.requests))
+
+    async def shutdown(self, timeout: float = 10.0) -> None:
+        """End the front ends, then the engine's thread."""
+        self._closing = True
+        await self.front_ends.end()
+        await super().shutdown(timeout)
+
+    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+        told: dict[FrontEnd, list[UpdateEntry]] = {}
+        for update in updates:
+            owner = self._owners.get(update.request.request_id)
+            if owner is None:
+                continue
+            told.setdefault(owner.link, []).append(owner.entry(update))
+            if update.finish_reason is not None:
+                del self._owners[update.request.request_id]
+                owner.link.requests.pop(owner.handle, None)
+        for link, entries in told.items():
+            link.send(Tokens(entries))
+        if stats is not None:
+            for observer in self.observers:
+                observer.on_step(stats)
+
+    def _die(self, error: BaseException) -> None:
+        self._owners.clear()
+        self.front_ends.fail()
+        super()._die(error)
+
+
+class _Owner:
+    """Where a completion came from."""
+
+    __slots__ = ("handle", "link", "told_first")
+
+    def __init__(self, link: FrontEnd, handle: int):
+        self.link, self.handle, self.told_first = link, handle, False
+
+    def entry(self, update: Update) -> UpdateEntry:
+        """An update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
+        request, result, reason = update
+        told = reason.value if reason is not None else None
+        if result is None:
+            return self.handle, None, told, _more(request)
+        plain = result.finite and result.error is None and result.scores is None and result.prompt_scores is None
+        first = not self.told_first and bool(result.token_ids)
+        self.told_first |= first
+        if plain and not first and reason is None:
+            return self.handle, result.token_ids, None, None
+        more = _more(request)
+        more.finite, more.error = result.finite, result.error
+        more.scores, more.prompt_scores = result.scores, result.prompt_scores
+        return self.handle, result.token_ids, told, more
+
+
+def _more(request: Request) -> More:
+    return More(
+        rank=request.rank,
+        scheduled=request.first_scheduled_time,
+        first_token=request.first_token_time,
+        finished=request.finish_time,
+        cached=request.num_cached_tokens,
+        preemptions=request.num_preemptions,
+    )

@@ -1,0 +1,159 @@
+"""Products in FP8 are those of DeepSeek's published inference kernels, written again here in NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsjax.model.experts import ExpertProduct
+from dsjax.model.fp8_product import ActivationScheme, block_product
+from sharding import fp8
+from sharding.dispatch.wire import WireFormat
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+DYNAMIC = ActivationScheme(dynamic=True)
+FEW = settings(max_examples=8, deadline=None, derandomize=True)
+
+
+def act_quant(x, powers=False):
+    """Per 128 values of a row: ``s = max |x| / 448``, ``y = x / s``."""
+    values, scales = np.zeros(x.shape, E4M3), np.zeros((len(x), -(-x.shape[1] // 128)), np.float32)
+    for row in range(len(x)):
+        for block in range(scales.shape[1]):
+            own = slice(128 * block, 128 * (block + 1))
+            s = np.abs(x[row, own]).max() / np.float32(448)
+            if powers:
+                s = np.float32(2.0 ** np.ceil(np.log2(np.float64(s))))
+            s = np.float32(1) if s == 0 else s
+            values[row, own], scales[row, block] = np.clip(x[row, own] / s, -448, 448).astype(E4M3), s
+    return values, scales
+
+
+def fp8_gemm(a, a_scales, b, b_scales):
+    """Block by block of the depth: ``total += (a · b) × a_s × b_s``, each block's sum exact here."""
+    total = np.zeros((len(a), b.shape[1]))
+    column = np.arange(b.shape[1]) // 128
+    for block in range(a_scales.shape[1]):
+        own = slice(128 * block, 128 * (block + 1))
+        product = a[:, own].astype(np.float64) @ b[own].astype(np.float64)
+        total += product * a_scales[:, block, None] * b_scales[block, column]
+    return total
+
+
+def drawn_weight(rng, K, N):
+    weight = np.clip(rng.normal(size=(K, N)) * 100, -448, 448).astype(E4M3)
+    return weight, rng.uniform(0.001, 0.01, size=(-(-K // 128), -(-N // 128))).astype(np.float32)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    T=st.integers(1, 9),
+    K=st.sampled_from([1, 100, 128, 129, 300]),
+    N=st.sampled_from([1, 128, 200]),
+    powers=st.booleans(),
+)
+def test_a_product_is_deepseeks_act_quant_and_fp8_gemm(seed, T, K, N, powers):
+    rng = np.random.default_rng(seed)
+    x, (weight, scale) = rng.normal(size=(T, K)).astype(np.float32), drawn_weight(rng, K, N)
+    values, scales = act_quant(x, powers)
+    found = ActivationScheme(dynamic=True, powers=powers).quantise(jnp.asarray(x))
+    # XLA divides by 448 by multiplying, which can be off by a unit in the last place; a value on the edge then goes to its neighbour.
+    np.testing.assert_allclose(found.scales, scales, rtol=3e-7)
+    steps = np.abs(np.asarray(found.values).view(np.int8).astype(int) - values.view(np.int8))
+    assert steps.max() <= 1
+    assert steps.mean() < 0.01
+    values, scales = (np.asarray(array) for array in found)
+    expected = fp8_gemm(values, scales, weight, scale)
+    size = fp8_gemm(np.abs(values.astype(np.float32)), scales, np.abs(weight.astype(np.float32)), scale)
+    for operands in (jnp.float32, jnp.bfloat16):  # both hold every e4m3 number
+        product = block_product(found, weight, scale, operands)
+        assert np.all(np.abs(product - expected) <= 2e-6 * (size + 1e-6))
+
+
+def test_zeros_and_one_large_value_keep_their_meaning():
+    x = np.zeros((2, 256), np.float32)
+    x[0, 5], x[0, 130] = 1e4, 1e-4  # other blocks keep their own scales
+    found = fp8.quantise(jnp.asarray(x))
+    np.testing.assert_allclose(fp8.dequantise(*found), x, rtol=1e-6)
+    np.testing.assert_array_equal(found.scales[1], [1, 1])
+
+
+def expert_weights(rng, X, D, F):
+    flat = [drawn_weight(rng, D, 2 * 128 * -(-F // 128)) for _ in range(X)]  # so that each half has its own blocks
+    half = 128 * -(-F // 128)
+    gate_up = np.stack([np.stack([w[:, :F], w[:, half : half + F]], axis=1) for w, _ in flat])
+    gate_up_scale = np.stack([s.reshape(len(s), 2, -1) for _, s in flat])
+    down = [drawn_weight(rng, F, D) for _ in range(X)]
+    return {
+        "gate_up.weight": gate_up,
+        "gate_up.scale": gate_up_scale,
+        "down.weight": np.stack([w for w, _ in down]),
+        "down.scale": np.stack([s for _, s in down]),
+    }
+
+
+def expected_experts(params, rows, ids, weights):
+    """One row and one expert at a time."""
+    out = np.zeros(rows.shape)
+    for n, k in np.argwhere(ids >= 0):
+        x = ids[n, k]
+        quantised = act_quant(rows[n : n + 1])
+        gate, up = (
+            fp8_gemm(*quantised, params["gate_up.weight"][x, :, h], params["gate_up.scale"][x, :, h]) for h in (0, 1)
+        )
+        hidden = (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
+        out[n] += weights[n, k] * fp8_gemm(*act_quant(hidden), params["down.weight"][x], params["down.scale"][x])[0]
+    return out
+
+
+def experts_case(seed, X=3, D=150, F=140, N=9, K=2):
+    rng = np.random.default_rng(seed)
+    params, rows = expert_weights(rng, X, D, F), rng.normal(size=(N, D)).astype(np.float32)
+    ids = np.stack([rng.permutation(X)[:K] for _ in range(N)]).astype(np.int32)
+    ids[rng.random(ids.shape) < 0.2] = -1
+    return params, rows, ids, rng.random((N, K), dtype=np.float32)
+
+
+@pytest.mark.parametrize("implementation", ["tiles", "einsum"])
+@pytest.mark.parametrize("kernel_stack", [False, True], ids=["one layer", "a stack"])
+def test_experts_quantise_what_goes_into_each_of_their_products(implementation, kernel_stack):
+    params, rows, ids, weights = experts_case(3)
+    expected = expected_experts(params, rows, ids, weights)
+    product = ExpertProduct(implementation, weight_dtype=E4M3, scheme=DYNAMIC)
+    given = {name: array.view(np.uint8) if array.dtype == E4M3 else array for name, array in params.items()}
+    if kernel_stack:
+        given = {name: np.stack([np.zeros_like(array), array]) for name, array in given.items()} | {
+            "layer": np.int32(1)
+        }
+    found = jax.jit(product)(given, rows, ids, weights)
+    # One hidden value within float32's rounding of the middle between two e4m3 numbers would move a result by 6 %; none is here.
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_widened_weights_are_another_product():
+    case = experts_case(4)
+    product = ExpertProduct("tiles", weight_dtype=E4M3)
+    widened, quantised = (jax.jit(dataclasses.replace(product, scheme=s))(*case) for s in (ActivationScheme(), DYNAMIC))
+    apart = np.abs(widened - quantised).max() / np.abs(widened).max()
+    assert 1e-3 < apart < 0.1  # e4m3 keeps 4 bits: 3 % of a value at most, less of a sum
+
+
+def test_ragged_dot_refuses_quantised_rows():
+    with pytest.raises(ValueError, match="tiles or einsum"):
+        ExpertProduct("ragged_dot", scheme=DYNAMIC)
+
+
+def test_rows_that_travelled_in_fp8_are_taken_as_they_came():
+    x = np.random.default_rng(0).normal(size=(6, 200)).astype(ml_dtypes.bfloat16)
+    wire = WireFormat(200, 1, jnp.dtype(jnp.bfloat16), fp8=True)
+    rows, *_ = wire.unpack(wire.pack(jnp.asarray(x), jnp.zeros((6, 1), jnp.int32), jnp.ones((6, 1)), jnp.int32(0)))
+    index = jnp.asarray([4, 0, 99])
+    found, expected = rows.take_quantised(index), fp8.quantise(jnp.asarray(x)[jnp.asarray([4, 0, 5])])
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(own).astype(np.float32), np.asarray(other).astype(np.float32))
