@@ -107,6 +107,12 @@ def plan(
     batch: Annotated[
         int | None, typer.Option(help="Static modes: requests of a DP rank; default: all that fit.", min=1)
     ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="--mode static_gen: cached tokens of every request; default: as --input and --output make them.", min=1
+        ),
+    ] = None,
     prefill_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a DP rank in a step.")] = 16384,
     mesh: Annotated[
         str | None, typer.Option(help="Plan with instances of this mesh only: dp=32, or dp=4,tp=8.")
@@ -203,6 +209,10 @@ def plan(
         raise UserError("--request-rate inf starts a fixed number of users at once; give --concurrency, not --rate")
     if batch is not None and mode not in STATIC_MODES:
         raise UserError(f"--batch is for --mode {', '.join(STATIC_MODES)}; with --mode {mode} give --concurrency")
+    if context is not None and mode != "static_gen":
+        raise UserError(
+            f"--context is of decode steps alone, --mode {mode} follows from --input and --output; give --mode static_gen"
+        )
     if mode in STATIC_MODES and (explain or pareto or sweep or recipe_file):
         given = next(
             f
@@ -234,6 +244,8 @@ def plan(
     else:
         work = Workload(Lengths.parse(input_tokens, "--input"), Lengths.parse(output_tokens, "--output"), **load)
     objective = Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput)
+    if context is not None:
+        work = dataclasses.replace(work, decoding_at=float(context))
     slos = []
     if slo:  # what plays requests brings the engine's scheduler in, a third of a second
         from dsjax.plan.percentiles import Slo, guide, show_within, within
