@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from dsjax.engine.executor import ExpertCounts, RowResult
-from dsjax.engine.output_stream import EngineDeadError
+from dsjax.engine.outputs import EngineDeadError
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason
 from dsjax.engine.request import Request as EngineRequest

@@ -13,9 +13,9 @@ without an end, and wrong where its text is another.
 
 The silence is the longest time without a token on any stream, from the signal, or from the start of the process that comes back, until
 the group has changed: so the seconds until the first token after the loss. `--json FILE` writes `{"losses": [{"processes", "signal",
-"silence", "change_seconds", "devices", "return_silence", "return_change_seconds"}], "answers", "lost", "wrong", "pages_left",
-"resident_bytes": [first, last]}`. What stands behind `--` are more options of `dsjax serve`. Exits 1 where an answer was lost or wrong, a
-page was left, or a group did not change.
+"silence", "compiled_ahead", "change_seconds", "devices", "return_silence", "return_change_seconds"}], "answers", "lost", "wrong",
+"pages_left", "resident_bytes": [first, last]}`, anew after each loss. What stands behind `--` are more options of `dsjax serve`. Exits 1
+where an answer was lost or wrong, a page was left, or a group did not change.
 """
 
 import argparse
@@ -76,6 +76,9 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=1, help="processes that get it at the same moment")
     parser.add_argument(
         "--apart", type=float, default=0, help="or within so many seconds, so that the change is hit too"
+    )
+    parser.add_argument(
+        "--ahead", action="store_true", help="take none before process 0 has compiled ahead (--compile-ahead)"
     )
     parser.add_argument("--no-return", action="store_true", help="start none again")
     parser.add_argument("--heartbeat-timeout", type=int, default=10)
@@ -213,17 +216,21 @@ class Check:
 
     async def lose(self) -> dict:
         """Take processes away at a random moment, and start them again."""
+        if self.args.ahead:
+            await self.until(self.has_compiled_ahead)
         await asyncio.sleep(self.rng.uniform(1, 5))
         victims = self.rng.sample(range(1, self.args.processes), self.args.at_once)
         wanted = await self.metric("dsjax_generation_devices_wanted")
         # With `--no-return` some have gone before; a signal to those is none.
         victims = [index for index in victims if self.group.processes[index].poll() is None]
+        compiled = await self.metric("dsjax_compile_ahead_programs_done")
         changes, began = await self.changes(), time.monotonic()
         for index in victims:
             self.group.processes[index].send_signal(getattr(signal, f"SIG{self.args.signal}"))
             await asyncio.sleep(self.rng.uniform(0, self.args.apart))
         seconds = await self.until(lambda: self.changed_since(changes))
         found = {"processes": victims, "signal": self.args.signal, "silence": await self.silence(began)}
+        found["compiled_ahead"] = compiled
         found |= {"change_seconds": seconds, "devices": await self.metric("dsjax_generation_devices")}
         if not self.args.no_return:
             await asyncio.sleep(self.rng.uniform(1, 3))
@@ -239,6 +246,11 @@ class Check:
                 await self.metric("dsjax_generation_change_seconds_total") - before, 2
             )
         return found
+
+    async def has_compiled_ahead(self) -> bool:
+        """Whether process 0 has all programs of the meshes that may come next."""
+        wanted = await self.metric("dsjax_compile_ahead_programs_wanted")
+        return 0 < wanted == await self.metric("dsjax_compile_ahead_programs_done")
 
     async def silence(self, since: float) -> float:
         """The longest time without a token since then, on any stream; first waits for one."""

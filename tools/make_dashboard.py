@@ -202,7 +202,7 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
         ),
         (
             "Waiting for pages",
-            "Of requests, for pages of host memory and the disk.",
+            "Of requests, for pages of host memory, the disk and prefill engines.",
             "s",
             [
                 (
@@ -231,6 +231,17 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [
                 (f"{gauge('dsjax_disk_pages_used')} / {gauge('dsjax_disk_pages')}", "used"),
                 (rate("dsjax_disk_failures_total", by="operation"), "{{operation}}"),
+            ],
+        ),
+        (
+            "Prompts computed elsewhere",
+            "With prefill apart from decode: pages that came from prefill engines, a second; prompts of which all came, and of which "
+            "decode computed the rest.",
+            "short",
+            [
+                (rate("dsjax_transfer_pages_total"), "pages"),
+                (rate("dsjax_transfers_total", by="outcome"), "{{outcome}}"),
+                (gauge("dsjax_transfers_under_way"), "under way"),
             ],
         ),
         (

@@ -55,6 +55,8 @@ def dryrun(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if mla is not None:
         args = dataclasses.replace(args, **{f"mla_{step}": mla})
+    if args.separated:
+        raise UserError("a dry run is of one mesh; give --mesh, once for prefill's and once for decode's")
     if target == "cpu":
         prepare_devices(args.mesh)
     from dsjax.dryrun.arguments import DryRunArgs

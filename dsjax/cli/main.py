@@ -18,6 +18,7 @@ from dsjax.errors import UserError
 
 COMMANDS = {
     "serve": ("dsjax.serve.command", "serve"),
+    "dynamo": ("dsjax.dynamo.command", "app"),
     "generate": ("dsjax.cli.generate", "generate"),
     "convert": ("dsjax.cli.convert", "convert"),
     "dryrun": ("dsjax.cli.dryrun", "dryrun"),

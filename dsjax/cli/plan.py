@@ -157,7 +157,8 @@ def plan(
         Path | None,
         typer.Option(
             "--recipe",
-            help="Write the winner's recipe: FILE.json, or a folder with a kustomize overlay for Kubernetes.",
+            help="Write the winner's recipe: FILE.json, FILE.yaml for NVIDIA Dynamo's operator, or a folder with a kustomize overlay "
+            "for Kubernetes.",
         ),
     ] = None,
     json_file: Annotated[
@@ -314,10 +315,12 @@ def plan(
     if recipe_file and answer.winner and recipe_file.suffix == ".json":
         write_json(recipe_file, recipe(model, question, answer.winner))
     elif recipe_file and answer.winner:
+        from dsjax.plan.dynamo_graph import write_graph
         from dsjax.plan.kubernetes import write_overlay
 
+        write = write_graph if recipe_file.suffix in (".yaml", ".yml") else write_overlay
         with writing(recipe_file):
-            write_overlay(recipe_file, model, question, answer.winner, shlex.join(["dsjax", *sys.argv[1:]]))
+            write(recipe_file, model, question, answer.winner, shlex.join(["dsjax", *sys.argv[1:]]))
     if json_file is not None:
         write_json(
             json_file,

@@ -89,16 +89,6 @@ class CompiledStep:
         return (self.main, *((self.drafts,) if self.drafts else ()), *between)
 
 
-def abstract_parameters(step: Step) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every parameter of a step as a shape, its storage dtype and its sharding: what the engine's are made of."""
-    return {
-        path: jax.ShapeDtypeStruct(
-            info.shape, info.storage_dtype, sharding=step.rules.sharding(step.mesh, info.logical_axes, info.shape)
-        )
-        for path, info in step.table.infos.items()
-    }
-
-
 def compile_step(
     args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh, exchange: CompiledExchange | None = None
 ) -> CompiledStep:
@@ -120,7 +110,7 @@ def compile_step(
     speculation = args.engine.speculation
     most_drafts = speculation.num_speculative_tokens if speculation else 0
     moved = experts_per_exchange(engine, step)
-    params = abstract_parameters(step)
+    params = step.abstract_parameters()
     state = device_state.describe(step, limits, most_drafts, counts_loads=moved > 0)
     programs = Programs(step, params, state, limits)
     rectangle = Rectangle(args.rows, args.chunk)

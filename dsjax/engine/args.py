@@ -7,6 +7,7 @@ from typing import Any
 from dsjax.engine.eplb import EplbConfig
 from dsjax.engine.event_publisher import KvEventsConfig
 from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.page_transfer import TRANSFER_SECONDS
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
@@ -28,7 +29,15 @@ _OF_THE_HOST = (
     "host_address",
     "start_timeout",
     "heartbeat_timeout",
+    "compile_ahead",
     "kv_events_config",
+    "prefill_mesh",
+    "decode_mesh",
+    "prefill_instances",
+    "local_prefill_tokens",
+    "transfer_timeout",
+    "disaggregation_mode",
+    "transfer_host",
 )
 """Options that change which commands an executor gets, and not what it makes of them."""
 
@@ -151,6 +160,28 @@ class EngineArgs:
         "new file to which every step's command and results are written, for tools/replay_steps.py; it holds token ids",
     )
     record_steps_bytes: int = option(256 * 2**20, "most bytes of that file; the recording ends there", least=1)
+    prefill_mesh: str | None = option(
+        None, "devices that compute prompts for those of --decode-mesh, which make the tokens; both in place of --mesh"
+    )
+    decode_mesh: str | None = option(None, "devices that make tokens; with --prefill-mesh")
+    prefill_instances: int = option(1, "engines that compute prompts, each on a --prefill-mesh of its own", least=1)
+    local_prefill_tokens: int = option(
+        64, "a prompt of which the decode side lacks fewer tokens is computed there", least=1
+    )
+    transfer_timeout: int = option(
+        TRANSFER_SECONDS,
+        "seconds after which pages that were asked for and have not come are computed by the decode side, and pages that nobody "
+        "takes are dropped",
+        least=1,
+    )
+    disaggregation_mode: str = option(
+        "agg",
+        "agg: prompts are computed here; decode: in other processes, whose addresses come with the requests; prefill: for other processes",
+        ("agg", "prefill", "decode"),
+    )
+    transfer_host: str | None = option(
+        None, "address of this host from which others pull pages; default: that by which the host's name is known"
+    )
     coordinator_address: str | None = option(
         None,
         "HOST:PORT of process 0, for a mesh of several processes; default: what Slurm, Open MPI, GKE or LeaderWorkerSet say",
@@ -165,6 +196,11 @@ class EngineArgs:
     start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
     heartbeat_timeout: int = option(
         10, "seconds after which a process that gives no sign of life is taken for dead; the rest goes on", least=1
+    )
+    compile_ahead: int = option(
+        1,
+        "compile in the background, while serving, for the meshes that are left when up to so many processes are gone; 0: for none",
+        least=0,
     )
 
     def __post_init__(self):
@@ -186,6 +222,7 @@ class EngineArgs:
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
         MeshSpec.parse(self.mesh)
+        self._check_separated()
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineArgs":
@@ -199,6 +236,21 @@ class EngineArgs:
         if unknown:
             raise UserError(f"unknown engine option {', '.join(unknown)}; the options are {', '.join(known)}")
         return cls(**options)
+
+    @property
+    def separated(self) -> bool:
+        """Whether prompts are computed on other devices than tokens are made on."""
+        return self.prefill_mesh is not None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all meshes together."""
+        from sharding.mesh import MeshSpec
+
+        if not self.separated:
+            return MeshSpec.parse(self.mesh).num_devices
+        prefill = MeshSpec.parse(self.prefill_mesh).num_devices
+        return MeshSpec.parse(self.decode_mesh).num_devices + self.prefill_instances * prefill
 
     @property
     def executor_options(self) -> dict[str, Any]:
@@ -260,6 +312,48 @@ class EngineArgs:
                 "give one of them"
             )
         return self.redundant_experts if balanced is None else balanced
+
+    def _check_separated(self) -> None:
+        """Whether the options of prefill apart from decode go together, and with all others."""
+        if self.disaggregation_mode != "agg":
+            if self.separated:
+                raise UserError(
+                    f"--disaggregation-mode {self.disaggregation_mode} is one side of two, and --prefill-mesh has both; leave one out"
+                )
+            self._check_transfers(f"--disaggregation-mode {self.disaggregation_mode}")
+        if self.prefill_mesh is None and self.decode_mesh is None:
+            if self.prefill_instances > 1:
+                raise UserError("--prefill-instances is given without --prefill-mesh and --decode-mesh; give them too")
+            return
+        for given, other in (("prefill", "decode"), ("decode", "prefill")):
+            if getattr(self, f"{other}_mesh") is None:
+                raise UserError(f"--{given}-mesh is given without --{other}-mesh; give both, or --mesh alone")
+        from sharding.mesh import MeshSpec
+
+        for mesh in (self.prefill_mesh, self.decode_mesh):
+            MeshSpec.parse(mesh)
+        if self.mesh != EngineArgs.mesh:
+            raise UserError(
+                f"--mesh {self.mesh} is given with --prefill-mesh and --decode-mesh, which name all devices; leave one out"
+            )
+        self._check_transfers("--prefill-mesh")
+
+    def _check_transfers(self, flag: str) -> None:
+        """Whether this engine's pages can go to others, or theirs come here."""
+        if "CD" in (self.mla_prefill, self.mla_decode):
+            raise UserError(
+                f"{flag} moves pages of the latent cache, and the MLA form CD keeps none; use another --mla-prefill and --mla-decode"
+            )
+        if not self.enable_prefix_caching:
+            raise UserError(
+                f"{flag} hands pages over through the prefix cache, which --no-enable-prefix-caching turns off"
+            )
+        if self.record_steps is not None:
+            raise UserError(
+                f"--record-steps does not go with {flag}: a recording would lack what pages from elsewhere held; leave one of them out"
+            )
+        if self.coordinator_address is not None or (self.num_processes or 1) > 1:
+            raise UserError(f"{flag} is for engines of one process each; leave --num-processes out")
 
     def _check_disk_cache(self) -> None:
         if self.disk_cache is None:

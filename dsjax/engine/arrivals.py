@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from dsjax.engine.incoming import Incoming
 from dsjax.engine.page_tiers import PATIENCE, PageMoves
 from dsjax.engine.pages import PagePool
 from dsjax.engine.request import Request
@@ -36,15 +37,19 @@ class Reading(NamedTuple):
 class Arrivals:
     """What one plan fetches from the tiers below a pool, the next one places.
 
-    What only the disk has is read before that, which takes as long as it takes: the request waits, and others go on.
+    What only the disk has is read before that, and what a prefill side computes is pulled, which takes as long as it takes: the request
+    waits, and others go on.
+
+    Args:
+        incoming: what was asked of prefill sides, for all ranks; None: there are none. rank: this one's number.
 
     Attributes:
         under_way: what the last plan fetched. reading: requests that wait for the disk.
         waits: (tier, seconds) that requests have waited for pages of it. Whoever reads it empties it.
     """
 
-    def __init__(self, pool: PagePool):
-        self._pool = pool
+    def __init__(self, pool: PagePool, incoming: Incoming | None = None, rank: int = 0):
+        self._pool, self._incoming, self._rank = pool, incoming, rank
         self.under_way: list[Arrival] = []
         self.reading: list[Reading] = []
         self.waits: list[tuple[str, float]] = []
@@ -75,9 +80,13 @@ class Arrivals:
                 request.held_pages += pages
                 request.num_host_pages += tiers.count("host")
                 request.num_disk_pages += tiers.count("disk")
+                request.num_prefill_pages += tiers.count("prefill")
                 if "host" in tiers:
                     self.waits.append(("host", now - since))
-        return PageMoves(places=[page for arrival in arrivals for page in arrival.pages])
+        moves = PageMoves(places=[page for arrival in arrivals for page in arrival.pages])
+        if self._incoming is not None:
+            self._incoming.pull(self._rank, moves, now)
+        return moves
 
     def fetch(self, request: Request, names: list[bytes], found: list[int], moves: PageMoves, now: float) -> bool:
         """Have the pages fetched that are below, behind those `found`; False where there are none, or there is no room for the request.
@@ -87,9 +96,16 @@ class Arrivals:
         pool, below = self._pool, self._pool.below
         rest = names[len(found) :]
         missing = pool.pages_for(len(request.token_ids)) - len(found)
+        if rest and self._incoming is not None and self._incoming.awaits(self._rank, request, rest[0]):
+            self._keep(request, found)
+            return True
+        if rest and any(rest[0] in arrival.names for arrival in self.under_way):
+            return True  # somebody else has it fetched; the next plan finds it
         if not rest or rest[0] not in below or not pool.can_hold(found, missing):
             return False
         awaited, full = (set(), False) if request.ignores_disk else below.read(rest, moves, now)
+        if len(moves.fetches) >= MOST_FETCHED and below.find(rest[:1]):
+            return True  # others fill this step; it is fetched with the next one
         here = below.find(rest[: MOST_FETCHED - len(moves.fetches)])
         if not here and not awaited:
             return full
@@ -105,8 +121,10 @@ class Arrivals:
         return True
 
     def landed(self, number: int, ok: bool, now: float) -> None:
-        """The executor has read a page from the disk, or could not."""
+        """The executor has read a page from the disk or pulled one, or could not."""
         self._pool.below.landed(number, ok)
+        if self._incoming is not None:
+            self._incoming.landed(self._rank, number, ok, now)
         for request, numbers, since in self.reading:
             numbers.discard(number)
             if not numbers:
@@ -114,8 +132,31 @@ class Arrivals:
                 self.waits.append(("disk", now - since))
         self.reading = [one for one in self.reading if one.numbers]
 
+    def ask(self, request: Request, names: list[bytes], found: list[int], free_slots: int, now: float) -> bool | None:
+        """Have a prefill side compute what nobody here has. None: it shall not, and the request may begin; False: there is no room for
+        the request beside those that wait already.
+        """
+        pool, incoming = self._pool, self._incoming
+        if incoming is None or not incoming.may_ask(request, len(found), len(names), now):
+            return None
+        if pool.below.find(names[len(found) : len(found) + 1]):
+            return None  # there was no room to fetch it
+        requests, pages = incoming.reserved(self._rank)
+        missing = pool.pages_for(len(request.token_ids)) - len(found)
+        if requests >= free_slots or not pool.can_hold(found, missing + pages):
+            return False if requests else None  # without others nothing comes back that could be waited for here
+        incoming.ask(self._rank, request, len(found), names, now)
+        self._keep(request, found)
+        return True
+
+    def num_computed_elsewhere(self, request: Request) -> int:
+        """Of the pages that a request has, those that were computed for it by a prefill side."""
+        return request.num_prefill_pages - (self._incoming.num_cached_elsewhere(request) if self._incoming else 0)
+
     def forget(self) -> None:
         """Let what is under way be found by nobody when it has come."""
+        if self._incoming is not None:
+            self._incoming.forget(self._rank)
         self.under_way = [arrival._replace(names=[]) for arrival in self.under_way]
         for request, _, _ in self.reading:
             request.is_arriving = False
@@ -125,6 +166,8 @@ class Arrivals:
         """Keep nothing any more for a request that has begun, or is gone."""
         self._pool.release(request.held_pages)
         request.held_pages = []
+        if self._incoming is not None:
+            self._incoming.leave(request)
         if request.is_arriving:
             # Whoever gets such a page next writes it after it was placed.
             request.is_arriving = False
@@ -133,6 +176,12 @@ class Arrivals:
                 if arrival.request is request:
                     self._pool.release(arrival.pages)
                     self.under_way[index] = arrival._replace(request=None, names=[])
+
+    def _keep(self, request: Request, found: list[int]) -> None:
+        """Keep what was found for a request that waits for more."""
+        if not request.held_pages:
+            self._pool.hold(found)
+            request.held_pages += found
 
     def release_kept(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
         """Let go of the cached pages that are kept for waiting requests; False where there are none.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PreparedRequest, Prompt
-from dsjax.engine.output_stream import EngineClosingError, EngineDeadError, OutputStream
+from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update, refuse
@@ -119,6 +119,8 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         session: str | None = None,
+        dp_rank: int | None = None,
+        prefill: Mapping[str, str] | None = None,
     ) -> OutputStream:
         """Check all prompts, then queue them all. Keywords as of `LLMEngine.add_request`.
 
@@ -140,6 +142,8 @@ class AsyncEngine:
                     priority=priority,
                     cache_salt=cache_salt,
                     session=session,
+                    dp_rank=dp_rank,
+                    prefill=prefill,
                 )
                 for id_, prompt in zip(ids, prompts, strict=True)
             ]
@@ -200,6 +204,8 @@ class AsyncEngine:
             EngineDeadError: the engine has failed, before or in this.
         """
         generations = self._core.generations
+        if self._core.is_separated:
+            raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
         wanted = await asyncio.to_thread(generations.ask, mesh)

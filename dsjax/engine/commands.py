@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 4
+VERSION = 5
 """Of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
@@ -163,7 +163,7 @@ class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"
 class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"):
     """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until it is placed.
 
-    Numbers from the count of slots on are those of `ReadPages`: what was read there is sent, and then forgotten.
+    Numbers from the count of slots on are those of `ReadPages` and `PullPages`: what was read or pulled there is sent, and then forgotten.
 
     Attributes:
         number: by which `PlacePages` names it.
@@ -178,12 +178,34 @@ class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
 
     Attributes:
         ranks: of each rank int32 numbers, none of which is in use. names: of each rank `NAME_BYTES` for each of them.
-        drops: of each rank int32 numbers of earlier ones that nobody wants any more, come or not.
+        drops: of each rank int32 numbers of earlier ones, read or pulled, that nobody wants any more, come or not.
     """
 
     ranks: list[bytes]
     names: list[bytes]
     drops: list[bytes]
+
+
+class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send_pages"):
+    """Copy pages into parcels, which other engines may pull when they are complete.
+
+    Attributes:
+        ranks: of each rank int32 pairs (number of the parcel, page). Pages of a parcel follow one another, and are no more than
+            `PARCEL_PAGES` of `dsjax/engine/page_transfer.py`.
+    """
+
+    ranks: list[bytes]
+
+
+class PullPages(msgspec.Struct, frozen=True, array_like=True, tag="pull_pages"):
+    """Begin to pull other engines' parcels; the executor reports later which pages have come (`Executor.page_reports`).
+
+    Attributes:
+        ranks: of each rank int32 quadruples (engine, parcel, place in the parcel, number under which that page lands). Those of a parcel
+            follow one another. Numbers are as those of `ReadPages`.
+    """
+
+    ranks: list[bytes]
 
 
 class DropPages(msgspec.Struct, frozen=True, array_like=True, tag="drop_pages"):
@@ -262,6 +284,8 @@ Command = (
     | StorePages
     | FetchPages
     | ReadPages
+    | SendPages
+    | PullPages
     | DropPages
     | PlacePages
     | Clear

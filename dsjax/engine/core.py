@@ -1,14 +1,20 @@
 """`EngineCore`: the loop body. Plan a step, have it computed, enter its results: one step ahead of the device."""
 
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.commands import Flush, Step
 from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.executor import Executor, RankResults
-from dsjax.engine.page_events import AllBlocksCleared
+from dsjax.engine.incoming import Incoming
+from dsjax.engine.leases import Leases
+from dsjax.engine.page_events import AllBlocksCleared, EventSink
+from dsjax.engine.page_transfer import Forget, PrefillLink, ToDecode
 from dsjax.engine.plan import RankPlan, StepPlan
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import Request, Status
@@ -19,7 +25,6 @@ from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
-    from dsjax.engine.event_publisher import EventPublisher
     from dsjax.engine.expert_balancer import ExpertBalancer
     from dsjax.engine.generations import Generation, Generations
 
@@ -30,6 +35,10 @@ class ChangeUnderWayError(UserError):
 
 DISK_WAIT = 0.002
 """Seconds that the engine waits for the disk at a time where every request does. It looks for new requests in between."""
+
+
+TRANSFER_WAIT = 0.01
+"""The same for prefill sides, where it ends as soon as one has said something."""
 
 
 LEAVE_SECONDS = 3.0
@@ -63,6 +72,10 @@ class EngineCore:
         async_scheduling: False plans a step only when the results of the one before are entered.
         balancer: moves experts between steps; None: they stay where they are.
         publisher: is given the events of pages; None: there are none.
+        prefills: engines that compute prompts for this one, which closes them at its end; None: it computes all by itself.
+            connect_prefill: gives further ones, by the address that a request names. local_tokens, transfer_timeout: as of
+            `Incoming`.
+        leases: of parcels, where this one computes prompts for others.
 
     Attributes:
         generations: makes further executors; None: this one is all there is.
@@ -75,11 +88,28 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         balancer: "ExpertBalancer | None" = None,
-        publisher: "EventPublisher | None" = None,
+        prefills: Sequence[PrefillLink] | None = None,
+        connect_prefill: Callable[[str], PrefillLink] | None = None,
+        local_tokens: int = 1,
+        transfer_timeout: float = 30.0,
+        leases: Leases | None = None,
+        publisher: EventSink | None = None,
     ):
         limits = executor.limits
         self.executor = executor
-        self.scheduler = Scheduler(scheduler_config, limits.num_ranks, page_events=publisher is not None)
+        incoming = None if prefills is None else Incoming(len(prefills), local_tokens, transfer_timeout)
+        self.scheduler = Scheduler(
+            scheduler_config, limits.num_ranks, page_events=publisher is not None, incoming=incoming, leases=leases
+        )
+        self._prefills: list[PrefillLink] = []
+        self._connect_prefill = connect_prefill
+        self._addresses: dict[str, int] = {}
+        self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        if prefills is not None:
+            executor.pull_parcels(self._prefills, self._wake.set)
+            for link in prefills:
+                self._add_link(link)
         self._publisher = publisher
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
@@ -95,15 +125,25 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or a step or the exchange of experts is under way."""
         exchanging = self._balancer is not None and self._balancer.busy
-        return self.scheduler.num_unfinished > 0 or bool(self._under_way) or exchanging
+        return self.scheduler.num_unfinished > 0 or bool(self._under_way) or exchanging or self.scheduler.sends
+
+    @property
+    def is_separated(self) -> bool:
+        """Whether prompts are computed elsewhere."""
+        return self.scheduler.incoming is not None
 
     def add(self, request: Request) -> None:
         """Queue a request."""
+        if request.prefill is not None and self.scheduler.incoming is not None:
+            request.prefill_link = self._link_to(request.prefill["address"])
+            request.prefill_transfer = request.prefill["transfer"]
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Update | None:
         """End a request; None where it is unknown or has ended. Its pages are free when no step has a row of it any more."""
-        return self.scheduler.abort(request_id, time.monotonic())
+        update = self.scheduler.abort(request_id, time.monotonic())
+        self._send_messages()
+        return update
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Update]:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
@@ -118,6 +158,8 @@ class EngineCore:
                 self._balancer.idle()
             if self.scheduler.waits_for_disk:
                 self._enter_pages(DISK_WAIT)  # there is nothing else to do
+            elif self.scheduler.waits_for_pages:
+                self._wake.wait(TRANSFER_WAIT)
             return []
         if meanwhile is not None:
             meanwhile()
@@ -176,6 +218,7 @@ class EngineCore:
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
             balance=self.balance(),
             disk=self.disk(),
+            transfers=self.scheduler.incoming.counts if self.is_separated else None,
             page_waits=self.scheduler.take_page_waits(),
         )
 
@@ -243,6 +286,9 @@ class EngineCore:
         Where nothing is under way, the cache's memory is zeroed too.
         """
         self.scheduler.flush_prefix_cache()
+        self._send_messages()
+        for link in self._prefills:
+            link.send(Forget())
         if self.scheduler.disk is not None:
             self.executor.launch(drop_command(*self.scheduler.disk.take_dropped()))
         self._publish()
@@ -262,9 +308,12 @@ class EngineCore:
     def _launch(self) -> bool:
         """Plan and launch one step, and what goes before it; False where there is nothing to compute now."""
         began = time.monotonic()
-        if self.scheduler.disk is not None:
+        if self._prefills:
+            self._enter_messages()
+        if self.scheduler.disk is not None or self.is_separated:
             self._enter_pages()
         plan = self.scheduler.schedule(began)
+        self._send_messages()
         self._publish()
         self._clear_dirty()  # pages of a request that was preempted or aborted
         planned = time.monotonic()
@@ -286,6 +335,33 @@ class EngineCore:
         self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic())))
         return True
 
+    def _receive(self, link: int, message: ToDecode) -> None:
+        """A prefill side has said something; from any thread."""
+        self._inbox.put((link, message))
+        self._wake.set()
+
+    def _add_link(self, link: PrefillLink) -> None:
+        self._prefills.append(link)
+        link.connect(partial(self._receive, len(self._prefills) - 1))
+
+    def _link_to(self, address: str) -> int:
+        """The number of the prefill side at an address."""
+        if address not in self._addresses:
+            link = self._connect_prefill(address)
+            self._addresses[address] = self.scheduler.incoming.add_link()
+            self._add_link(link)
+        return self._addresses[address]
+
+    def _enter_messages(self) -> None:
+        self._wake.clear()  # what comes from now on ends the next wait at once
+        while not self._inbox.empty():
+            self.scheduler.incoming.receive(*self._inbox.get(), time.monotonic())
+
+    def _send_messages(self) -> None:
+        if self._prefills:
+            for link, message in self.scheduler.incoming.take_messages():
+                self._prefills[link].send(message)
+
     def _enter_pages(self, seconds: float = 0.0) -> None:
         """Enter what came of pages and the disk; wait so long for the first of it."""
         self.scheduler.enter_pages(self.executor.page_reports(seconds), time.monotonic())
@@ -301,6 +377,8 @@ class EngineCore:
             self._leave()
         if self._publisher is not None:
             self._publisher.close()
+        for link in self._prefills:
+            link.close()
         self.executor.shutdown()
 
     def _leave(self) -> None:

@@ -17,7 +17,6 @@ from dsjax.engine import cache as device_cache
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.model.attention import Cache
 from dsjax.model.step import Step
-from sharding.arrays import put
 from sharding.placement import CopyTables
 
 MOST_COUNTED = 32_000
@@ -103,19 +102,6 @@ def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0, *, counts_
         copies=copies,
         loads=loads,
     )
-
-
-def allocate(step: Step, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False) -> DeviceState:
-    """The state at the start: everything zero, experts placed as the step says."""
-    described = describe(step, limits, num_drafts, counts_loads=counts_loads)
-    make = jax.jit(
-        lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described),
-        out_shardings=jax.tree.map(lambda array: array.sharding, described),
-    )
-    state = jax.block_until_ready(make())
-    if described.copies is not None:
-        state.copies = put(step.placement.tables, NamedSharding(step.mesh, P()))
-    return state
 
 
 def description(state: DeviceState) -> DeviceState:

@@ -1,7 +1,7 @@
 """`LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dsjax.engine.core import EngineCore
@@ -11,6 +11,8 @@ from dsjax.engine.executor import Executor, Progress
 from dsjax.engine.input_processor import InputProcessor, Prompt
 from dsjax.engine.output_processor import OutputProcessor
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.page_events import EventSink, EventSinks
+from dsjax.engine.page_transfer import TRANSFER_SECONDS, PrefillLink
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.tokenizer import Tokenizer
@@ -36,6 +38,8 @@ class LLMEngine:
         async_scheduling: plan a step while the one before computes.
         eplb: how experts are moved after their load; None: they stay where they are.
         kv_events: where events of pages are published; None: nowhere.
+        prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
+        event_sink: is given them too, in the engine's thread.
     """
 
     def __init__(
@@ -49,6 +53,11 @@ class LLMEngine:
         async_scheduling: bool = True,
         eplb: EplbConfig | None = None,
         kv_events: KvEventsConfig | None = None,
+        prefills: Sequence[PrefillLink] | None = None,
+        connect_prefill: Callable[[str], PrefillLink] | None = None,
+        local_prefill_tokens: int = 1,
+        transfer_timeout: float = TRANSFER_SECONDS,
+        event_sink: EventSink | None = None,
     ):
         self.tokenizer = tokenizer
         balancer = None
@@ -56,12 +65,23 @@ class LLMEngine:
             from dsjax.engine.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
 
             balancer = ExpertBalancer(eplb, executor)
-        publisher = None
+        publisher = event_sink
         if kv_events is not None and kv_events.publishes:
             publisher = EventPublisher(kv_events, executor.limits.num_ranks)
+            if event_sink is not None:
+                publisher = EventSinks((publisher, event_sink))
         self.core = EngineCore(
-            executor, scheduler_config, async_scheduling=async_scheduling, balancer=balancer, publisher=publisher
+            executor,
+            scheduler_config,
+            async_scheduling=async_scheduling,
+            balancer=balancer,
+            publisher=publisher,
+            prefills=prefills,
+            connect_prefill=connect_prefill,
+            local_tokens=local_prefill_tokens,
+            transfer_timeout=transfer_timeout,
         )
+        self.prefills = prefills or ()
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer)
         self._aborted: list[RequestOutput] = []
@@ -75,11 +95,14 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         session: str | None = None,
+        dp_rank: int | None = None,
+        prefill: Mapping[str, str] | None = None,
     ) -> None:
         """Queue a request.
 
         priority: lower runs first, with the scheduling policy `priority`. cache_salt: pages are shared only with requests
-        of the same salt. session: requests of one session go to one DP rank.
+        of the same salt. session: requests of one session go to one DP rank. dp_rank: the DP rank that it runs on, if the mesh has it.
+        prefill: what `PrefillServer.prefill` gave where another process computes the prompt.
 
         Raises:
             UserError: something in the request cannot be; nothing of it stays behind.
@@ -93,6 +116,8 @@ class LLMEngine:
             priority=priority,
             cache_salt=cache_salt,
             session=session,
+            dp_rank=dp_rank,
+            prefill=prefill,
         )
         self.outputs.add(prepared)
         for request in prepared.completions:
@@ -138,6 +163,8 @@ class LLMEngine:
             raise generations.failure
 
     def _generations(self) -> "Generations":
+        if self.core.is_separated:
+            raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
         return self.core.generations
@@ -149,8 +176,10 @@ class LLMEngine:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first request."""
         self.core.executor.warm_up(progress)
+        for link in self.prefills:
+            link.warm_up(progress)
         if self.core.generations is not None:
-            self.core.generations.warm = True
+            self.core.generations.has_warmed_up()
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ from dsjax.engine.commands import Command
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
     import numpy as np
 
+    from dsjax.engine.page_transfer import Parcel, PrefillLink
     from dsjax.engine.request import ErrorKind
 
 TokenScore = tuple[int, float, int, list[tuple[int, float]]]
@@ -61,6 +62,7 @@ class ExecutorLimits:
 
     Attributes:
         disk_pages: that the disk has room for, of all ranks together; disk_page_bytes: that each takes there.
+        transfers: whether pages go to other engines, or come from them.
     """
 
     max_rows_decode: int
@@ -74,6 +76,7 @@ class ExecutorLimits:
     host_pages_per_rank: int = 0
     disk_pages: int = 0
     disk_page_bytes: int = 0
+    transfers: bool = False
 
     @property
     def max_pages(self) -> int:
@@ -163,7 +166,7 @@ class PageReports(NamedTuple):
     """What came of the pages' ways to the disk and from it since the last time it was asked.
 
     Attributes:
-        read: (rank, number, whether it has come) of pages that were to be read.
+        read: (rank, number, whether it has come) of pages that were to be read or pulled.
         written: (number, whether it was written) of those to be written.
         found: names of the pages that an earlier run has left, least recently used first; None until they are known, and ever after.
     """
@@ -221,8 +224,18 @@ class Executor(Protocol):
         """What was recorded since recording began; None while it is off, or the model has no experts."""
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """What came of pages and the disk since the last time; where that is nothing, wait so long for the first. Only where
-        `limits.disk_pages` is not 0.
+        """What came of pages and the disk since the last time; where that is nothing, wait so long for the disk's first. Only where
+        `limits.disk_pages` is not 0, or `limits.transfers`.
+        """
+
+    def send_parcels(self, offer: "Callable[[int, Parcel], None]") -> None:
+        """Have what `SendPages` makes offered as `offer(number, parcel)` when it is complete, from any thread. Only with
+        `limits.transfers`.
+        """
+
+    def pull_parcels(self, links: "Sequence[PrefillLink]", wake: Callable[[], None]) -> None:
+        """Have `PullPages` pull from these engines, and `wake` called, from any thread, when there is something to report. Only with
+        `limits.transfers`.
         """
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -277,6 +290,14 @@ class ExecutorAround:
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         """The inner executor's."""
         return self.inner.page_reports(seconds)
+
+    def send_parcels(self, offer: "Callable[[int, Parcel], None]") -> None:
+        """As of the inner executor."""
+        self.inner.send_parcels(offer)
+
+    def pull_parcels(self, links: "Sequence[PrefillLink]", wake: Callable[[], None]) -> None:
+        """As of the inner executor."""
+        self.inner.pull_parcels(links, wake)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile the inner executor's programs."""

@@ -22,44 +22,32 @@ class ExpertRecorder:
     """Every step computes the counts, which takes no collective; only a recorder that is on brings them to the host.
 
     So recording compiles nothing. Reports stay on the devices until 64 launches or a second have come together, and are then read at
-    once: ``counts`` is as old as that, ``read`` reads what is there. ``on`` says whether it records; setting it to True begins anew.
+    once: ``counts`` is as old as that, ``read`` reads what is there. Whoever begins anew makes another one.
     """
 
     def __init__(self, step: Step):
         self._step = step
-        self._on = False
         self._held: list[tuple[Mapping[str, Array], int, LayerPlacements]] = []
         self._read_at = 0.0
         self._sums: DispatchSums | None = None
-
-    @property
-    def on(self) -> bool:
-        """Whether launches are recorded."""
-        return self._on
-
-    @on.setter
-    def on(self, on: bool) -> None:
-        if on and not self._on:
-            self._sums, self._held = None, []
-        self._on = on
 
     def add(self, reports: Mapping[str, Array], tokens_per_rank: int, placements: LayerPlacements) -> None:
         """Enter a launch's reports.
 
         tokens_per_rank: token slots of a DP rank in it, padding included; placements: where experts were.
         """
-        if not self._on or not reports:
+        if not reports:
             return
         self._held.append((dict(reports), tokens_per_rank, placements))
         if len(self._held) >= _MOST_HELD or time.monotonic() - self._read_at >= _SECONDS:
             self._read()
 
     def counts(self) -> ExpertCounts | None:
-        """Since recording began, but for the last launches; None while it is off, and before the first ones."""
-        return self._sums.counts() if self._on and self._sums is not None else None
+        """Since recording began, but for the last launches; None before the first ones."""
+        return self._sums.counts() if self._sums is not None else None
 
     def read(self) -> ExpertCounts | None:
-        """All since recording began; None while it is off, and before the first launch."""
+        """All since recording began; None before the first launch."""
         self._read()
         return self.counts()
 

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.executor import Executor
@@ -16,6 +16,9 @@ from dsjax.engine.leader import End, Launch, Message, Record, WarmUp, decode, is
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.stream import StreamReader
+
+if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.compile_ahead import CompileAhead
 
 _END_SECONDS = 10.0
 _REGROUP_SECONDS = 60.0
@@ -37,6 +40,7 @@ class Follower:
 
     Attributes:
         phase: what it is doing, as `/ready` has it; `ready` once programs are compiled, `standing by` without a part in the mesh.
+        ahead: compiles for meshes that may come.
         commands, steps: how many commands it has carried out, and how many of them have been collected, in all generations.
     """
 
@@ -45,18 +49,37 @@ class Follower:
         self.phase = "loading"
         self.commands = self.steps = 0
         self.reason: str | None = None
+        self.ahead: CompileAhead | None = None
+        self._on_warm: Callable[[], None] = lambda: None
         self._ended, self._over = threading.Event(), threading.Event()
 
     def run_with(self, args: EngineArgs) -> None:
         """Follow all generations of an engine that was started with these options; as `run`."""
+        from dsjax.engine.compile_ahead import CompileAhead
         from dsjax.engine.generations import load_generation, release
         from dsjax.engine.loading import load_model
+        from dsjax.engine.program_library import ProgramLibrary
+        from sharding.mesh import MeshSpec
+
+        library = ProgramLibrary()
+        self.ahead = ahead = CompileAhead(args, library)
 
         def load(found: Announcement | None) -> Executor:
-            return (
-                load_model(args, self.group) if found is None else load_generation(args, found, self.group)
-            ).executor
+            if found is None:
+                loaded = load_model(args, self.group, library=library)
+            else:
+                loaded = load_generation(args, found, self.group, library)
+            spec, wanted = (MeshSpec.parse(text) for text in (loaded.facts.mesh, found.wanted if found else args.mesh))
+            present = [member.process_id for member in self.group.present]
+            self._on_warm = lambda: ahead.begin(spec, wanted, present, loaded.facts.weights)
+            return loaded.executor
 
+        if (
+            self.group.generation > 0
+        ):  # it comes back, and the others go on meanwhile: let them not wait for its compiler
+            self.phase = "compiling ahead"
+            ahead.prepare(MeshSpec.parse(args.mesh), "this process takes part again")
+            self.phase = "standing by"
         self.run(load, release)
 
     def run(
@@ -73,7 +96,10 @@ class Follower:
         Raises:
             GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.
         """
-        found = None if self.group.generation == 0 else self._next(None)
+        found = None
+        if self.group.generation > 0:
+            self.group.say_prepared()
+            found = self._next(None)
         while found is None or not found.ended:
             executor, failure = None, None
             try:
@@ -95,6 +121,8 @@ class Follower:
             if failure is not None:
                 _log.warning("Process 0 is waited for, as this generation has failed here: %s", failure)
             following = self._next(None if failure is None else self._patience(seconds))
+            if self.ahead is not None:
+                self.ahead.stop()
             if following is None:
                 raise failure
             if executor is not None:
@@ -232,3 +260,4 @@ class _Work:
             raise
         group.tell("warm-up")
         self._follower.phase = "ready"
+        self._follower._on_warm()

@@ -19,11 +19,13 @@ import jax
 from jax.sharding import Mesh
 
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.compile_ahead import CompileAhead
 from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.executor import Executor, ExecutorAround
 from dsjax.engine.leader import LeaderExecutor
 from dsjax.engine.loading import EngineFacts, LoadedModel, load_model
 from dsjax.engine.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
+from dsjax.engine.program_library import ProgramLibrary
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.step_record import RecordingExecutor
 from dsjax.errors import UserError
@@ -62,18 +64,21 @@ class Generations:
     """Makes the next executor when the mesh has to change, and gives up the one before. The engine's thread calls what changes something.
 
     Args:
-        loaded: the first generation, as ``load_model`` gave it with ``args`` and ``group``.
+        loaded: the first generation, as ``load_model`` gave it with ``args``, ``group`` and ``library``.
 
     Attributes:
         number: of the generation of now; facts: what it is. wanted: the mesh that was asked for last: the one of now is smaller while
             processes are missing.
-        warm: whether the first one was warmed up: then each is, before requests go on.
+        warm: whether the first one was warmed up (`has_warmed_up`): then each is, before requests go on.
         phase: what is being done to change the mesh; None while nothing is.
         failure: why the mesh that was asked for last could not be had; the one before is in its place.
+        ahead: compiles for meshes that may come; None for a process that is alone.
         wake: called, from any thread, when ``due`` may have become true.
     """
 
-    def __init__(self, args: EngineArgs, group: HostGroup | None, loaded: LoadedModel):
+    def __init__(self, args: EngineArgs, group: HostGroup | None, loaded: LoadedModel, library: ProgramLibrary):
+        self._library = library
+        self.ahead = None if group is None else CompileAhead(args, library)
         self._args, self._group, self._config = args, group, loaded.config
         self._weights = loaded.facts.weights
         self._executor: Executor | None = loaded.executor
@@ -103,6 +108,13 @@ class Generations:
             return self._is_broken or self._fit() != self.spec
         except UserError:
             return True
+
+    def has_warmed_up(self) -> None:
+        """The mesh of now can serve: compile for those that may come."""
+        self.warm = True
+        if self.ahead is not None:
+            present = [member.process_id for member in self._group.present]
+            self.ahead.begin(self.spec, self.wanted, present, self._weights)
 
     def ask(self, text: str) -> MeshSpec:
         """Check a mesh that somebody wants; until ``to`` is called with it nobody else can ask.
@@ -165,6 +177,8 @@ class Generations:
         began, self.phase = time.monotonic(), "giving up the old mesh"
         recording = self._executor.recording
         broken = kind in ("loss", "failure")
+        if self.ahead is not None:
+            self.ahead.stop()
         try:
             release(self._executor)
             self._executor = None
@@ -189,6 +203,8 @@ class Generations:
         self.counts.changes[kind] += 1
         self.counts.seconds += seconds
         self.counts.last_seconds = seconds
+        if self.warm:
+            self.has_warmed_up()
         _log.info("Generation %d has %s. No step computed for %.1f s.", self.number, self.spec, seconds)
         return Generation(loaded.executor, self._args.scheduler_config(loaded.executor.limits), loaded.facts)
 
@@ -201,10 +217,10 @@ class Generations:
         self.number += 1
         processes = sorted({device.process_index for device in chosen})
         _log.info("Generation %d begins, with %s on processes %s: %s.", self.number, self.spec, processes, reason)
-        found = Announcement(self.number, processes, order, options, reason)
+        found = Announcement(self.number, processes, order, options, str(self.wanted), reason)
         if self._group is not None:
             self._group.announce(found)
-        loaded = load_generation(self._args, found, self._group)
+        loaded = load_generation(self._args, found, self._group, self._library)
         if self.warm:
             self.phase = "compiling"
             loaded.executor.warm_up(self._show_progress)
@@ -248,13 +264,15 @@ class Generations:
         return self._group.lost_by(error)
 
 
-def load_generation(args: EngineArgs, found: Announcement, group: HostGroup | None) -> LoadedModel:
+def load_generation(
+    args: EngineArgs, found: Announcement, group: HostGroup | None, library: ProgramLibrary
+) -> LoadedModel:
     """This process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
 
     args: with which the process was started.
     """
     own = replace(args, **found.options, record_steps=None)
-    return load_model(own, group, mesh=mesh_of(found))
+    return load_model(own, group, mesh=mesh_of(found), is_later=True, library=library)
 
 
 def mesh_of(found: Announcement) -> Mesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -16,13 +17,17 @@ from dsjax.engine.device_state import MOVED_PAGES, PagesOnTheWay
 from dsjax.engine.disk_pages import DiskPages
 from dsjax.engine.executor import PageReports
 from dsjax.engine.page_files import Page
+from dsjax.engine.page_transfer import Parcel
 from sharding.arrays import put
 
 if TYPE_CHECKING:
     from dsjax.engine.mesh_executor import MeshExecutor, Running
+    from dsjax.engine.page_parcels import PageParcels
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 """Of a page's arrays, of all shards together: shape and dtype by name."""
+Layout = list[np.ndarray]
+"""Of each rank int32: which of the pages of a command stands at each place of a piece; −1: none."""
 Shard = tuple[int, tuple[slice, ...], np.ndarray]
 """First rank, where the shard lies in a page's array, and its values ``[ranks, MOVED_PAGES, …]``."""
 
@@ -47,11 +52,16 @@ class HostPages:
     comes back by a transfer to the devices, which goes on beside the steps, and a program that writes it where it belongs. Programs
     move ``MOVED_PAGES`` pages of each rank at once.
 
-    disk: made from the arrays of a page, of all shards together.
+    disk: made from the arrays of a page, of all shards together. parcels: has pages that other engines have sent.
     """
 
-    def __init__(self, executor: MeshExecutor, disk: Callable[[Shapes], DiskPages] | None = None):
-        self._executor = executor
+    def __init__(
+        self,
+        executor: MeshExecutor,
+        disk: Callable[[Shapes], DiskPages] | None = None,
+        parcels: PageParcels | None = None,
+    ):
+        self._executor, self._parcels = executor, parcels
         described = executor.programs.described_moved()
         slots, ranks = executor.limits.host_pages_per_rank, executor.limits.num_ranks
         self._num_slots = slots
@@ -61,6 +71,7 @@ class HostPages:
         self._described = described
         self._leaving: deque[_Leaving | DropPages] = deque()
         self._staged: dict[int, list[PagesOnTheWay]] = {}
+        self._layouts: dict[int, list[Layout]] = {}
 
     def store(self, command: StorePages) -> Running:
         """Copy pages to slots, and write them to the disk."""
@@ -105,7 +116,9 @@ class HostPages:
                 zip(command.ranks, command.names, command.drops, strict=True)
             ):
                 for number in np.frombuffer(drops, "<i4"):
-                    self._disk.forget(rank, int(number))
+                    for place in (self._disk, self._parcels):
+                        if place is not None:
+                            place.forget(rank, int(number))
                 for number, name in zip(np.frombuffer(numbers, "<i4"), names_of(names), strict=True):
                     self._disk.read(rank, int(number), name)
             yield from ()
@@ -115,21 +128,25 @@ class HostPages:
     def reports(self, seconds: float) -> PageReports:
         """What came of pages and the disk since the last time; wait so long for the first of it."""
         self._land(waiting=False)
-        return self._disk.reports(seconds)
+        found = PageReports([], []) if self._disk is None else self._disk.reports(seconds)
+        return found if self._parcels is None else found._replace(read=found.read + self._parcels.reports())
 
     def close(self) -> None:
         """Write what has left the devices to the disk, and end."""
+        if self._parcels is not None:
+            self._parcels.close()
         if self._disk is not None:
             self._land(waiting=True)
             self._disk.close()
 
     def fetch(self, command: FetchPages) -> Running:
-        """Send what is in slots, or was read from the disk, to the devices, and stage it there."""
-        wanted = [np.frombuffer(own, "<i4") for own in command.ranks]
+        """Send what is in slots, was read from the disk or has come in parcels to the devices, and stage it there."""
+        pieces = self._pieces_of([np.frombuffer(own, "<i4") for own in command.ranks])
+        self._layouts[command.number] = [layout for layout, _ in pieces]
 
         def run() -> Running:
             self._land(waiting=True)
-            staged = [self._sent(piece) for piece in _pieces(wanted)]
+            staged = [make() for _, make in pieces]
             self._staged[command.number] = staged
             for piece in staged:
                 yield next(iter(piece.values()))
@@ -138,7 +155,18 @@ class HostPages:
 
     def place(self, command: PlacePages) -> Running:
         """Write what was staged to pages."""
-        pages = [self._send(piece) for piece in _pieces([np.frombuffer(own, "<i4") for own in command.ranks])]
+        numbers = [np.frombuffer(own, "<i4") for own in command.ranks]
+        layouts = self._layouts.get(command.number, [])
+        self._layouts = {number: own for number, own in self._layouts.items() if number > command.number}
+        pages = [
+            self._send(
+                [
+                    np.where(places < 0, 0, own[places] if len(own) else 0)
+                    for places, own in zip(layout, numbers, strict=True)
+                ]
+            )
+            for layout in layouts
+        ]
 
         def run() -> Running:
             executor = self._executor
@@ -176,6 +204,32 @@ class HostPages:
             for rank, place, number, page_name in head.writes:
                 # A copy: what was taken has room for `MOVED_PAGES` of each rank, and must not wait for a slow disk for the sake of one.
                 self._disk.write(number, page_name, self._page(shards, rank, place))
+
+    def _pieces_of(self, wanted: list[np.ndarray]) -> list[tuple[Layout, Callable[[], PagesOnTheWay]]]:
+        """What is staged for a `FetchPages`, piece by piece, and how: parcels as they came, and the rest as it fits."""
+        rest: list[np.ndarray] = []
+        groups: list[list[tuple[Parcel, np.ndarray]]] = []
+        for rank, own in enumerate(wanted):
+            by_parcel: dict[int, tuple[Parcel, np.ndarray]] = {}
+            others = []
+            for position, number in enumerate(own.tolist()):
+                if self._parcels is None or not self._parcels.has(rank, number):
+                    others.append(position)
+                    continue
+                parcel, place = self._parcels.take(rank, number)
+                _, places = by_parcel.setdefault(id(parcel), (parcel, np.full(MOVED_PAGES, -1, np.int32)))
+                places[place] = position
+            rest.append(np.array(others, np.int32))
+            groups.append(list(by_parcel.values()))
+        found: list[tuple[Layout, Callable[[], PagesOnTheWay]]] = []
+        for turn in range(max(map(len, groups))):
+            now = [own[turn] if turn < len(own) else None for own in groups]
+            layout = [np.full(MOVED_PAGES, -1, np.int32) if one is None else one[1] for one in now]
+            found.append((layout, partial(self._parcels.stage, [one and one[0] for one in now])))
+        for piece in _pieces(rest):
+            slots = [own[places] for own, places in zip(wanted, piece, strict=True)]
+            found.append((piece, partial(self._sent, slots)))
+        return found
 
     def _page(self, shards: dict[str, list[Shard]], rank: int, place: int) -> Page:
         """One page out of what has left the devices, its shards put together."""

@@ -11,7 +11,6 @@ from dsjax.engine.commands import VERSION
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
 from sharding.emulation import emulate_devices
-from sharding.mesh import MeshSpec
 
 _OWN = ("model", "revision", "kernel_cache")
 """Options that may differ from host to host: where the model lies, for the fingerprint tells checkpoints apart."""
@@ -39,7 +38,7 @@ def join_group(args: EngineArgs, options: HostOptions | None):
     Raises:
         UserError, GroupError: somebody is missing or was started otherwise, or the model cannot be found: in all processes.
     """
-    devices = MeshSpec.parse(args.mesh).num_devices
+    devices = args.num_devices
     if options is None:
         emulate_devices(devices)
         return None

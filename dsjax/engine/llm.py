@@ -15,6 +15,7 @@ from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import Prompt
 from dsjax.engine.joining import host_options, join_group
 from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.page_events import EventSink
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.step_writer import clear_command
 from dsjax.errors import UserError
@@ -37,6 +38,7 @@ class LLM:
 
     Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
+    ``event_sink`` is told which pages can be found from now on, and which no more.
 
     A mesh may belong to several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
     ``process_id``, or under Slurm and the like without. In all but process 0 the constructor does not return: it follows process 0, and
@@ -47,13 +49,20 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "demo", *, mesh: str | MeshSpec = "dp=1", show_progress: bool = False, **options: Any
+        self,
+        model: str = "demo",
+        *,
+        mesh: str | MeshSpec = "dp=1",
+        show_progress: bool = False,
+        event_sink: EventSink | None = None,
+        **options: Any,
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
         group = join_group(self.args, host_options(self.args))
         from dsjax.engine.generations import Generations
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
         from dsjax.engine.process import size_memory_pool
+        from dsjax.engine.program_library import ProgramLibrary
 
         size_memory_pool(self.args.gpu_memory_utilization)
 
@@ -62,7 +71,23 @@ class LLM:
 
             Follower(group).run_with(self.args)
             raise SystemExit(0)
-        loaded = load_model(self.args, group, show_progress=show_progress)
+        library = ProgramLibrary()
+        links, connect = None, None
+        if self.args.disaggregation_mode == "prefill":
+            raise UserError(
+                "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
+            )
+        if self.args.separated:
+            from dsjax.engine.disaggregated import load_separated
+
+            loaded, links = load_separated(self.args, show_progress=show_progress)
+        elif self.args.disaggregation_mode == "decode":
+            from dsjax.engine.disaggregated import remote_links
+
+            loaded = load_model(self.args, transfers=True, show_progress=show_progress)
+            links, connect = [], remote_links(self.args, loaded)
+        else:
+            loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
         self.engine = LLMEngine(
@@ -74,8 +99,15 @@ class LLM:
             async_scheduling=self.args.async_scheduling,
             eplb=self.args.eplb,
             kv_events=self.args.kv_events,
+            prefills=links,
+            connect_prefill=connect,
+            local_prefill_tokens=self.args.local_prefill_tokens,
+            transfer_timeout=self.args.transfer_timeout,
+            event_sink=event_sink,
         )
-        self.engine.core.generations = self._generations = Generations(self.args, group, loaded)
+        self._facts = loaded.facts
+        self._generations = Generations(self.args, group, loaded, library) if links is None else None
+        self.engine.core.generations = self._generations
         self._ids = itertools.count()
 
     @property
@@ -86,7 +118,7 @@ class LLM:
     @property
     def facts(self) -> EngineFacts:
         """What was loaded, on the mesh of now."""
-        return self._generations.facts
+        return self._facts if self._generations is None else self._generations.facts
 
     def scale(self, mesh: str | MeshSpec) -> None:
         """Go on on another mesh of the devices that there are, up or down; requests that are under way go on too.

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
-from dsjax.checkpoint.source import open_checkpoint
+from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine import expert_programs, tier_sizes
@@ -32,6 +32,7 @@ from dsjax.engine.leader import LeaderExecutor
 from dsjax.engine.memory import beside_the_cache, check_device_memory, check_host_memory
 from dsjax.engine.mesh_executor import MeshExecutor
 from dsjax.engine.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
+from dsjax.engine.program_library import ProgramLibrary
 from dsjax.engine.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.tokenizer import Tokenizer, TokenizerError
 from dsjax.errors import UserError
@@ -62,6 +63,7 @@ class EngineFacts:
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        prefill_meshes: of the devices beside these that compute prompts for them.
         host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
         page_bytes: of one page, all layers, on all the devices of a DP rank.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
@@ -93,6 +95,7 @@ class EngineFacts:
     speculation: dict[str, Any] | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
+    prefill_meshes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object with the same names."""
@@ -101,24 +104,81 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none."""
+    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none; ``page_space``, with transfers,
+    says what a page's values depend on beside its tokens."""
 
     executor: Executor
     tokenizer: Tokenizer | None
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
     facts: EngineFacts
+    page_space: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an engine's programs are made of, before there is any weight: the step, and the sizes of launches.
+
+    sizes: with the fewest pages that can be. per_exchange: experts that a rank sends and receives at once; 0: they stay where they are.
+    """
+
+    step: Step
+    sizes: ExecutorLimits
+    buckets: Buckets
+    num_drafts: int
+    per_exchange: int
+
+    @classmethod
+    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh) -> Layout:
+        """Of the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
+
+        Raises:
+            UserError, MeshError: options, model and mesh that do not go together.
+        """
+        config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh), args.speculation
+        mtp = speculation is not None
+        step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp)
+        per_exchange = experts_per_exchange(args, step)
+        sizes = _sizes(args, step, _max_model_len(args, config))
+        mixed = mesh.devices.flat[0].platform != "cpu"
+        buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=mixed, speculation=speculation)
+        return cls(step, sizes, buckets, speculation.num_speculative_tokens if mtp else 0, per_exchange)
+
+    def limits(
+        self, args: EngineArgs, library: ProgramLibrary, params: Mapping[str, Any], used: int | None
+    ) -> ExecutorLimits:
+        """``sizes`` with as many pages as are wanted and fit.
+
+        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device.
+        """
+        if self.step.mesh.devices.flat[0].platform == "cpu":
+            return _limits(args, self.step, self.sizes, None)
+        mesh, known = str(self.step.spec), library.beside_the_cache
+        if mesh not in known:
+            known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts)
+        moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if self.per_exchange else 0
+        pool = Pool.of(self.step, known[mesh] + moving)
+        return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
 
 def load_model(
-    args: EngineArgs, group: HostGroup | None = None, *, mesh: Mesh | None = None, show_progress: bool = False
+    args: EngineArgs,
+    group: HostGroup | None = None,
+    *,
+    mesh: Mesh | None = None,
+    is_later: bool = False,
+    transfers: bool = False,
+    library: ProgramLibrary | None = None,
+    show_progress: bool = False,
 ) -> LoadedModel:
     """Check everything, then load the model that ``args`` names onto its mesh.
 
     Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
 
     group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
-    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. With it no tokenizer is read, for there is one already.
+    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. is_later: no tokenizer is read, for there
+        is one already.
+    transfers: pages go to other engines, or come from them. library: of programs that this process has compiled before.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -131,19 +191,17 @@ def load_model(
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
     check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
-    later = mesh is not None
     mesh = mesh or spec.build()
-    if group is not None and not later:
+    if group is not None and not is_later:
         _check_shares(spec, mesh, group)
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    speculation = args.speculation
-    step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=speculation is not None)
-    max_model_len = _max_model_len(args, config)
+    library = library or ProgramLibrary()
+    layout = Layout.of(args, checkpoint, mesh)
+    step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    per_exchange = experts_per_exchange(args, step)
     smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
 
     def read() -> dict[str, Array]:
@@ -168,24 +226,20 @@ def load_model(
     params = read() if group is None else group.run("loading", read)
     with explained_out_of_memory("its weights were loaded", smaller):
         params = materialise(step, params)
-    sizes = _sizes(args, step, max_model_len)
-    buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=not on_cpu, speculation=speculation)
-    num_drafts = speculation.num_speculative_tokens if speculation else 0
-    moving = expert_programs.exchange_bytes(step, per_exchange) if per_exchange else 0
 
     def find_limits() -> ExecutorLimits:
-        beside = None if on_cpu else moving + beside_the_cache(step, params, sizes, buckets, num_drafts)
-        return _limits(args, step, sizes, None if beside is None else Pool.of(step, beside))
+        return library.settled(str(spec), layout.limits(args, library, params, None))
 
     limits = find_limits() if group is None else _common_limits(group, find_limits)
+    limits = replace(limits, transfers=transfers)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
         executor: Executor = MeshExecutor(
             step,
             params,
             limits,
             buckets,
-            num_drafts=num_drafts,
-            experts_per_exchange=per_exchange,
+            num_drafts=layout.num_drafts,
+            experts_per_exchange=layout.per_exchange,
             reload=lambda paths, placements: load(
                 config,
                 directory,
@@ -198,12 +252,13 @@ def load_model(
             ),
             meet=None if group is None else lambda: group.ask("compiled"),
             disk=lock and partial(tier_sizes.open_disk, args, step, directory, lock),
+            library=library,
         )
     if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)
     if args.record_steps is not None and (group is None or group.is_leader):
         executor = _recording(args, executor, mesh, directory)
-    has_tokenizer = (directory / "tokenizer.json").is_file() and not later
+    has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     return LoadedModel(
         executor,
@@ -211,6 +266,7 @@ def load_model(
         config,
         read_eos_token_ids(directory, tokenizer),
         _facts(args, step, limits, buckets, params, weights),
+        tier_sizes.page_space(args, step, directory) if transfers else None,
     )
 
 

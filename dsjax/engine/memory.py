@@ -24,7 +24,7 @@ from dsjax.model.step import Step
 def check_host_memory(args: EngineArgs, step: Step) -> None:
     """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read."""
     available = available_bytes()
-    needed = _weight_bytes(step) * len(step.mesh.local_devices)
+    needed = weight_bytes(step) * len(step.mesh.local_devices)
     if available is not None and needed > available:
         raise UserError(
             f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {len(step.mesh.local_devices)} emulated devices, and this "
@@ -39,7 +39,7 @@ def check_device_memory(args: EngineArgs, step: Step, pool: Pool | None) -> None
     Raises:
         UserError: with what the weights take, and what would fit.
     """
-    needed = _weight_bytes(step)
+    needed = weight_bytes(step)
     if pool is None or needed <= pool.room:
         return
     ways = ["use a mesh of more devices"] + (["--weights fp8"] if args.weights != "fp8" else [])
@@ -53,7 +53,7 @@ def check_device_memory(args: EngineArgs, step: Step, pool: Pool | None) -> None
     )
 
 
-def _weight_bytes(step: Step) -> int:
+def weight_bytes(step: Step) -> int:
     """Bytes of all weights on one device."""
     found = 0
     for info in step.table.infos.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,11 @@ from dsjax.engine.commands import (
     Flush,
     PlaceExperts,
     PlacePages,
+    PullPages,
     ReadLoads,
     ReadPages,
     Score,
+    SendPages,
     StageExperts,
     Step,
     StorePages,
@@ -45,7 +47,10 @@ from dsjax.engine.expert_recorder import ExpertRecorder
 from dsjax.engine.host_pages import HostPages, Shapes
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
+from dsjax.engine.page_parcels import PageParcels
+from dsjax.engine.page_transfer import Parcel, PrefillLink
 from dsjax.engine.process import explained_out_of_memory
+from dsjax.engine.program_library import ProgramLibrary
 from dsjax.engine.programs import COPIES, Programs
 from dsjax.engine.slot_rules import RowRules, SlotTable
 from dsjax.model import step as model_step
@@ -103,7 +108,7 @@ class MeshExecutor:
     On one device, and on accelerators, two steps may be in flight: all programs of a command are enqueued at once. On emulated
     devices, programs in flight together can deadlock: each program is waited for before the next one starts, and so is each command.
 
-    meet: waits for the other processes of the mesh, where there are any; they all call it at the same place.
+    meet: waits for the other processes of the mesh, where there are any; they all call it at the same place. library: as of `Programs`.
     """
 
     def __init__(
@@ -118,17 +123,22 @@ class MeshExecutor:
         reload: Reload | None = None,
         meet: Callable[[], object] | None = None,
         disk: Callable[[Shapes], DiskPages] | None = None,
+        library: ProgramLibrary | None = None,
     ):
         self.model, self.limits, self.buckets = step, limits, buckets
         self.params = {path: params[path] for path in step.table.infos}
-        self.state = device_state.allocate(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
-        self.programs = Programs(step, self.params, self.state, limits, experts_per_exchange, meet)
+        described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
+        self.programs = Programs(step, self.params, described, limits, experts_per_exchange, meet, library)
+        self.state = self.programs.allocate()
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
-        self._recorder = ExpertRecorder(step)
+        self._new_recorder = lambda: ExpertRecorder(step)
+        self._recorder: ExpertRecorder | None = None
         self._exchange = ExpertExchange(self, experts_per_exchange, reload) if experts_per_exchange else None
-        self._host_pages = HostPages(self, disk) if limits.host_pages_per_rank or disk else None
+        self._parcels = PageParcels(self) if limits.transfers else None
+        moves = limits.host_pages_per_rank or disk or limits.transfers
+        self._host_pages = HostPages(self, disk, self._parcels) if moves else None
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
@@ -176,8 +186,9 @@ class MeshExecutor:
             return Exchanged(pending.ended - pending.started, pending.error)
         if not isinstance(pending.command, Step):
             return None
-        for outcome in pending.outcomes:
-            self._recorder.add(outcome.reports, outcome.shape.tokens, pending.placements)
+        if self._recorder is not None:
+            for outcome in pending.outcomes:
+                self._recorder.add(outcome.reports, outcome.shape.tokens, pending.placements)
         results = read_step(pending.command, pending.outcomes)
         self._slots.settle(pending.command, results)
         return results
@@ -185,6 +196,20 @@ class MeshExecutor:
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         """What came of pages and the disk since the last time; wait so long for the first of it."""
         return self._host_pages.reports(seconds)
+
+    @property
+    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Of a parcel's arrays, by name: shape and dtype."""
+        described = self.programs.described_moved()
+        return {name: ((1, *array.shape[1:]), np.dtype(array.dtype)) for name, array in described.items()}
+
+    def send_parcels(self, offer: Callable[[int, Parcel], None]) -> None:
+        """Have parcels offered when they are complete."""
+        self._parcels.send_to(offer)
+
+    def pull_parcels(self, links: Sequence[PrefillLink], wake: Callable[[], None]) -> None:
+        """Pull parcels of these engines."""
+        self._parcels.pull_from(links, wake)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
@@ -197,20 +222,21 @@ class MeshExecutor:
     def counts(self) -> ExecutorCounts:
         """What the last step and the programs count."""
         late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
-        return ExecutorCounts(self._padding, late, self._recorder.counts())
+        return ExecutorCounts(self._padding, late, self._recorder.counts() if self.recording else None)
 
     @property
     def recording(self) -> bool:
         """Whether the experts' load is recorded."""
-        return self._recorder.on
+        return self._recorder is not None
 
     def set_recording(self, on: bool) -> None:
         """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
-        self._recorder.on = on
+        if on != self.recording:
+            self._recorder = self._new_recorder() if on else None
 
     def expert_counts(self) -> ExpertCounts | None:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
-        return self._recorder.read()
+        return self._recorder.read() if self.recording else None
 
     def shutdown(self) -> None:
         """Free the state and drop the programs."""
@@ -277,6 +303,10 @@ class MeshExecutor:
             return self._host_pages.read(command)
         if isinstance(command, DropPages):
             return self._host_pages.drop(command)
+        if isinstance(command, SendPages):
+            return self._parcels.send(command)
+        if isinstance(command, PullPages):
+            return self._parcels.pull(command)
         if isinstance(command, ReadLoads):
             return self._exchange.read(pending, command)
         if isinstance(command, StageExperts):
@@ -308,7 +338,7 @@ class MeshExecutor:
             len(rank.decodes) // 8 + sum(row.length for row in rank.prefills) for rank in command.ranks
         )
         laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
-        return self._run_step(pending, command, admissions, laid_out, self._recorder.on)
+        return self._run_step(pending, command, admissions, laid_out, self.recording)
 
     def _run_step(
         self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple], recording: bool

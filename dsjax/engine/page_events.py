@@ -4,6 +4,7 @@ A block is a page; its hash is the last 64 bits of the page's name, as an unsign
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -20,7 +21,8 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_d
     Attributes:
         block_hashes: of each block. parent_block_hash: of the block before the first one; None where there is none.
         token_ids: of all these blocks, one after the other. block_size: tokens of each.
-        lora_id: always None. medium: of `MEDIA`.
+        lora_id, lora_name: always None. medium: of `MEDIA`.
+        extra_keys: as vLLM has them, of each block: the first one's of a prompt with a `cache_salt` are that salt. None: no block has any.
     """
 
     block_hashes: list[int]
@@ -29,6 +31,8 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_d
     block_size: int
     lora_id: int | None
     medium: str | None
+    lora_name: str | None = None
+    extra_keys: list[list[str] | None] | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=True):
@@ -45,6 +49,33 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+class EventSink(Protocol):
+    """Is told of pages, in the engine's thread, and must be quick."""
+
+    def publish(self, rank: int, events: Sequence[Event]) -> None:
+        """These happened on a DP rank, in this order."""
+
+    def close(self) -> None:
+        """The engine ends; nothing follows."""
+
+
+class EventSinks:
+    """Several sinks as one."""
+
+    def __init__(self, sinks: Sequence[EventSink]):
+        self._sinks = sinks
+
+    def publish(self, rank: int, events: Sequence[Event]) -> None:
+        """Tell each."""
+        for sink in self._sinks:
+            sink.publish(rank, events)
+
+    def close(self) -> None:
+        """End each."""
+        for sink in self._sinks:
+            sink.close()
+
+
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """One message. ts: seconds since 1970."""
 
@@ -54,12 +85,12 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Known:
-    """What is said of a page whenever it is stored: its parent's name, its tokens; and where it is, or goes."""
+    """What is said of a page whenever it is stored: its parent's name, its tokens, its salt; and where it is, or goes."""
 
-    __slots__ = ("parent", "places", "tokens")
+    __slots__ = ("parent", "places", "salt", "tokens")
 
-    def __init__(self, parent: bytes | None, tokens: bytes):
-        self.parent, self.tokens, self.places = parent, tokens, set()
+    def __init__(self, parent: bytes | None, tokens: bytes, salt: str | None):
+        self.parent, self.tokens, self.salt, self.places = parent, tokens, salt, set()
 
 
 class PageEvents:
@@ -70,16 +101,18 @@ class PageEvents:
         self._events: list[list[Event]] = [[] for _ in range(num_ranks)]
         self._known: dict[bytes, _Known] = {}
 
-    def computed(self, rank: int, names: Sequence[bytes], parent: bytes | None, tokens: Sequence[int]) -> None:
-        """Pages that follow one another can be found on a rank's device. parent: of the first one; tokens: of all."""
+    def computed(
+        self, rank: int, names: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], salt: str | None = None
+    ) -> None:
+        """Pages that follow one another can be found on a rank's device. parent: of the first one; tokens, salt: of all."""
         size = self.page_size
         for index, name in enumerate(names):
             known = self._known.get(name)
             if known is None:
                 own = int32s(tokens[index * size : (index + 1) * size])
-                known = self._known[name] = _Known(names[index - 1] if index else parent, own)
+                known = self._known[name] = _Known(names[index - 1] if index else parent, own, salt)
             known.places.add((rank, "device"))
-        self._tell(rank, _stored(names, parent, list(tokens), size, "device"))
+        self._tell(rank, _stored(names, parent, list(tokens), size, "device", salt))
 
     def holds(self, name: bytes) -> None:
         """A page is on its way to the disk; it is told of when it has come."""
@@ -92,7 +125,8 @@ class PageEvents:
         known = self._known.get(name)
         if known is not None:
             known.places.add((rank, tier))
-            self._tell(rank, _stored([name], known.parent, list(from_int32s(known.tokens)), self.page_size, tier))
+            tokens = list(from_int32s(known.tokens))
+            self._tell(rank, _stored([name], known.parent, tokens, self.page_size, tier, known.salt))
 
     def removed(self, rank: int | None, tier: str, names: Iterable[bytes], *, told: bool = True) -> None:
         """Pages can be found in a tier no more; `told`: whether they were told of as stored there."""
@@ -142,7 +176,7 @@ class RankEvents:
                 first, last = places[start], places[index - 1] + 1
                 parent = names[first - 1] if first else None
                 tokens = request.token_ids[first * size : last * size]
-                self._events.computed(self._rank, names[first:last], parent, tokens)
+                self._events.computed(self._rank, names[first:last], parent, tokens, request.cache_salt)
                 start = index
 
     def removed(self, tier: str, names: Iterable[bytes]) -> None:
@@ -167,6 +201,11 @@ def block_hash(name: bytes) -> int:
     return int.from_bytes(name[-8:], "big")
 
 
-def _stored(names: Sequence[bytes], parent: bytes | None, tokens: list[int], size: int, tier: str) -> BlockStored:
-    above = None if parent is None else block_hash(parent)
-    return BlockStored([block_hash(name) for name in names], above, tokens, size, None, MEDIA[tier])
+def _stored(
+    names: Sequence[bytes], parent: bytes | None, tokens: list[int], size: int, tier: str, salt: str | None
+) -> BlockStored:
+    hashes = [block_hash(name) for name in names]
+    if parent is not None:
+        return BlockStored(hashes, block_hash(parent), tokens, size, None, MEDIA[tier])
+    keys = None if salt is None else [[salt], *[None] * (len(names) - 1)]
+    return BlockStored(hashes, None, tokens, size, None, MEDIA[tier], None, keys)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dsjax.engine.page_transfer import PulledPages, SentPages
+
 PROTECTED_SHARE = 0.75
 """Of a tier's pages, at most so many are ones that were asked for again."""
 STEPS_TO_STORE = 2
@@ -41,7 +43,8 @@ class PageMoves:
             that came from the disk, by the numbers under which they were read.
         places: pages that get what the fetches of the last such plan staged, in their order.
         reads: (number, name) of pages that are to be read from the disk.
-        drops: numbers of those read that nobody wants any more.
+        drops: numbers of those read or pulled that nobody wants any more.
+        pulls: pages of other engines' parcels that are to land. sends: pages that go into parcels for other engines.
     """
 
     stores: list[StoredPage] = field(default_factory=list)
@@ -49,9 +52,11 @@ class PageMoves:
     places: list[int] = field(default_factory=list)
     reads: list[tuple[int, bytes]] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
+    pulls: list[PulledPages] = field(default_factory=list)
+    sends: list[SentPages] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.stores or self.fetches or self.places or self.reads or self.drops)
+        return bool(self.stores or self.fetches or self.places or self.reads or self.drops or self.pulls or self.sends)
 
 
 class TierCounts(NamedTuple):

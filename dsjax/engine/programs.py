@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array
@@ -26,6 +26,7 @@ from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits, Progress
 from dsjax.engine.expert_programs import ExpertLayers
 from dsjax.engine.logit_edits import bias_width, mask_words
+from dsjax.engine.program_library import ProgramLibrary
 from dsjax.engine.sampler import Wanted
 from dsjax.engine.slots import ADMIT_WIDTH, LaunchShape, StepRows
 from dsjax.model.rows import GroupShape, RowGroup
@@ -34,6 +35,9 @@ from sharding.arrays import put
 
 COPIES = 32
 """Pairs of pages that one run of the copying program takes."""
+
+_SELDOM_WANTED = {"step": 5, "drafting step": 3, "draw": 2, "drafts": 1}
+"""Of each program, the place from which on its results are wanted seldom, and gathered by a program of their own."""
 
 
 class Programs:
@@ -44,6 +48,7 @@ class Programs:
     shared: whether other processes have a part of the mesh: then the outcome of a step is the same on all devices, and what else is
     to be read must be gathered. meet: waits for those processes; after a compilation at first use, which takes each as long as it
     takes, they must not wait for each other in a collective: that has a time limit.
+    library: where programs that were compiled before, for other devices in the same layout, are found, and these are kept.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Programs:
         limits: ExecutorLimits,
         experts_per_exchange: int = 0,
         meet: Callable[[], object] | None = None,
+        library: ProgramLibrary | None = None,
     ):
         # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
         self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
@@ -67,8 +73,17 @@ class Programs:
         self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
         self.everywhere = NamedSharding(step.mesh, P())
         self.shared = not self.rows.is_fully_addressable
+        # One device alone never has another mesh.
+        keeps = library is not None and jax.device_count() > 1
+        self._shelf = library.shelf(self._layout(), step.mesh) if keeps else None
         self._compiled: dict[Hashable, Compiled] = {}
         self._constants: dict[Hashable, Array] = {}
+
+    def _layout(self) -> Hashable:
+        """What the programs depend on, but for which devices they run on; of one engine, whose options stay as they are."""
+        arrays = jax.tree_util.tree_leaves_with_path((self._params, self._state))
+        described = tuple((jax.tree_util.keystr(path), a.shape, str(a.dtype), a.sharding.spec) for path, a in arrays)
+        return str(self._step.spec), self._limits, self._exchanged, self.shared, described
 
     @property
     def compiled(self) -> frozenset[Hashable]:
@@ -83,6 +98,13 @@ class Programs:
             for rectangle, form in zip((decode, prefill), forms, strict=True)
         ]
         return LaunchShape(*groups, self._limits.page_size)
+
+    def allocate(self) -> DeviceState:
+        """The state at the start: everything zero, experts placed as the step says."""
+        state = jax.block_until_ready(self._get(("allocate",), self._lower_allocate)())
+        if self._state.copies is not None:
+            state.copies = put(self._step.placement.tables, self.everywhere)
+        return state
 
     def admit(self) -> Compiled:
         """``(state, packed) -> state``: slots given, page tables changed; see ``slots.admit``."""
@@ -222,28 +244,69 @@ class Programs:
         ``progress`` is called before each trace and after each compilation. What it raises ends the warm-up: nothing more is
         traced, what waits is not compiled, and what is being compiled is waited for.
         """
+        work = self._work(buckets)
+        report = progress or (lambda done, total, label: None)
+        report(0, len(work), next(iter(work.values()))[0])
+        for decode, prefill, _, _ in _launches(buckets):
+            self.no_masks(self.shape(decode, prefill).sampled)
+        pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
+        try:
+            list(pool.map(self._find, work))
+            missing = {key: entry for key, entry in work.items() if key not in self._compiled}
+            pending: dict[Future[None], str] = {}
+            for key, (label, lower) in missing.items():
+                report(0, len(work), label)
+                pending[pool.submit(self._compile, key, lower())] = label
+            for done, future in enumerate(as_completed(pending), len(work) - len(missing) + 1):
+                future.result()
+                report(done, len(work), pending[future])
+            for key in work:
+                self._compile_gathers(key)
+        finally:
+            # An end before all is compiled must not wait for what is queued.
+            pool.shutdown(cancel_futures=True)
+
+    def compile_ahead(self, buckets: Buckets, go_on: Callable[[int, str], bool]) -> bool:
+        """Compile what ``warm_up`` would, one after the other in this thread, for the library alone; whether all of it is there.
+
+        go_on: asked before each program, with how many are there and the next one's name, and at the end; False ends it.
+        """
+        work = self._work(buckets)
+        for done, (key, (label, lower)) in enumerate(work.items()):
+            if not go_on(done, label):
+                return False
+            if key not in self._shelf:
+                self._compile(key, lower())
+                self._compile_gathers(key)
+            self._compiled.clear()  # a program that is loaded takes memory of the devices
+        return go_on(len(work), "all")
+
+    def count(self, buckets: Buckets) -> int:
+        """Programs that ``compile_ahead`` makes; those that gather come with what they gather."""
+        return len(self._work(buckets))
+
+    def _work(self, buckets: Buckets) -> dict[Hashable, tuple[str, Callable[[], Lowered]]]:
+        """Keys, names and makers of all programs that ``buckets`` can ask for, but for those that gather."""
         work: dict[Hashable, tuple[str, Callable[[], Lowered]]] = {}
-        launches = [(*shapes, False) for shapes in buckets.shapes()]
-        launches.append((None, buckets.scored, buckets.proposals, True))
-        for decode, prefill, proposes, scored in launches:
+        for decode, prefill, proposes, scored in _launches(buckets):
             shape, name = self.shape(decode, prefill), _describe(decode, prefill)
             lower = lambda shape=shape, scored=scored: self.lower_step(shape, scored)  # noqa: E731
             work["step", shape, scored] = (f"prompt scores, {name}" if scored else name, lower)
             sampled = shape.sampled
             work["draw", sampled] = (f"sampler, {name}", lambda sampled=sampled: self._lower_draw(sampled))
             work["biases", sampled] = (f"biases, {name}", lambda sampled=sampled: self._lower_biases(sampled))
-            self.no_masks(sampled)
             for count in proposes:
                 lower = lambda shape=shape, count=count: self.lower_drafts(shape, count)  # noqa: E731
                 work["drafts", shape, count] = (f"{count} drafts, {name}", lower)
                 if prefill is None:
                     lower = lambda shape=shape, count=count: self.lower_drafting_step(shape, count)  # noqa: E731
                     work["drafting step", shape, count] = (f"{name}, then {count} drafts", lower)
+        work["allocate",] = ("allocation", self._lower_allocate)
         work["admit",] = ("admission", self._lower_admit)
         marked = self._described((self._limits.pages_per_rank,), bool)
-        if self._limits.host_pages_per_rank or self._limits.disk_pages:
-            work["take pages",] = ("pages to host memory", self._lower_take_pages)
-            work["put pages",] = ("pages from host memory", self._lower_put_pages)
+        if self._limits.host_pages_per_rank or self._limits.disk_pages or self._limits.transfers:
+            work["take pages",] = ("pages out of the cache", self._lower_take_pages)
+            work["put pages",] = ("pages into the cache", self._lower_put_pages)
         work["clear",] = ("clearing pages", lambda: self._lower_small(device_state.clear_pages, marked))
         pairs = self._described((COPIES, 2), np.int32)
         work["copy",] = ("copying pages", lambda: self._lower_small(device_state.copy_pages, pairs))
@@ -254,29 +317,16 @@ class Programs:
                 work["stage experts", layers.stack] = (f"sending experts, {layers.stack}", lower)
                 lower = lambda layers=layers: self._lower_place(layers)  # noqa: E731
                 work["place experts", layers.stack] = (f"placing experts, {layers.stack}", lower)
-        report = progress or (lambda done, total, label: None)
-        report(0, len(work), next(iter(work.values()))[0])
-        pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
-        try:
-            missing = {key: entry for key, entry in work.items() if key not in self._compiled}
-            pending: dict[Future[Compiled], tuple[Hashable, str]] = {}
-            for key, (label, lower) in missing.items():
-                report(0, len(work), label)
-                pending[pool.submit(lower().compile)] = key, label
-            for done, future in enumerate(as_completed(pending), len(work) - len(missing) + 1):
-                key, label = pending[future]
-                self._compiled[key] = future.result()
-                report(done, len(work), label)
-            if self.shared:
-                self._warm_up_gathers()
-        finally:
-            # An end before all is compiled must not wait for what is queued.
-            pool.shutdown(cancel_futures=True)
+        return work
 
     def drop(self) -> None:
         """Drop all programs."""
         self._compiled.clear()
         self._constants.clear()
+
+    def _lower_allocate(self) -> Lowered:
+        make = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), self._state)  # noqa: E731
+        return jax.jit(make, out_shardings=jax.tree.map(lambda array: array.sharding, self._state)).lower()
 
     def _lower_admit(self) -> Lowered:
         packed = self._described((ADMIT_WIDTH,), np.int32)
@@ -352,21 +402,21 @@ class Programs:
     def _lower_gather(self, described: Any) -> Lowered:
         return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)
 
-    def _warm_up_gathers(self) -> None:
-        """Compile what brings to all devices that which is wanted seldom: reports, scores, drafts."""
-        places = {"step": 5, "drafting step": 3, "draw": 2, "drafts": 1}
-        for producer in [key for key in self._compiled if key[0] in places]:
-            program = self._compiled[producer]
-            for place in range(places[producer[0]], len(program.out_info)):
-                tree = jax.tree.map(
-                    lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
-                    program.out_info[place],
-                    program.output_shardings[place],
-                )
-                if jax.tree.leaves(tree):
-                    key, described = _described_tree(tree)
-                    if key not in self._compiled:
-                        self._compiled[key] = self._lower_gather(described).compile()
+    def _compile_gathers(self, producer: Hashable) -> None:
+        """Compile what brings to all devices that which is wanted seldom of a program's results: reports, scores, drafts."""
+        program, first = self._compiled[producer], _SELDOM_WANTED.get(producer[0])
+        if not self.shared or first is None:
+            return
+        for place in range(first, len(program.out_info)):
+            tree = jax.tree.map(
+                lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+                program.out_info[place],
+                program.output_shardings[place],
+            )
+            if jax.tree.leaves(tree):
+                key, described = _described_tree(tree)
+                if not self._find(key):
+                    self._compile(key, self._lower_gather(described))
 
     def _of_rows(self, sampled: tuple[int, int, int]):
         """Descriptions of what a step hands on to the sampling programs: packed rows, outcome, logits."""
@@ -395,9 +445,21 @@ class Programs:
 
     def _get(self, key: Hashable, lower: Callable[[], Lowered]) -> Compiled:
         if key not in self._compiled:
-            self._compiled[key] = lower().compile()
-            self.meet()
+            if not self._find(key):
+                self._compile(key, lower())
+            self.meet()  # also where it was found: another process may have compiled it
         return self._compiled[key]
+
+    def _find(self, key: Hashable) -> bool:
+        """Take a program from the library; whether it is there."""
+        if key not in self._compiled:
+            found = None if self._shelf is None else self._shelf.find(key)
+            if found is not None:
+                self._compiled[key] = found
+        return key in self._compiled
+
+    def _compile(self, key: Hashable, lowered: Lowered) -> None:
+        self._compiled[key] = lowered.compile() if self._shelf is None else self._shelf.compile(key, lowered)
 
     def _constant(self, key: Hashable, make: Callable[[], Array]) -> Array:
         if key not in self._constants:
@@ -409,7 +471,21 @@ def _described_tree(tree: Any) -> tuple[Hashable, Any]:
     """Descriptions of a tree's arrays, and the key of the program that gathers such a tree."""
     described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
     leaves, structure = jax.tree.flatten(described)
-    return ("gather", structure, *((leaf.shape, str(leaf.dtype), leaf.sharding) for leaf in leaves)), described
+    # Without the devices, which are others when the mesh is made anew.
+    return (
+        "gather",
+        structure,
+        *((leaf.shape, str(leaf.dtype), _without_devices(leaf.sharding)) for leaf in leaves),
+    ), described
+
+
+def _without_devices(sharding: Sharding) -> Hashable:
+    return sharding.spec if isinstance(sharding, NamedSharding) else str(sharding)
+
+
+def _launches(buckets: Buckets) -> list[tuple[Rectangle | None, Rectangle | None, tuple[int, ...], bool]]:
+    """Decode and prefill rectangle of each launch, how many drafts may be proposed after it, and whether its prompts are scored."""
+    return [*((*shapes, False) for shapes in buckets.shapes()), (None, buckets.scored, buckets.proposals, True)]
 
 
 def _positions(sampled: tuple[int, int, int]) -> int:

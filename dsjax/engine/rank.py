@@ -1,13 +1,16 @@
 """`Rank`: the requests of one DP rank, waiting and running, and what it computes in the next step."""
 
 import bisect
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 from dsjax.engine.arrivals import Arrivals
-from dsjax.engine.page_tiers import TierCounts, TierHits
+from dsjax.engine.incoming import Incoming
+from dsjax.engine.leases import Leases, Sending
+from dsjax.engine.page_tiers import PageMoves, TierCounts, TierHits
+from dsjax.engine.page_transfer import PARCEL_PAGES
 from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.plan import RankPlan, ScheduledRow
 from dsjax.engine.request import Request, Status
@@ -79,6 +82,9 @@ class Rank:
         prefill_chunk: int,
         max_prefill_rows: int,
         prefix_caching: bool = True,
+        index: int = 0,
+        incoming: Incoming | None = None,
+        leases: Leases | None = None,
     ):
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -94,7 +100,14 @@ class Rank:
         self.hits = TierHits()
         self.dirty: list[int] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self.arrivals = Arrivals(pool)
+        self.arrivals = Arrivals(pool, incoming, index)
+        self._index, self._leases = index, leases
+        self._outgoing: deque[tuple[Sending, int, list[int]]] = deque()
+
+    @property
+    def sends(self) -> bool:
+        """Whether pages wait to be sent, and may be."""
+        return bool(self._outgoing) and self._leases.room(self._index) > 0
 
     def uncached(self, request: Request) -> int:
         """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
@@ -168,6 +181,9 @@ class Rank:
         """
         preemptions = self.num_preemptions
         moves = self.arrivals.enter(now)
+        if self._outgoing:
+            moves = moves or PageMoves()
+            self._send(moves)
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
         budget = self.max_num_batched_tokens - len(decodes)
         plan = RankPlan(decodes, [], [], moves)
@@ -177,7 +193,7 @@ class Rank:
             budget -= self._schedule_chunk(request, budget, plan.prefills)
         if self.waiting and preemptions == self.num_preemptions:
             self._admit(budget, plan, prompts + computing, now)
-        if moves is not None:
+        if self.pool.below is not None:
             moves.stores, self.pool.leaving = self.pool.leaving, []
             moves.drops = self.pool.below.take_drops()
         return plan
@@ -251,9 +267,18 @@ class Rank:
             if len(found) < len(names) and _computes(prompts, len(found), names[len(found)]):
                 at += 1
                 continue
-            if plan.moves is not None and self.arrivals.fetch(request, names, found, plan.moves, now):
-                at += 1
-                continue
+            if self.pool.below is not None:
+                if self.arrivals.fetch(request, names, found, plan.moves, now):
+                    at += 1
+                    continue
+                asked = self.arrivals.ask(request, names, found, len(self._free_slots), now)
+                if asked:
+                    self._set_backlog(request, len(request.token_ids) - len(names) * self.pool.page_size)
+                    at += 1
+                    arriving += 1
+                    continue
+                if asked is False:
+                    break
             copied = self._last_page(request) if len(found) == len(names) else []
             left = 1 if copied else len(request.token_ids) - len(found) * self.pool.page_size
             if left > 1 and len(plan.prefills) == self.max_prefill_rows:
@@ -304,7 +329,8 @@ class Rank:
         self.waiting_tokens -= len(request.token_ids)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-            request.num_cached_tokens = request.num_computed_tokens
+            elsewhere = self.arrivals.num_computed_elsewhere(request) * self.pool.page_size
+            request.num_cached_tokens = max(0, request.num_computed_tokens - elsewhere)
             if self.prefix_caching and not request.wants_prompt_logprobs:
                 self.prefix_queries += len(request.token_ids)
                 self.prefix_hits += request.num_cached_tokens
@@ -312,6 +338,42 @@ class Rank:
                     request.num_cached_tokens, request.num_host_pages, request.num_disk_pages, self.pool.page_size
                 )
         bisect.insort(self.running, request, key=_by_order)
+        self._have_sent(request)
+
+    def forget_sending(self, sending: Sending) -> None:
+        """Nobody wants pages of a transfer any more that have not been sent."""
+        for own, _, pages in self._outgoing:
+            if own is sending:
+                self.pool.release(pages)
+        self._outgoing = deque(entry for entry in self._outgoing if entry[0] is not sending)
+
+    def has_outgoing(self, sending: Sending) -> bool:
+        """Whether pages of a transfer wait to be sent."""
+        return any(own is sending for own, _, _ in self._outgoing)
+
+    def _have_sent(self, request: Request) -> None:
+        """Keep sealed pages that another engine wants until they are sent, with the next plan or when there is room."""
+        sending = request.sending
+        if sending is None:
+            return
+        if sending.cached is None:
+            sending.cached = request.num_computed_tokens
+        end = min(request.num_sealed_pages, sending.end)
+        if sending.next < end:
+            pages = request.pages[sending.next : end]
+            self.pool.hold(pages)
+            self._outgoing.append((sending, sending.next, pages))
+            sending.next = end
+
+    def _send(self, moves: PageMoves) -> None:
+        """Have pages put into parcels, as far as there is room. They are copied before anything else of this plan happens to them."""
+        while self._outgoing and (room := self._leases.room(self._index)) > 0:
+            sending, first, pages = self._outgoing.popleft()
+            some, rest = pages[: min(PARCEL_PAGES, room)], pages[min(PARCEL_PAGES, room) :]
+            if rest:
+                self._outgoing.appendleft((sending, first + len(some), rest))
+            moves.sends.append(self._leases.begin(self._index, sending, first, some))
+            self.pool.release(some)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Get a decode pages for so many tokens, preempting newer requests for them.
@@ -345,7 +407,7 @@ class Rank:
         self._take_back(request)
         self._settle(request)
         request.status = Status.WAITING
-        request.must_leave = False
+        request.must_leave = request.computes_prompt = False
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -377,6 +439,7 @@ class Rank:
             extend_hashes(request, self.pool.page_size)
             self.pool.seal_of(request, sealed, request.pages[sealed:full])
             request.num_sealed_pages = full
+            self._have_sent(request)
 
     def _take_back(self, request: Request) -> None:
         if request.num_clean_pages is not None:

@@ -1,13 +1,14 @@
 """One completion being made: its tokens, where it runs, and how much of it is computed."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dsjax.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
+    from dsjax.engine.leases import Sending
     from dsjax.engine.logit_rules import LogitRules
 
 
@@ -56,6 +57,7 @@ class Request:
         priority: lower runs first under the `priority` policy.
         cache_salt: pages are shared only with requests of the same salt.
         session: requests of one session go to one rank.
+        dp_rank: the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own router chooses.
         rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
         rank: DP rank, for the whole life of the request, unless the mesh changes.
@@ -66,7 +68,11 @@ class Request:
         held_pages: of a waiting request, cached pages that are kept for it: what it lacks is on its way from below, or has come.
         is_arriving: whether it is on its way.
         ignores_disk: it has waited too long for the disk, and goes on without.
-        num_host_pages, num_disk_pages: that have come for it from below.
+        num_host_pages, num_disk_pages: that have come for it from below. num_prefill_pages: from a prefill side.
+        computes_prompt: no prefill side is asked for it, since a transfer for it was given up.
+        prefill: address and transfer where another process computes its prompt (`dsjax/engine/page_network.py`). prefill_link,
+            prefill_transfer: the same for the scheduler; None: any, and a new one.
+        sending: where this engine computes it for another one, what is to be sent.
         num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
             writes them any more. All later ones are this request's alone.
         page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
@@ -96,6 +102,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     session: str | None = None
+    dp_rank: int | None = None
     rules: "LogitRules | None" = None
 
     order: tuple[int, float, int] = (0, 0.0, 0)
@@ -110,6 +117,12 @@ class Request:
     ignores_disk: bool = False
     num_host_pages: int = 0
     num_disk_pages: int = 0
+    num_prefill_pages: int = 0
+    computes_prompt: bool = False
+    sending: "Sending | None" = None
+    prefill: Mapping[str, str] | None = None
+    prefill_link: int | None = None
+    prefill_transfer: str | None = None
     num_sealed_pages: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     num_promised: int = 0
@@ -145,6 +158,7 @@ class Request:
         self.rank = self.slot = -1
         self.pages, self.held_pages, self.is_arriving, self.num_sealed_pages = [], [], False, 0
         self.ignores_disk, self.num_host_pages, self.num_disk_pages = False, 0, 0
+        self.num_prefill_pages, self.computes_prompt = 0, False
         self.num_promised = self.backlog = 0
         self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
         self.drafts, self.must_leave, self.num_clean_pages = (), False, None

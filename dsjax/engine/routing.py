@@ -26,7 +26,8 @@ class Router:
     """Sends each request where it costs least: the prompt's tokens that are not cached there, and `standing_cost`.
 
     Ranks without a free slot, or without free pages, for it come after those that have room. Ties go to the lowest rank. A
-    session stays on its rank, unless that has no room and a queue longer than all its slots, while another has room.
+    session stays on its rank, unless that has no room and a queue longer than all its slots, while another has room. What a router
+    outside has chosen (`Request.dp_rank`) holds, except for a rank that the mesh has not.
     """
 
     def __init__(self, ranks: Sequence[Rank]):
@@ -35,6 +36,8 @@ class Router:
 
     def choose(self, request: Request) -> int:
         """The rank for a new request. Remembers it for the session's next one."""
+        if request.dp_rank is not None and 0 <= request.dp_rank < len(self._ranks):
+            return request.dp_rank
         if request.session is None:
             return self._cheapest(request)
         pinned = self._sessions.pop(request.session, None)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from dsjax.engine.disk_tier import DiskCounts, DiskTier
 from dsjax.engine.executor import PageReports, RankResults, RowResult
+from dsjax.engine.incoming import Incoming
+from dsjax.engine.leases import Leases
 from dsjax.engine.page_events import Event, PageEvents, RankEvents
 from dsjax.engine.page_tiers import HostTier, PageMoves
 from dsjax.engine.pages import PagePool
@@ -35,11 +37,20 @@ class Scheduler:
     The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. It may plan one step more
     before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
 
-    page_events: whether events of pages are collected, for `take_page_events`.
+    page_events: whether events of pages are collected, for `take_page_events`. incoming: what is asked of prefill sides. leases: of the
+    parcels that this engine computes for others.
     """
 
-    def __init__(self, config: SchedulerConfig, num_ranks: int, *, page_events: bool = False):
-        self.config = config
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_ranks: int,
+        *,
+        page_events: bool = False,
+        incoming: Incoming | None = None,
+        leases: Leases | None = None,
+    ):
+        self.config, self.incoming = config, incoming
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         self.ranks = [
@@ -50,9 +61,14 @@ class Scheduler:
                 prefill_chunk=config.prefill_chunk,
                 max_prefill_rows=config.max_prefill_rows,
                 prefix_caching=config.prefix_caching,
+                index=rank,
+                incoming=incoming,
+                leases=leases,
             )
             for rank in range(num_ranks)
         ]
+        if incoming is not None:
+            incoming.pools = [rank.pool for rank in self.ranks]
         if self.disk is not None:
             self.disk.tells_gone = page_events
         self._router = Router(self.ranks)
@@ -62,7 +78,9 @@ class Scheduler:
     def _pool(self, rank: int) -> PagePool:
         config, events = self.config, None if self.events is None else RankEvents(self.events, rank)
         host = HostTier(config.host_pages_per_rank) if config.host_pages_per_rank else None
-        below = None if host is None and self.disk is None else TiersBelow(host, self.disk, events)
+        pulls = self.incoming is not None
+        has_none = host is None and self.disk is None and not pulls
+        below = None if has_none else TiersBelow(host, self.disk, events, pulls=pulls)
         return PagePool(config.pages_per_rank, config.page_size, below, events)
 
     @property
@@ -85,6 +103,16 @@ class Scheduler:
         """Whether a request waits for pages that are read from the disk."""
         return any(rank.arrivals.reading for rank in self.ranks)
 
+    @property
+    def waits_for_pages(self) -> bool:
+        """Whether a request waits for pages that are read from the disk or computed by a prefill side."""
+        return self.waits_for_disk or (self.incoming is not None and self.incoming.num_under_way > 0)
+
+    @property
+    def sends(self) -> bool:
+        """Whether pages wait to be sent to another engine, and may be."""
+        return any(rank.sends for rank in self.ranks)
+
     def disk_counts(self) -> DiskCounts | None:
         """What the disk has done, and holds; None without one."""
         return None if self.disk is None else self.disk.counts()
@@ -105,6 +133,9 @@ class Scheduler:
         found = [wait for rank in self.ranks for wait in rank.arrivals.waits]
         for rank in self.ranks:
             rank.arrivals.waits = []
+        if self.incoming is not None:
+            found += self.incoming.waits
+            self.incoming.waits = []
         return found
 
     def loads(self) -> list[RankLoad]:
@@ -190,6 +221,8 @@ class Scheduler:
         It is empty when no request is unfinished, or all that are have to wait for the step under way.
         """
         num_drafts = self._num_drafts()
+        if self.incoming is not None:
+            self.incoming.begin_step(now)
         if self.disk is None:
             return StepPlan([rank.schedule(now, num_drafts) for rank in self.ranks], num_drafts, num_drafts)
         self.disk.begin_step(now)
@@ -209,7 +242,7 @@ class Scheduler:
         return StepPlan(ranks, 0, 0, *self.disk.take_dropped())
 
     def enter_pages(self, reports: PageReports, now: float = 0.0) -> None:
-        """Enter what came of pages and the disk. Only with one."""
+        """Enter what came of pages, the disk and other engines."""
         if reports.found is not None:
             self.disk.found(reports.found)
         for number, ok in reports.written:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.executor import ExpertCounts, RankResults
+from dsjax.engine.incoming import TransferCounts
 from dsjax.engine.outputs import RequestOutput
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
@@ -84,6 +85,7 @@ class StepStats:
         drafts: what came of drafts; None where none were to be verified.
         balance: what came of balancing experts so far; None where they stay where they are.
         disk: what the disk below the cache has done so far; None without one.
+        transfers: what has come so far of pages that prefill sides compute; None without them.
         page_waits: (tier, seconds) that requests have waited for pages to come from there, since the stats before.
     """
 
@@ -103,6 +105,7 @@ class StepStats:
     drafts: DraftCounts | None = None
     balance: BalanceStats | None = None
     disk: DiskCounts | None = None
+    transfers: TransferCounts | None = None
     page_waits: list[tuple[str, float]] = field(default_factory=list)
 
 

@@ -134,7 +134,7 @@ def describe_recording(
         own = importlib.metadata.version("dsjax")
     except importlib.metadata.PackageNotFoundError:
         own = "not installed"
-    sizes = dataclasses.asdict(limits)
+    sizes = {name: int(size) for name, size in dataclasses.asdict(limits).items()}
     return Header(FORMAT, VERSION, own, jax, platform, device_kind, fingerprint, options, sizes, time.time())
 
 

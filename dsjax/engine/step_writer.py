@@ -15,9 +15,11 @@ from dsjax.engine.commands import (
     PageChange,
     PlacePages,
     PrefillRow,
+    PullPages,
     RankStep,
     ReadPages,
     Sampling,
+    SendPages,
     Step,
     StorePages,
     int32s,
@@ -25,6 +27,8 @@ from dsjax.engine.commands import (
 from dsjax.engine.page_tiers import PageMoves
 from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.request import Request
+
+PageCommand = PlacePages | FetchPages | ReadPages | PullPages | DropPages | SendPages | StorePages
 
 
 class StepWriter:
@@ -53,9 +57,9 @@ class StepWriter:
             return None
         return Copy([int32s(page for pair in rank.copies for page in pair) for rank in plan.ranks])
 
-    def moves(self, plan: StepPlan) -> list[PlacePages | FetchPages | ReadPages | DropPages | StorePages]:
-        """What moves between devices, host and disk before the step, in its order: what has come, what is sent for, what goes."""
-        found: list[PlacePages | FetchPages | ReadPages | DropPages | StorePages] = []
+    def moves(self, plan: StepPlan) -> list[PageCommand]:
+        """What moves between devices, host, disk and other engines before the step: what has come, what is sent for, what goes."""
+        found: list[PageCommand] = []
         if plan.flushes_disk or plan.dropped:
             found.append(drop_command(plan.flushes_disk, plan.dropped))
         if not any(rank.moves for rank in plan.ranks):
@@ -74,6 +78,29 @@ class StepWriter:
                     [int32s(number for number, _ in own.reads) for own in moves],
                     [b"".join(name for _, name in own.reads) for own in moves],
                     [int32s(own.drops) for own in moves],
+                )
+            )
+        if any(own.pulls for own in moves):
+            found.append(
+                PullPages(
+                    [
+                        int32s(
+                            value
+                            for pulled in own.pulls
+                            for place, number in pulled.pages
+                            for value in (pulled.link, pulled.parcel, place, number)
+                        )
+                        for own in moves
+                    ]
+                )
+            )
+        if any(own.sends for own in moves):
+            found.append(
+                SendPages(
+                    [
+                        int32s(value for sent in own.sends for page in sent.pages for value in (sent.number, page))
+                        for own in moves
+                    ]
                 )
             )
         if any(own.stores for own in moves):

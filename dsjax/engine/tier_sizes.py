@@ -55,7 +55,12 @@ def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
 
 def open_disk(args: EngineArgs, step: Step, directory: Path, lock: IO[bytes], shapes: Shapes) -> DiskPages:
     """The folder's pages of this model. directory: of its checkpoint; shapes: of a page's arrays."""
-    space: dict[str, Any] = {  # what a page's values depend on, beside its tokens and shapes
+    return DiskPages(PageFiles(args.disk_cache, page_space(args, step, directory), shapes), args.disk_cache_bytes, lock)
+
+
+def page_space(args: EngineArgs, step: Step, directory: Path) -> dict[str, Any]:
+    """What a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
+    return {
         "fingerprint": fingerprint(directory),
         "dtype": str(step.dtype),
         "kv_dtype": str(jnp.dtype(step.cache_dtype)),
@@ -65,7 +70,6 @@ def open_disk(args: EngineArgs, step: Step, directory: Path, lock: IO[bytes], sh
         "page_size": step.page_size,
         "module_layer": step.has_module,
     }
-    return DiskPages(PageFiles(args.disk_cache, space, shapes), args.disk_cache_bytes, lock)
 
 
 def _disk_pages(args: EngineArgs, step: Step) -> int:

@@ -1,7 +1,8 @@
-"""`TiersBelow`: what one rank has below its device: host memory of its own, and the disk that all ranks share. Plain Python."""
+"""`TiersBelow`: what one rank has below its device: host memory of its own, the disk that all ranks share, and what other engines send.
+Plain Python."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from dsjax.engine.disk_tier import DiskTier
@@ -9,27 +10,31 @@ from dsjax.engine.page_events import RankEvents
 from dsjax.engine.page_tiers import NOWHERE, PATIENCE, HostTier, PageMoves, StoredPage
 
 MOST_LANDED = 128
-"""Pages of a rank that have been read from the disk, or are being read, and have not gone to the device."""
+"""Pages of a rank that have been read from the disk or pulled from another engine, or are being, and have not gone to the device."""
 
 
 @dataclass
 class _Landed:
-    """A page that is read from the disk since a time, and whether it has come."""
+    """A page that is read from the disk, or pulled from another engine, since a time, and whether it has come."""
 
     number: int
     since: float
     here: bool = False
+    pulled: bool = False
 
 
 class TiersBelow:
-    """Either tier may be missing, not both. The pool stores pages through it; arrivals fetch them.
+    """Either tier may be missing; both only where pages are pulled. The pool stores pages through it; arrivals fetch them.
 
     A page is looked for in host memory first. One that is read from the disk *lands* in memory of its own; from there it goes to the
     device like one of host memory, under a number instead of a slot. What has landed and is not fetched goes when others need the room.
+    A page that another engine sends lands likewise.
     """
 
-    def __init__(self, host: HostTier | None, disk: DiskTier | None, events: RankEvents | None = None):
-        if host is None and disk is None:
+    def __init__(
+        self, host: HostTier | None, disk: DiskTier | None, events: RankEvents | None = None, *, pulls: bool = False
+    ):
+        if host is None and disk is None and not pulls:
             raise ValueError("found neither host memory nor a disk, expected one of them")
         self.host, self.disk, self._events = host, disk, events
         self._first_number = 0 if host is None else host.num_slots
@@ -80,11 +85,13 @@ class TiersBelow:
         """
         awaited: set[int] = set()
         if self.disk is None:
-            return awaited, False
+            return awaited, False  # what is pulled is awaited by its transfer
         wanted: set[bytes] | None = None
         for name in names:
             landed = self._landed.get(name)
             if landed is not None:
+                if landed.pulled and not landed.here:
+                    break
                 if not landed.here:
                     awaited.add(landed.number)
                 continue
@@ -94,12 +101,9 @@ class TiersBelow:
                 break
             if len(self._landed) >= MOST_LANDED:
                 wanted = set(names) if wanted is None else wanted
-                if not self._make_room(wanted, now):
+                if not self.make_room(1, wanted, now):
                     return awaited, True
-            number = self._first_number + self._numbers
-            self._numbers = (self._numbers + 1) % 2**30
-            self._landed[name] = _Landed(number, now)
-            self._by_number[number] = name
+            number = self.expect(name, now, pulled=False)
             moves.reads.append((number, name))
             awaited.add(number)
         return awaited, False
@@ -110,22 +114,45 @@ class TiersBelow:
             return self.host.fetch(name), "host"
         landed = self._landed.pop(name)
         del self._by_number[landed.number]
+        if landed.pulled:
+            return landed.number, "prefill"
         self.disk.fetch(name)
         return landed.number, "disk"
+
+    def lands(self, name: bytes) -> bool:
+        """Whether a page has landed, or is about to."""
+        return name in self._landed
+
+    def expect(self, name: bytes, now: float, *, pulled: bool = True) -> int:
+        """The number under which a page will land. There is room for it."""
+        number = self._first_number + self._numbers
+        self._numbers = (self._numbers + 1) % 2**30
+        self._landed[name] = _Landed(number, now, pulled=pulled)
+        self._by_number[number] = name
+        return number
+
+    def make_room(self, count: int, wanted: Container[bytes], now: float) -> bool:
+        """Have room for so many pages to land; False where what has landed and is wanted takes it."""
+        while len(self._landed) + count > max(MOST_LANDED, count):
+            if not self._give_up_one(wanted, now):
+                return False
+        return True
 
     def still_read(self, numbers: set[int]) -> None:
         """Take out of `numbers` what will not be reported any more, because it was given up."""
         numbers &= self._by_number.keys()
 
     def landed(self, number: int, ok: bool) -> None:
-        """The executor has read a page, or could not."""
+        """The executor has read or pulled a page, or could not."""
         name = self._by_number.get(number)
         if name is None:
             return
         if ok:
             self._landed[name].here = True
-        else:
-            del self._landed[name], self._by_number[number]
+            return
+        landed = self._landed.pop(name)
+        del self._by_number[number]
+        if not landed.pulled:
             self.disk.read_failed(name)
 
     def give_up(self, numbers: Iterable[int]) -> None:
@@ -145,7 +172,7 @@ class TiersBelow:
                 self._events.removed("host", gone)
         if self.disk is not None:
             self.disk.forget(names)
-            self.give_up([self._landed[name].number for name in names if name in self._landed])
+        self.give_up([self._landed[name].number for name in names if name in self._landed])
 
     def flush(self) -> None:
         """Forget every page."""
@@ -153,7 +180,7 @@ class TiersBelow:
             self.host.flush()
         if self.disk is not None:
             self.disk.flush()
-            self.give_up(list(self._by_number))
+        self.give_up(list(self._by_number))
 
     def doubt(self) -> None:
         """Forget what may not have happened: a plan was withdrawn, of whose commands nobody knows which were carried out."""
@@ -163,7 +190,7 @@ class TiersBelow:
                 self._events.removed("host", gone)
         if self.disk is not None:
             self.disk.doubt()
-            self.give_up(list(self._by_number))
+        self.give_up(list(self._by_number))
 
     def _tell_stored(self, name: bytes, stored: tuple[int, bytes | None] | None, number: int) -> None:
         if number != NOWHERE:
@@ -179,12 +206,13 @@ class TiersBelow:
         landed = self._landed.get(name)
         return landed is not None and landed.here
 
-    def _make_room(self, wanted: set[bytes], now: float) -> bool:
+    def _give_up_one(self, wanted: Container[bytes], now: float) -> bool:
         """Give up the page that was asked for longest ago, is here and is none of `wanted`; or that should have come long ago: who
         asked for it may be gone.
         """
         for name, landed in self._landed.items():
-            if (landed.here and name not in wanted) or (not landed.here and now - landed.since > PATIENCE):
+            late = not landed.here and not landed.pulled and now - landed.since > PATIENCE
+            if late or (landed.here and name not in wanted):
                 self.give_up([landed.number])
                 return True
         return False

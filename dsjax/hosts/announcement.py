@@ -21,6 +21,7 @@ class Announcement(msgspec.Struct, frozen=True):
     Attributes:
         process_ids: who has devices in its mesh; others of the group wait for the next generation.
         device_ids: of the mesh, row by row.
+        wanted: the mesh that was asked for; the one of `options` is smaller while processes are missing.
         options: the engine's options that differ from those the process was started with; `mesh` is one of them.
         reason: for people.
     """
@@ -29,6 +30,7 @@ class Announcement(msgspec.Struct, frozen=True):
     process_ids: list[int] = []
     device_ids: list[int] = []
     options: dict[str, Any] = {}
+    wanted: str = ""
     reason: str = ""
     ended: bool = False
 

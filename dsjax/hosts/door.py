@@ -56,6 +56,12 @@ class Door:
         self._watched.wait()
         self._on_left(arrival)
 
+    def has(self, arrival: Arrival) -> bool:
+        """Whether this process is a member, and its connection is open."""
+        with self._lock:
+            known = self._members.get(arrival.process_id)
+            return arrival.process_id in self._connections and known is not None and known.pid == arrival.pid
+
     def drop(self, process_id: int) -> None:
         """Close a member's connection: it has given no sign of life for too long, and must come in again."""
         with self._lock:

@@ -133,6 +133,10 @@ class HostGroup:
         self.present = [member for member in self.members if member.process_id in found.process_ids]
         self._told = {}
 
+    def say_prepared(self) -> None:
+        """Of a process that comes back: say that it can be in the next generation without keeping the others waiting."""
+        self.store.set(_prepared_key(self.options.process_id, os.getpid()), b"1")
+
     # Agreement.
 
     def run(self, stage: str, act: Callable[[], Result]) -> Result:
@@ -292,12 +296,14 @@ class HostGroup:
         return self.generation + 1
 
     def _welcome(self, arrival: Arrival) -> None:
-        """Wait until a process that comes back has joined. The mesh changes once for several that come together."""
+        """Wait until a process that comes back has joined, and has its programs. The mesh changes once for several that come together."""
         patience = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS
         with self._seen:
             joined = self._seen.wait_for(
                 lambda: arrival.process_id not in self._unseen or self.leaving, timeout=patience
             )
+        joined = joined and self._is_prepared(arrival)
+        with self._seen:
             self._coming.discard(arrival.process_id)
             if joined and not self.leaving:
                 changed = [arrival if member.process_id == arrival.process_id else member for member in self.members]
@@ -306,6 +312,20 @@ class HostGroup:
             others = bool(self._coming)
         if self.on_change is not None and not self.leaving and not others:
             self.on_change(None)
+
+    def _is_prepared(self, arrival: Arrival) -> bool:
+        """Wait until a process that has joined says so, for as long as it lives: compilation may take its time. False: it is gone again."""
+        key = _prepared_key(arrival.process_id, arrival.pid)
+        while not self.leaving and arrival.process_id not in self._unseen:
+            try:
+                if self.store.get(key, _LOOK_SECONDS) is not None:
+                    self.store.delete(key)
+                    return self._meeting.door.has(arrival)
+            except ConnectionError:
+                return False
+            if not self._meeting.door.has(arrival):
+                return False
+        return False
 
     def _lose(self, member: Arrival) -> None:
         if member.process_id in self.lost:
@@ -329,6 +349,10 @@ class HostGroup:
             text = gone(self.members[0])
         os.write(2, f"\nerror: {text}\n".encode())
         os._exit(1)
+
+
+def _prepared_key(process_id: int, pid: int) -> str:
+    return f"dsjax/prepared/{process_id}/{pid}"
 
 
 def gone(member: Arrival) -> str:

@@ -104,6 +104,15 @@ class Step:
         """Layers that have routed experts: the model's, and behind them the MTP module's where the step has one."""
         return self.config.num_moe_layers + (self.has_module and self.config.is_moe)
 
+    def abstract_parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every parameter as a shape, its storage dtype and its sharding: what the engine's are made of."""
+        return {
+            path: jax.ShapeDtypeStruct(
+                info.shape, info.storage_dtype, sharding=self.rules.sharding(self.mesh, info.logical_axes, info.shape)
+            )
+            for path, info in self.table.infos.items()
+        }
+
     def hidden(
         self, params: Mapping[str, Array], cache: Cache, groups: Sequence[RowGroup], copies: CopyTables | None
     ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:

@@ -32,7 +32,7 @@ _TPU = {"tpu-v5e": "tpu-v5-lite-podslice", "tpu-v6e": "tpu-v6e-slice"}
 _SERVER = {"--host": "0.0.0.0", "--port": "8000", "--shutdown-timeout": "600"}
 _HOST_MEMORY = 16 << 30
 _DEVICE_MEMORY = 4 << 30
-_ROOM = 1.25
+ROOM = 1.25
 """Of the volume: a model's files, and compiled programs beside them."""
 
 
@@ -50,19 +50,19 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     service, cluster = made["services"][0], question.cluster
     hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)
     devices = math.ceil(service["devices_each"] / hosts)
-    name = REPOSITORIES.get(model, model)
+    name = repository(model)
     container = "/spec/leaderWorkerTemplate/workerTemplate/spec/containers/0"
     group = [
         {"op": "replace", "path": "/spec/replicas", "value": service["instances"]},
         {"op": "replace", "path": "/spec/leaderWorkerTemplate/size", "value": hosts},
         {"op": "replace", "path": f"{container}/args", "value": _arguments(service["options"])},
-        {"op": "replace", "path": f"{container}/resources", "value": _resources(cluster, devices)},
+        {"op": "replace", "path": f"{container}/resources", "value": pod_resources(cluster.hardware.platform, devices)},
     ]
     selector = _node_selector(cluster, service["devices_each"])
     if selector:
         path = "/spec/leaderWorkerTemplate/workerTemplate/spec/nodeSelector"
         group.append({"op": "add", "path": path, "value": selector})
-    volume = _gib(_checkpoint_bytes(candidate) * _ROOM)
+    volume = gib(checkpoint_bytes(candidate) * ROOM)
     variant = "tpu" if cluster.hardware.platform == "tpu" else "cuda"
     start = service["cold_start_s"]
     lines = [
@@ -110,13 +110,22 @@ def _base() -> Any:
 
 def _arguments(options: Mapping[str, str]) -> list[str]:
     """`dsjax serve`'s, one a line; the model is the ConfigMap's."""
-    given = {**_SERVER, "--log-json": "", **options, "--model": "$(MODEL)"}
-    return ["serve", *(f"{flag}={value}" if value else flag for flag, value in given.items())]
+    return ["serve", *arguments_of({**_SERVER, "--log-json": "", **options, "--model": "$(MODEL)"})]
 
 
-def _resources(cluster: Cluster, devices: int) -> dict[str, Any]:
+def arguments_of(options: Mapping[str, str]) -> list[str]:
+    """Options as words; one without a value is a flag."""
+    return [f"{flag}={value}" if value else flag for flag, value in options.items()]
+
+
+def repository(model: str) -> str:
+    """Where a model's weights are: a bundled configuration has none."""
+    return REPOSITORIES.get(model, model)
+
+
+def pod_resources(platform: str, devices: int) -> dict[str, Any]:
     """Requests of one pod: its devices; host memory for the process and what passes through it while weights are read."""
-    kind = "google.com/tpu" if cluster.hardware.platform == "tpu" else "nvidia.com/gpu"
+    kind = "google.com/tpu" if platform == "tpu" else "nvidia.com/gpu"
     memory = f"{(_HOST_MEMORY + devices * _DEVICE_MEMORY) >> 30}Gi"
     return {
         "requests": {"cpu": str(4 + 2 * devices), "memory": memory, kind: str(devices)},
@@ -137,7 +146,7 @@ def _node_selector(cluster: Cluster, devices: int) -> dict[str, str]:
     }
 
 
-def _checkpoint_bytes(candidate: Candidate) -> float:
+def checkpoint_bytes(candidate: Candidate) -> float:
     """Of the whole model as it is kept: one device of a mesh of one has all of it."""
     from dsjax.plan.layout import parse_layout
 
@@ -146,7 +155,8 @@ def _checkpoint_bytes(candidate: Candidate) -> float:
     return sum(weight_bytes(instance.config, whole, instance.options.precision, mtp=True).values())
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
+    """Bytes as Kubernetes writes them, in tens of GiB, rounded up."""
     return f"{math.ceil(size / (1 << 30) / 10) * 10}Gi"
 
 

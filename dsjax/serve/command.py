@@ -13,10 +13,24 @@ from dsjax.cli.options import engine_options
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.joining import host_options
+from dsjax.errors import UserError
 from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
 
-if TYPE_CHECKING:  # it brings JAX in, which `--help` does not need
+if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
     from dsjax.engine.loading import EngineFacts
+    from dsjax.serve.metrics import Metrics
+
+
+ServedModelNames = Annotated[
+    list[str] | None, typer.Option(help="Name for clients; several may be given. Default: the model's.")
+]
+ShutdownTimeout = Annotated[
+    float, typer.Option(help="Seconds that running requests get to finish after SIGINT or SIGTERM.", min=0)
+]
+StepTimeout = Annotated[
+    float,
+    typer.Option(help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0),
+]
 
 
 class LoadedModel(Protocol):
@@ -34,12 +48,8 @@ def serve(
         str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name for clients; several may be given. Default: the model's.")
-    ] = None,
-    shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests get to finish after SIGINT or SIGTERM.", min=0)
-    ] = 10.0,
+    served_model_name: ServedModelNames = None,
+    shutdown_timeout: ShutdownTimeout = 10.0,
     api_server_count: Annotated[
         int,
         typer.Option(
@@ -67,10 +77,7 @@ def serve(
     request_timeout: Annotated[
         float, typer.Option(help="Seconds in which a request's head, then its body, must arrive.", min=0.1)
     ] = 60.0,
-    step_timeout: Annotated[
-        float,
-        typer.Option(help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0),
-    ] = 300.0,
+    step_timeout: StepTimeout = 300.0,
     reasoning_parser: Annotated[
         str, typer.Option(help=f"How reasoning is told from the answer ({', '.join(REASONING_PARSERS)}).")
     ] = "auto",
@@ -96,6 +103,11 @@ def serve(
     from dsjax.serve.logs import configure_logging
     from dsjax.serve.server import bind, bind_shared
 
+    if args.disaggregation_mode != "agg":
+        raise UserError(
+            f"--disaggregation-mode {args.disaggregation_mode} is one side of two behind an orchestrator that tells each of the other; "
+            "dsjax serve alone has both with --prefill-mesh and --decode-mesh"
+        )
     options = ServeOptions(
         api_keys=read_keys(api_key or (), api_key_file or ()),
         admin_api_key=admin_api_key,
@@ -158,10 +170,8 @@ def serve_model(
     front_end_listeners: one for each process that is to speak HTTP; none: this one does, on `listener`.
     """
     from dsjax.engine.async_engine import AsyncEngine
-    from dsjax.serve.device_memory import device_memory
     from dsjax.serve.front_ends.engine_server import EngineServer
     from dsjax.serve.front_ends.shared_engine import SharedEngine
-    from dsjax.serve.metrics import Metrics
     from dsjax.serve.server import Server
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
@@ -177,16 +187,7 @@ def serve_model(
 
     facts = model.facts
     show_facts(console, facts)
-    metrics = Metrics(
-        names[0],
-        facts.dp_ranks,
-        facts.max_model_len,
-        experts_per_device=facts.physical_experts_per_device,
-        most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
-        page_bytes=facts.page_bytes,
-        device_memory=device_memory,
-        generations=model.engine.core.generations,
-    )
+    metrics = metrics_of(model, names[0])
     engine = SharedEngine(model.engine) if front_end_listeners else AsyncEngine(model.engine)
     group = getattr(model, "group", None)
     serving = Serving(
@@ -212,3 +213,21 @@ def serve_model(
         shared = EngineServer.over(serving, model.engine, front_end_listeners, log_json, **how)
         return shared.serve_behind()
     return Server(serving, **how).serve_on(listener)
+
+
+def metrics_of(model: LoadedModel, name: str) -> "Metrics":
+    """What counts a loaded model's work. name: as clients know it."""
+    from dsjax.serve.device_memory import device_memory
+    from dsjax.serve.metrics import Metrics
+
+    facts = model.facts
+    return Metrics(
+        name,
+        facts.dp_ranks,
+        facts.max_model_len,
+        experts_per_device=facts.physical_experts_per_device,
+        most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
+        page_bytes=facts.page_bytes,
+        device_memory=device_memory,
+        generations=model.engine.core.generations,
+    )

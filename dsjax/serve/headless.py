@@ -90,6 +90,7 @@ class Headless:
         """The three endpoints."""
         app = FastAPI(title="dsjax follower", docs_url=None, redoc_url=None, openapi_url=None)
 
+        @app.get("/live")  # what Dynamo's operator asks for
         @app.get("/health")
         async def health() -> Response:
             return JsonResponse({"status": "ok"})

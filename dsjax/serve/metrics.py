@@ -144,9 +144,11 @@ class Metrics:
         for part, seconds in stats.host_seconds.items():
             self._host_seconds.add((model, part), seconds)
         self._compilations = stats.compilations_after_warm_up
-        self._experts.enter(stats.experts)
-        self._balance.enter(stats.balance)
-        self._tiers.enter(stats.disk, stats.page_waits)
+        if stats.experts is not None:
+            self._experts.enter(stats.experts)
+        self.show_balance(stats.balance)
+        if stats.disk is not None or stats.page_waits:
+            self._tiers.enter(stats.disk, stats.page_waits, stats.transfers)
         if stats.drafts is not None:
             self._drafts.enter(stats.drafts)
 
@@ -172,7 +174,8 @@ class Metrics:
 
     def show_balance(self, stats: BalanceStats | None) -> None:
         """Replace what the metrics of experts that follow the load show; None changes nothing."""
-        self._balance.enter(stats)
+        if stats is not None:
+            self._balance.enter(stats)
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Enter a step's tokens."""

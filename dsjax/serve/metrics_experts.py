@@ -65,9 +65,9 @@ class ExpertMetrics:
         """Go on with another mesh: what was recorded is of the one before."""
         self._per_device, self._counts = experts_per_device, None
 
-    def enter(self, counts: ExpertCounts | None) -> None:
-        """Take the engine's sums; None while recording is off keeps the last."""
-        self._counts = counts or self._counts
+    def enter(self, counts: ExpertCounts) -> None:
+        """Take the engine's sums, which stay while nothing is recorded."""
+        self._counts = counts
 
     def _read(self, read: Callable[[ExpertCounts], _Samples]) -> _Samples:
         return read(self._counts) if self._counts is not None else ()
@@ -132,9 +132,9 @@ class BalanceMetrics:
             self._rank_tokens,
         )
 
-    def enter(self, stats: BalanceStats | None) -> None:
+    def enter(self, stats: BalanceStats) -> None:
         """Take the engine's totals."""
-        self._stats = stats or self._stats
+        self._stats = stats
 
     def _balancedness(self) -> _Samples:
         if self._stats is not None and self._stats.windows:

@@ -23,6 +23,13 @@ def add_generation_metrics(registry: Registry, model_name: str, generations: Gen
     gauge("dsjax_generation_devices", "Devices of the mesh.", lambda: generations.spec.num_devices)
     gauge("dsjax_generation_devices_wanted", "Devices it was to have.", lambda: generations.wanted.num_devices)
     gauge("dsjax_generation_processes", "Processes with a part in it.", lambda: generations.facts.num_processes)
+    ahead = generations.ahead
+    for name, what, count in (
+        ("done", "Programs of the meshes that may come next which process 0 has.", "done"),
+        ("wanted", "Of those, how many it is to have.", "total"),
+    ):
+        read = lambda count=count: 0 if ahead is None else getattr(ahead, count)  # noqa: E731
+        gauge(f"dsjax_compile_ahead_programs_{name}", what, read)
     gauge("dsjax_generation_changing", "1 while no step computes, as the mesh is changed.", lambda: generations.busy)
     Total(
         registry,

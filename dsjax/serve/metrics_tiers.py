@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from dsjax.engine.disk_tier import DiskCounts
+from dsjax.engine.incoming import TransferCounts
 from dsjax.engine.rank import RankLoad
 from dsjax.serve.metrics_families import Gauge, Histogram, Labels, Registry, Total
 
@@ -28,6 +29,8 @@ class TierMetrics:
         self._add_bytes()
         self._add_host()
         self._add_disk()
+        self._transfers: TransferCounts | None = None
+        self._add_transfers()
         self._waits = Histogram(
             registry,
             "dsjax_cache_fetch_seconds",
@@ -36,9 +39,14 @@ class TierMetrics:
             FETCH_SECONDS,
         )
 
-    def enter(self, disk: DiskCounts | None, waits: Iterable[tuple[str, float]] = ()) -> None:
-        """Show the disk's counts from now on, and enter what requests have waited for pages: (tier, seconds)."""
-        self._disk = disk
+    def enter(
+        self,
+        disk: DiskCounts | None,
+        waits: Iterable[tuple[str, float]] = (),
+        transfers: TransferCounts | None = None,
+    ) -> None:
+        """Show these counts from now on, and enter what requests have waited for pages: (tier, seconds)."""
+        self._disk, self._transfers = disk, transfers or self._transfers
         for tier, seconds in waits:
             self._waits.observe((self._model, tier), seconds)
 
@@ -125,6 +133,28 @@ class TierMetrics:
             ("evicted", "Pages that were dropped there because others needed the room."),
         ):
             Total(self._registry, f"{name}_{what}", documentation, labels, read(what))
+
+    def _add_transfers(self) -> None:
+        def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
+            return lambda: [] if self._transfers is None else [((self._model,), getattr(self._transfers, field))]
+
+        def ended() -> Iterable[tuple[Labels, float]]:
+            if self._transfers is not None:
+                for outcome in ("completed", "given_up"):
+                    yield (self._model, outcome), getattr(self._transfers, outcome)
+
+        name, labels = "dsjax_transfer", ("model_name",)
+        Gauge(
+            self._registry, f"{name}s_under_way", "Prompts that prefill engines compute now.", labels, read("under_way")
+        )
+        Total(self._registry, f"{name}_pages", "Pages that came from prefill engines.", labels, read("pages"))
+        Total(
+            self._registry,
+            f"{name}s",
+            "Prompts that prefill engines were asked for: all pages came, or the rest was computed here.",
+            ("model_name", "outcome"),
+            ended,
+        )
 
     def _add_disk(self) -> None:
         def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:

@@ -25,6 +25,7 @@ _FLUSH_SECONDS = 5
 _LOOK_SECONDS = 0.05
 
 YOUNG_OBJECTS = 20_000
+SWITCH_SECONDS = 0.0005
 
 
 class _StoppedError(Exception):
@@ -104,7 +105,7 @@ class Server(uvicorn.Server):
         if self.should_exit or self._warm_up_error is not None:
             self.should_exit = True
             return
-        settle_collector()
+        settle_interpreter()
         self._engine.start()
         self._watch_steps(asyncio.get_running_loop())
         self._serving.enter(Phase.READY)
@@ -217,13 +218,18 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     return listener
 
 
-def settle_collector() -> None:
-    """Keep all present objects out of Python's garbage collection, and collect less often than by default.
+def settle_interpreter() -> None:
+    """Set Python up for a server's process: its garbage collector, and how long a thread may keep the interpreter to itself.
 
-    The libraries' and the model's objects live as long as the process, so the collector need not look through them again. A
-    step makes some thousand tuples and outputs that all die with it, by their reference counts; looking for cycles every 700
-    objects, as Python does, was a fifth of the scheduler's time with 1,024 requests.
+    All present objects are kept out of garbage collection, and it comes less often than by default: the libraries' and the model's objects
+    live as long as the process, so the collector need not look through them again. A step makes some thousand tuples and outputs that
+    all die with it, by their reference counts; looking for cycles every 700 objects, as Python does, was a fifth of the scheduler's
+    time with 1,024 requests.
+
+    The engine's thread lets go of the interpreter in each of its calls of XLA, and gets it back from an event loop that writes hundreds of
+    events only after the switch interval: 5 ms by default, several times in a step.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)
+    sys.setswitchinterval(SWITCH_SECONDS)

@@ -27,6 +27,10 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     )
     console.print(_bytes_table(facts))
     console.print(_capacity(facts), highlight=False)
+    if facts.prefill_meshes:
+        console.print(
+            f"prompts are computed on devices beside these: {', '.join(facts.prefill_meshes)}", highlight=False
+        )
     if facts.speculation is not None:
         console.print(_speculation_line(facts.speculation), highlight=False)
     if facts.kernels:

@@ -1,9 +1,11 @@
-"""Schemas of the two custom resources that `deploy/` uses, as far as it uses them; they take no unknown field, as the API server does.
+"""Schemas of the three custom resources that `deploy/` uses, as far as it uses them; they take no unknown field, as the API server does.
 
 LeaderWorkerSet: version v1, in kubernetes-sigs/lws at commit 060ab4d (2026-08-21),
 config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml.
 PodMonitor: version v1 of the operator's 0.91.0, in prometheus-operator/prometheus-operator,
 example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml.
+DynamoGraphDeployment: version v1beta1, in ai-dynamo/dynamo at commit 01cc1c3 (2026),
+deploy/operator/config/crd/bases/nvidia.com_dynamographdeployments.yaml.
 Names, types, enumerations and what is required are theirs; a pod's template is the core schema's, held against it as a Pod.
 """
 
@@ -81,3 +83,41 @@ POD_MONITOR = _object(
         },
     ),
 )
+
+_NAME = {"type": "string", "minLength": 1, "maxLength": 63}
+_ENV = {"type": "array", "items": _object(("name",), name=_STRING, value=_STRING, valueFrom={"type": "object"})}
+
+DYNAMO_GRAPH_DEPLOYMENT = _object(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion=_choice("nvidia.com/v1beta1"),
+    kind=_choice("DynamoGraphDeployment"),
+    metadata=_METADATA,
+    spec=_object(
+        annotations=_MAP,
+        labels=_MAP,
+        backendFramework=_choice("sglang", "vllm", "trtllm"),
+        env=_ENV,
+        priorityClassName=_STRING,
+        restart=_object(("id",), id=_NAME, strategy={"type": "object"}),
+        topologyConstraint=_object(("clusterTopologyName",), clusterTopologyName=_NAME, packDomain=_STRING),
+        components={
+            "type": "array",
+            "items": _object(
+                ("name",),
+                name=_NAME,
+                type=_choice("frontend", "worker", "prefill", "decode", "planner", "epp"),
+                replicas={"type": "integer", "minimum": 0},
+                multinode=_object(nodeCount={"type": "integer", "minimum": 2}),
+                sharedMemorySize=_INT_OR_STRING,
+                globalDynamoNamespace=_BOOL,
+                compilationCache=_object(("pvcName",), pvcName=_NAME, mountPath=_STRING),
+                modelRef=_object(("name",), name=_NAME, revision=_STRING),
+                scalingAdapter=_object(),
+                topologyConstraint=_object(("packDomain",), packDomain=_STRING),
+                frontendSidecar=_STRING,
+                podTemplate=_TEMPLATE,
+            ),
+        },
+    ),
+)
+"""The operator's own containers are named `main`; it fills in what a template leaves out."""

@@ -19,7 +19,7 @@ from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.executor import RowResult
 from dsjax.engine.input_processor import InputProcessor, PreparedRequest
 from dsjax.engine.output_processor import OutputProcessor
-from dsjax.engine.output_stream import EngineDeadError
+from dsjax.engine.outputs import EngineDeadError
 from dsjax.engine.request import Request
 from dsjax.engine.scheduler import Update
 from dsjax.engine.scheduler_config import SchedulerConfig
@@ -55,7 +55,7 @@ from dsjax.serve.guards import ADMIN_PATHS
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.server import Server, settle_collector
+from dsjax.serve.server import Server, settle_interpreter
 from dsjax.serve.serving import Phase, Serving
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class FrontEndServer(Server):
         """Do nothing."""
 
     async def _become_ready(self) -> None:
-        settle_collector()
+        settle_interpreter()
         self._remote.start()
         self._channel.send(Hello())
         async for message in self._channel.messages():

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.eplb import RebalanceUnderWayError
-from dsjax.engine.output_stream import EngineDeadError
+from dsjax.engine.outputs import EngineDeadError
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError

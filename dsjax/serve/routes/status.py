@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.expert_location import ExpertLocation
-from dsjax.engine.output_stream import EngineDeadError
+from dsjax.engine.outputs import EngineDeadError
 from dsjax.engine.rank import RankLoad
 from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.errors import ApiError

@@ -14,14 +14,17 @@ from dsjax.engine.commands import (
     FetchPages,
     Flush,
     PlacePages,
+    PullPages,
     ReadPages,
     Score,
+    SendPages,
     Step,
     StorePages,
     from_int32s,
     names_of,
 )
 from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, PageReports, RankResults, RowResult
+from dsjax.engine.page_transfer import ParcelGoneError, Release
 from dsjax.engine.plan import StepPlan
 from dsjax.engine.step_writer import StepWriter, clear_command
 
@@ -67,6 +70,7 @@ class FakeExecutor:
         max_under_way: the most steps that were on their way at a time.
         disk: pages by their names, which the test may give to the next one. disk_takes: polls until a report comes; None: none ever does.
         disk_fails: whether reading and writing fail.
+        parcels_take: steps or polls until a parcel is offered or pulled; None: none ever is.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class FakeExecutor:
         host_pages_per_rank: int = 0,
         disk_pages: int = 0,
         disk: dict[bytes, list] | None = None,
+        transfers: bool = False,
     ):
         self.limits = ExecutorLimits(
             max_rows_decode,
@@ -98,6 +103,7 @@ class FakeExecutor:
             vocab_size,
             host_pages_per_rank,
             disk_pages,
+            transfers=transfers,
         )
         self.max_in_flight = max_in_flight
         self.model = model
@@ -120,7 +126,11 @@ class FakeExecutor:
         self.disk = {} if disk is None else disk
         self.disk_takes: int | None = 1
         self.disk_fails = False
-        self._found: list[bytes] | None = list(self.disk)
+        self.parcels_take: int | None = 0
+        self._offer = self._links = None
+        self._wake = lambda: None
+        self._parcel_work: deque[list] = deque()  # [polls left, "offer" or "pull", what]
+        self._found: list[bytes] | None = list(self.disk) if disk_pages else None
         self._landed: dict[tuple[int, int], list] = {}
         self._disk_work: deque[list] = deque()  # [polls left, "read" or "written", report, what comes of it]
         self._writer = StepWriter(num_ranks, max_rows_decode, page_size)
@@ -171,13 +181,46 @@ class FakeExecutor:
         return {page for command in places for page in from_int32s(command.ranks[rank])}
 
     def _run_what_nobody_waits_for(self) -> None:
-        moving = Copy | Clear | StorePages | FetchPages | PlacePages | ReadPages | DropPages
+        moving = Copy | Clear | StorePages | FetchPages | PlacePages | ReadPages | DropPages | SendPages | PullPages
         while self._queue and isinstance(self._queue[0].command, moving):
             self._run(self._queue.popleft().command)
+
+    def send_parcels(self, offer) -> None:
+        self._offer = offer
+
+    def pull_parcels(self, links, wake) -> None:
+        self._links, self._wake = links, wake
+
+    def move_parcels(self, reports: PageReports | None = None) -> None:
+        """Offer what is ready, and pull what was asked for."""
+        work, self._parcel_work = self._parcel_work, deque()
+        for polls, kind, what in work:
+            if self.parcels_take is None or polls < self.parcels_take or (kind == "pull" and reports is None):
+                self._parcel_work.append([polls + 1, kind, what])
+            elif kind == "offer":
+                self._offer(*what)
+            else:
+                self._pull(*what, reports)
+
+    def _pull(self, rank, link, parcel, pages, reports) -> None:
+        try:
+            found = self._links[link].pull(parcel, None)
+        except ParcelGoneError:
+            found = None
+        self._links[link].send(Release(parcel))
+        for place, number in pages:
+            if (rank, number) not in self._landed:
+                continue
+            if found is None:
+                del self._landed[rank, number]
+            else:
+                self._landed[rank, number] = found["tokens"][place]
+            reports.read.append((rank, number, found is not None))
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         found, self._found = self._found, None
         reports = PageReports([], [], found)
+        self.move_parcels(reports)
         if self.disk_takes is None:
             return reports
         later = deque()
@@ -263,6 +306,26 @@ class FakeExecutor:
                     assert (rank, number) not in self._landed, "no number is used twice at a time"
                     self._landed[rank, number] = None
                     self._disk_work.append([0, "read", (rank, number, name), None])
+        elif isinstance(command, SendPages):
+            for cache, own in zip(self._cache, command.ranks, strict=True):
+                parcels: dict[int, list] = {}
+                for number, page in zip(*[iter(from_int32s(own))] * 2, strict=True):
+                    assert None not in cache[page], "only full pages are sent"
+                    parcels.setdefault(number, []).append(list(cache[page]))
+                for number, pages in parcels.items():
+                    assert len(pages) <= 16
+                    self._parcel_work.append([0, "offer", (number, {"tokens": pages})])
+            if self.parcels_take == 0:
+                self.move_parcels()
+        elif isinstance(command, PullPages):
+            for rank, own in enumerate(command.ranks):
+                wanted: dict[tuple, list] = {}
+                for link, parcel, place, number in zip(*[iter(from_int32s(own))] * 4, strict=True):
+                    assert (rank, number) not in self._landed, "no number is used twice at a time"
+                    self._landed[rank, number] = None
+                    wanted.setdefault((link, parcel), []).append((place, number))
+                for (link, parcel), pages in wanted.items():
+                    self._parcel_work.append([0, "pull", (rank, link, parcel, pages)])
         elif isinstance(command, DropPages):
             self._disk_work.append([0, "drop", (command.everything, names_of(command.names)), None])
         elif isinstance(command, PlacePages):

@@ -20,6 +20,7 @@ from dsjax.engine.cache import Pool
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.memory import beside_the_cache, check_device_memory
 from dsjax.engine.process import OutOfDeviceMemoryError, available_bytes, explained_out_of_memory, size_memory_pool
+from dsjax.engine.programs import Programs
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -79,7 +80,7 @@ def test_the_host_s_share_bounds_the_pages_and_too_few_are_an_error():
 
 def test_what_is_allocated_is_what_was_counted():
     step, limits = tiny("dp=2,tp=2", mla_prefill="CD", mla_decode="CD"), limits_of(RANKS)
-    cache = device_state.allocate(step, limits).cache
+    cache = Programs(step, {}, device_state.describe(step, limits), limits).allocate().cache
     for device in step.mesh.devices.flat:
         held = [
             shard.data.nbytes

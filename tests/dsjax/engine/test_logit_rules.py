@@ -9,6 +9,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.commands import ALWAYS, Admission, RankStep, Sampling, Step, int32s
 from dsjax.engine.executor import RankResults, RowResult
+from dsjax.engine.input_processor import RuleMaker, bad_word_runs
 from dsjax.engine.logit_edits import (
     BIASES_PER_ROW,
     add_biases,
@@ -19,7 +20,6 @@ from dsjax.engine.logit_edits import (
     pieces,
 )
 from dsjax.engine.logit_rules import LogitRules, completing
-from dsjax.engine.rule_maker import RuleMaker, bad_word_runs
 from dsjax.engine.sampling_params import SamplingError, SamplingParams
 from dsjax.engine.slot_rules import SlotRules, SlotTable
 from dsjax.engine.structured import GrammarCompiler

@@ -167,3 +167,15 @@ def test_32_ranks_keep_four_fifths_of_the_hits_of_one_and_stay_balanced(prefixes
     assert spread.fullest < 1.5, "the fullest rank, which all wait for, has not much more rows than the mean one"
     # Each step on 32 ranks is far shorter than on one; their number must not grow much by queueing.
     assert spread.steps <= 1.3 * alone.steps
+
+
+def test_a_router_outside_chooses_as_long_as_the_mesh_has_the_rank():
+    scheduler = Scheduler(config(), 3)
+    for name, wanted in (("first", 2), ("second", 2), ("third", 0)):
+        scheduler.add(chosen := request(name, [1] * 64, dp_rank=wanted))
+        assert chosen.rank == wanted
+    scheduler.add(beyond := request("beyond", [2] * 64, dp_rank=3))
+    assert beyond.rank == 1, "the rank that has nothing to do"
+    smaller, refused = scheduler.successor(config(), 1)
+    assert refused == []
+    assert len(smaller.ranks[0].waiting) == 4

@@ -437,7 +437,7 @@ def test_in_bf16_tokens_are_the_same_wherever_the_two_largest_logits_are_apart(c
         for given in ({"method": "mtp", "num_speculative_tokens": 2}, None)
     )
     watch = Watch(drafted, monkeypatch)
-    given = prompts(6)
+    given = prompts(3)
     outputs = [output.outputs[0] for output in drafted.generate(given, dataclasses.replace(GREEDY, logprobs=2))]
     texts = [
         {"prompt_token_ids": prompt["prompt_token_ids"] + list(output.token_ids[:made])}

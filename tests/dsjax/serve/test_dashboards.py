@@ -14,6 +14,7 @@ from live_server import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from watched_server import experts, load, step
 
+from dsjax.engine.incoming import TransferCounts
 from dsjax.engine.stats import BalanceStats, DraftCounts
 from dsjax.serve.metrics import Metrics
 
@@ -44,7 +45,7 @@ def exposed():
     server.serving.metrics.show_exchange_share(0.3)
     drafts = DraftCounts(3, 6, 4, (3, 1))
     balance = BalanceStats(windows=1, rank_tokens=(3, 4))
-    others = {"drafts": drafts, "balance": balance, "page_waits": [("host", 0.01)]}
+    others = {"drafts": drafts, "balance": balance, "page_waits": [("host", 0.01)], "transfers": TransferCounts(3)}
     server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), **others))
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):

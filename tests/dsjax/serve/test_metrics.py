@@ -11,6 +11,7 @@ from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.executor import RankResults, RowResult
+from dsjax.engine.incoming import TransferCounts
 from dsjax.engine.page_tiers import TierCounts, TierHits
 from dsjax.engine.request import ErrorKind, FinishReason
 from dsjax.engine.sampling_params import SamplingParams
@@ -340,7 +341,9 @@ def test_bytes_hits_and_waits_are_told_by_tier():
         for i, one in enumerate(loads)
     ]
     disk = DiskCounts(used_pages=7, usable_pages=9, failed_reads=1, late=2, page_bytes=128)
-    metrics.on_step(step(loads, disk=disk, page_waits=[("disk", 0.3), ("disk", 0.1), ("host", 0.002)]))
+    waits = [("disk", 0.3), ("disk", 0.1), ("host", 0.002), ("prefill", 0.4)]
+    transfers = TransferCounts(asked=9, completed=5, given_up=1, pages=70, under_way=3)
+    metrics.on_step(step(loads, disk=disk, page_waits=waits, transfers=transfers))
     found = samples(read_text(metrics.render().decode()))
 
     def value(name, **labels):
@@ -357,6 +360,9 @@ def test_bytes_hits_and_waits_are_told_by_tier():
     assert value("vllm:external_prefix_cache_hits_total", engine="1") == 30
     assert value("dsjax_cache_fetch_seconds_sum", tier="disk") == pytest.approx(0.4)
     assert value("dsjax_cache_fetch_seconds_count", tier="host") == 1
+    assert value("dsjax_cache_fetch_seconds_sum", tier="prefill") == pytest.approx(0.4)
+    assert [value("dsjax_transfers_total", outcome=what) for what in ("completed", "given_up")] == [5, 1]
+    assert (value("dsjax_transfer_pages_total"), value("dsjax_transfers_under_way")) == (70, 3)
     assert [value("dsjax_disk_failures_total", operation=what) for what in ("read", "write", "late")] == [1, 0, 2]
 
 
@@ -370,7 +376,11 @@ def filled() -> Metrics:
     metrics.on_updates([token(one, FinishReason.STOP)])
     below, balance = TierCounts(1, 4, 3, 1, 2), BalanceStats(windows=1, rank_tokens=(3, 4))
     loads = [load(0), load(1, used=1, usable=3)._replace(host=below, hits=TierHits(7, 4, 2), queried=20)]
-    waits = {"disk": DiskCounts(*range(11)), "page_waits": [("host", 0.003), ("disk", 0.2)]}
+    waits = {
+        "disk": DiskCounts(*range(11)),
+        "transfers": TransferCounts(9),
+        "page_waits": [("host", 0.003), ("disk", 0.2)],
+    }
     metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), balance=balance, **waits))
     metrics.show_exchange_share(0.3)
     metrics.on_rejected("x")

@@ -1,0 +1,181 @@
+"""`dsjax dynamo`: one worker of NVIDIA Dynamo. Its own options, the engine's, and those of Dynamo's runtime as Dynamo defines them."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from dsjax.cli.help import PLAIN, PanelledCommand
+from dsjax.cli.options import engine_options
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.joining import host_options
+from dsjax.errors import UserError
+from dsjax.serve.command import ServedModelNames, ShutdownTimeout, StepTimeout
+
+if TYPE_CHECKING:
+    from dynamo.common.backend import WorkerConfig
+
+    from dsjax.dynamo.engine import DsjaxEngine
+    from dsjax.engine.tokenizer import Tokenizer
+    from dsjax.hosts import HostOptions
+
+TOOL_CALL_PARSERS = {"deepseek_v3": "deepseek_v3", "deepseek_v31": "deepseek_v3_1"}
+"""From our name of a form of tool calls to Dynamo's."""
+REASONING_PARSER = "deepseek_r1"
+COMPONENT, ENDPOINT = "backend", "generate"
+"""Where Dynamo's frontends look for a worker, unless `--endpoint` says otherwise."""
+
+
+class DynamoCommand(PanelledCommand):
+    """A command that leaves options it does not know to Dynamo, and lists those under a title of their own."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections."""
+        super().format_options(ctx, formatter)
+        with formatter.section("Dynamo"):
+            try:
+                options = [one for one in runtime_parser()._actions if one.help != argparse.SUPPRESS]
+            except UserError:
+                formatter.write_text("Dynamo's own options are listed here where it is installed.")
+                return
+            formatter.write_dl([(", ".join(one.option_strings), " ".join((one.help or "").split())) for one in options])
+
+
+app = typer.Typer(
+    **PLAIN
+    | {"context_settings": PLAIN["context_settings"] | {"ignore_unknown_options": True, "allow_extra_args": True}}
+)
+
+
+@app.command("dynamo", cls=DynamoCommand)
+@engine_options
+def dynamo(
+    args: EngineArgs,
+    context: typer.Context,
+    served_model_name: ServedModelNames = None,
+    shutdown_timeout: ShutdownTimeout = 10.0,
+    step_timeout: StepTimeout = 300.0,
+) -> None:
+    """Be a worker of NVIDIA Dynamo, whose frontend and router serve the clients."""
+    runtime = runtime_config(context.args)
+    group = host_options(args)
+    if group is not None and not group.is_leader:
+        _follow(args, group)
+        return
+    engine, worker = _prepare(args, runtime, tuple(served_model_name or (args.model,)), shutdown_timeout, step_timeout)
+    serve: Callable[[DsjaxEngine, WorkerConfig], None] = context.obj or _serve
+    serve(engine, worker)
+
+
+def runtime_parser() -> argparse.ArgumentParser:
+    """Dynamo's own parser for its runtime's options, which may also be given as environment variables.
+
+    Raises:
+        UserError: Dynamo is not installed.
+    """
+    try:
+        import dynamo.common.backend  # the contract; an older release has none
+        from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup
+    except ImportError as error:
+        raise UserError(
+            f"dsjax dynamo needs NVIDIA Dynamo 1.6, which cannot be imported here ({error}): pip install 'dsjax[dynamo]' "
+            "(docs/dynamo.md has what to do where that fails)"
+        ) from error
+    del dynamo
+    parser = _Parser(prog="dsjax dynamo", add_help=False, allow_abbrev=False)
+    DynamoRuntimeArgGroup().add_arguments(parser)
+    return parser
+
+
+def runtime_config(arguments: Sequence[str]) -> Any:
+    """Dynamo's `DynamoRuntimeConfig`, from what of the command line is not ours.
+
+    Raises:
+        UserError: Dynamo is not installed, or an option is unknown or has a value that cannot be.
+    """
+    parser = runtime_parser()
+    from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeConfig
+    from dynamo.common.utils.runtime import parse_endpoint
+
+    config = DynamoRuntimeConfig.from_cli_args(parser.parse_args(list(arguments)))
+    try:
+        config.validate()
+        endpoint = config.endpoint or f"{config.namespace}.{COMPONENT}.{ENDPOINT}"
+        config.namespace, config.component, config.endpoint = parse_endpoint(endpoint)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    template = config.custom_jinja_template
+    if template is not None:
+        config.custom_jinja_template = str(Path(os.path.expandvars(template)).expanduser())
+        if not Path(config.custom_jinja_template).is_file():
+            raise UserError(f"--custom-jinja-template {template} is no file; give the file of a chat template")
+    return config
+
+
+def _prepare(
+    args: EngineArgs, runtime: Any, names: tuple[str, ...], shutdown_timeout: float, step_timeout: float
+) -> "tuple[DsjaxEngine, WorkerConfig]":
+    """The engine, not started, and what Dynamo is to do with it. The model is found first, so that a wrong one is known at once."""
+    from dynamo.common.backend import WorkerConfig
+
+    from dsjax.checkpoint.hub import resolve
+    from dsjax.config import bundled_models
+    from dsjax.dynamo.engine import DsjaxEngine
+    from dsjax.engine.tokenizer import Tokenizer
+
+    directory = resolve(args.model, revision=args.revision)
+    choose_parsers(runtime, Tokenizer.from_directory(directory))
+    # Frontends read the tokenizer and the template: from the same path, or from the hub where the model came from there.
+    here = args.model in bundled_models() or Path(args.model).expanduser().is_dir() or args.revision is not None
+    model = str(directory.resolve()) if here else args.model
+    engine = DsjaxEngine(args, names, model, step_timeout=step_timeout, shutdown_timeout=shutdown_timeout)
+    return engine, WorkerConfig.from_runtime_config(runtime, model_name=model, served_model_name=names[0])
+
+
+def choose_parsers(runtime: Any, tokenizer: "Tokenizer") -> None:
+    """Choose the frontend's parsers by the model's template, as `dsjax serve` does, where none is asked for."""
+    from dsjax.serve.message_parser import ReasoningParser
+    from dsjax.serve.tool_calls import ToolFormat
+
+    tools = ToolFormat.choose("auto", tokenizer)
+    if runtime.dyn_tool_call_parser is None and tools is not None:
+        runtime.dyn_tool_call_parser = TOOL_CALL_PARSERS[tools.name]
+    if runtime.dyn_reasoning_parser is None and ReasoningParser.choose("auto", tokenizer) is not None:
+        runtime.dyn_reasoning_parser = REASONING_PARSER
+
+
+def _serve(engine: "DsjaxEngine", worker: "WorkerConfig") -> None:
+    import uvloop
+    from dynamo.common.backend.worker import Worker
+
+    async def run() -> None:
+        await Worker(engine, worker).run()
+
+    try:
+        uvloop.run(run())
+    except Exception:
+        if engine.mistake is not None:
+            raise engine.mistake from None
+        raise
+
+
+def _follow(args: EngineArgs, group: "HostOptions") -> None:
+    """Be a process of a group other than its first: no requests come here. Probes find it at Dynamo's system port, where one is set."""
+    from rich.console import Console
+
+    from dsjax.serve.headless import Headless
+    from dsjax.serve.server import bind
+
+    port = os.environ.get("DYN_SYSTEM_PORT", "")
+    number = int(port) if port.isdecimal() else 0
+    Headless(group).serve(args, bind(os.environ.get("DYN_SYSTEM_HOST", "0.0.0.0"), number), Console())
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells of a wrong option as the rest of the command line does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; dsjax dynamo --help lists all options")

@@ -1,0 +1,319 @@
+"""`DsjaxEngine`: dsjax behind Dynamo's `LLMEngine`, the contract of a backend (`dynamo/common/backend`)."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import typer
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
+from dynamo.llm.exceptions import Cancelled, EngineShutdown, InvalidArgument, Unknown
+from rich.console import Console
+
+from dsjax.dynamo.kv_events import KvEvents
+from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTokens, translate
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.llm import LLM
+from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream, RequestOutput
+from dsjax.engine.rank import RankLoad
+from dsjax.engine.request import FinishReason, Request
+from dsjax.engine.scheduler import Update
+from dsjax.engine.stats import StepStats
+from dsjax.engine.tokenizer import Tokenizer
+from dsjax.errors import UserError
+from dsjax.serve.command import metrics_of
+from dsjax.serve.message_parser import CLOSE, OPEN
+from dsjax.serve.server import settle_interpreter
+from dsjax.serve.startup_screen import show_facts, warm_up_bar
+from dsjax.serve.watchdog import Watchdog
+
+_log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.05
+_IDLE_SECONDS = 1.0
+"""How often loads are asked for while no step tells them, until a rank holds nothing."""
+_FLUSH_SECONDS = 1.0
+"""After the engine has failed, answers get this long to tell of it, before the process ends."""
+
+
+class DsjaxEngine(LLMEngine):
+    """One engine as one Dynamo worker, with all DP ranks of its mesh.
+
+    Args:
+        args: the engine's options.
+        names: for clients; the first is the main one.
+        model: what frontends load the tokenizer and the template from: a directory, or a Hugging Face repository.
+        step_timeout: seconds after which a step is taken for a hang, which ends the process; 0: never.
+        shutdown_timeout: seconds that running requests get to finish when the worker ends.
+
+    Attributes:
+        mistake: why the start failed, where that is the user's to mend.
+    """
+
+    def __init__(
+        self, args: EngineArgs, names: Sequence[str], model: str, *, step_timeout: float, shutdown_timeout: float
+    ):
+        self._args, self._names, self._model_path = args, tuple(names), model
+        self._step_timeout, self._shutdown_timeout = step_timeout, shutdown_timeout
+        self._events = KvEvents()
+        self._engine: AsyncEngine | None = None
+        self._llm: LLM | None = None
+        self._metrics: Any = None
+        self._thinking: ThinkingTokens | None = None
+        self._watchdog: Watchdog | None = None
+        self._loads: LoadPublisher | None = None
+        self._streams: dict[str, set[OutputStream]] = defaultdict(set)  # by the context's id
+        self._count = 0
+        self.mistake: ValueError | None = None
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple["DsjaxEngine", WorkerConfig]:
+        """From a command line, as `python -m dsjax.dynamo` reads it; for Dynamo's own launchers."""
+        from dsjax.dynamo.command import app
+
+        made: list[tuple[DsjaxEngine, WorkerConfig]] = []
+        command = typer.main.get_command(app)
+        command.main(argv, "dsjax dynamo", standalone_mode=False, obj=lambda *pair: made.append(pair))
+        return made[0]
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Load the model, compile every shape, and say what this worker is. What fails is told in one line, for the user's mistakes."""
+        try:
+            await asyncio.to_thread(self._load)
+        except ValueError as error:  # a `UserError` or a `MeshError`: Dynamo would make a traceback of it
+            self.mistake = error
+            raise InvalidArgument(str(error)) from error
+        facts = self._llm.facts
+        self._metrics = metrics_of(self._llm, self._names[0])
+        self._engine = engine = AsyncEngine(self._llm.engine)
+        self._loads = LoadPublisher(facts.dp_ranks, engine)
+        engine.observers += [self._metrics, self._loads]
+        engine.on_change.append(
+            lambda new: self._metrics.on_change(new.facts.dp_ranks, new.facts.physical_experts_per_device)
+        )
+        engine.on_death = self._die
+        settle_interpreter()
+        engine.start()
+        self._loads.start()
+        self._watch_steps(asyncio.get_running_loop())
+        limits = self._llm.executor.limits
+        return EngineConfig(
+            model=self._model_path,
+            served_model_name=self._names[0],
+            model_aliases=list(self._names[1:]),
+            runtime_data={"engine": "dsjax", "mesh": facts.mesh},
+            llm=LlmRegistration(
+                context_length=facts.max_model_len,
+                kv_cache_block_size=facts.page_size,
+                total_kv_blocks=limits.pages_per_rank - 1,  # page 0 is never given out
+                max_num_seqs=facts.max_num_seqs,
+                max_num_batched_tokens=self._args.max_num_batched_tokens,
+                data_parallel_size=facts.dp_ranks,
+                data_parallel_start_rank=0,
+            ),
+        )
+
+    def _load(self) -> None:
+        console = Console()
+        self._llm = LLM(**dataclasses.asdict(self._args), show_progress=True, event_sink=self._events)
+        show_facts(console, self._llm.facts)
+        with warm_up_bar(console) as progress:
+            self._llm.engine.warm_up(progress)
+        self._thinking = thinking_tokens(self._llm.tokenizer)
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
+        """Answer one request, chunk by chunk."""
+        stream, chunks = await self._submit(request, context)
+        streams = self._streams[context.id()]
+        streams.add(stream)
+        try:
+            if context.is_stopped():
+                raise Cancelled
+            while outputs := await stream.ready():
+                for _, output in outputs:
+                    for chunk in chunks.of(output):
+                        yield chunk
+        except Cancelled:
+            yield chunks.cancelled()
+        except CompletionError as error:
+            raise Unknown(str(error)) from error
+        except (EngineDeadError, EngineClosingError) as error:
+            raise EngineShutdown(str(error)) from error  # the frontend may go on with another worker
+        finally:
+            stream.close()
+            streams.discard(stream)
+            if not streams:
+                self._streams.pop(context.id(), None)
+
+    async def _submit(self, request: dict[str, Any], context: Any) -> tuple[OutputStream, Chunks]:
+        try:
+            read = translate(request, self._thinking)
+            self._count += 1
+            stream = await self._engine.submit(
+                f"{context.id()}~{self._count}",  # a request that comes back after a migration has its old id
+                [{"prompt_token_ids": read.token_ids}],
+                read.params,
+                priority=read.priority,
+                cache_salt=read.cache_salt,
+                dp_rank=read.dp_rank,
+            )
+        except (UserError, TypeError) as error:
+            raise InvalidArgument(str(error)) from error
+        except (EngineDeadError, EngineClosingError) as error:
+            raise EngineShutdown(str(error)) from error
+        return stream, Chunks(len(read.token_ids))
+
+    async def abort(self, context: Any) -> None:
+        """End a request that nobody waits for any more; its pages are free before the next step."""
+        for stream in list(self._streams.get(context.id(), ())):
+            stream.fail(Cancelled("the request was cancelled"))
+
+    async def is_quiescent(self) -> bool:
+        """Whether no request is left."""
+        return self._engine is None or not self._engine.num_unfinished
+
+    async def cleanup(self) -> None:
+        """Let what runs finish for `shutdown_timeout` seconds, then end the engine. Also after a start that failed, and twice."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._shutdown_timeout
+        while engine.num_unfinished and loop.time() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._loads.stop()
+        self._events.close()
+        await engine.shutdown()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        """One for each DP rank; none without a prefix cache, where there is nothing to find."""
+        if not self._args.enable_prefix_caching:
+            return []
+        return [
+            PushSource(on_ready=lambda publisher, rank=rank: self._events.connect(rank, publisher), dp_rank=rank)
+            for rank in range(self._llm.facts.dp_ranks)
+        ]
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        """All ranks of the mesh of the start."""
+        return list(range(self._llm.facts.dp_ranks))
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        """Tell this publisher of each rank's pages."""
+        self._loads.connect(publisher)
+
+    async def register_prometheus(self, metrics: Any) -> None:
+        """Show the metrics of `dsjax serve` beside Dynamo's own."""
+        metrics.register_prometheus_expfmt_callback(lambda: self._metrics.render().decode())
+
+    async def health_check_payload(self) -> dict[str, Any]:
+        """One token of a prompt of one token."""
+        tokenizer = self._llm.tokenizer
+        return build_health_check_payload((tokenizer and tokenizer.bos_id) or 0)
+
+    def _watch_steps(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._step_timeout:
+            engine = self._engine
+            self._watchdog = Watchdog(
+                self._step_timeout,
+                step_started=lambda: engine.step_started,
+                running=engine.running_requests,
+                tell_clients=lambda: loop.call_soon_threadsafe(engine.abort_all),
+            )
+            self._watchdog.start()
+
+    def _die(self) -> None:
+        """The engine has failed: end the process, so that the frontend forgets it and Kubernetes starts another."""
+        if self._llm.group is not None:
+            self._llm.group.leave("its engine has failed")
+        timer = threading.Timer(_FLUSH_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+
+class LoadPublisher:
+    """An `EngineObserver` that tells Dynamo how many pages each DP rank's requests hold.
+
+    Steps tell it. When they end while pages are held, by a request that is then aborted, it asks once a second until none are: a router
+    would avoid a worker for ever that seems to be full.
+    """
+
+    def __init__(self, num_ranks: int, engine: AsyncEngine):
+        self._told: list[tuple | None] = [None] * num_ranks
+        self._engine = engine
+        self._publisher: Any = None
+        self._task: asyncio.Task | None = None
+
+    def connect(self, publisher: Any) -> None:
+        """Tell this publisher, Dynamo's `SnapshotPublisher`, from now on. From any thread."""
+        self._publisher = publisher
+
+    def start(self) -> None:
+        """Begin to ask while no step tells."""
+        self._task = asyncio.get_running_loop().create_task(self._look())
+
+    def stop(self) -> None:
+        """Tell nobody any more."""
+        self._publisher = None
+        if self._task is not None:
+            self._task.cancel()
+
+    def on_step(self, stats: StepStats) -> None:
+        """Tell what a step has changed."""
+        self._tell(stats.ranks)
+
+    def _tell(self, loads: Sequence[RankLoad]) -> None:
+        if self._publisher is None:
+            return
+        for load in loads[: len(self._told)]:
+            told = (load.used_pages, load.usable_pages, load.queried)
+            if told != self._told[load.rank]:
+                self._told[load.rank] = told
+                self._publisher.publish(load.rank, snapshot(load))
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_IDLE_SECONDS)
+            if any(told and told[0] for told in self._told) and not self._engine.num_unfinished:
+                try:
+                    self._tell(await self._engine.call(lambda core: core.loads()))
+                except EngineDeadError:
+                    return
+
+    def on_updates(self, updates: Sequence[Update]) -> None:
+        """Nothing to tell."""
+
+    def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
+        """Nothing to tell: the pages are given back by the engine's thread."""
+
+    def on_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Nothing to tell."""
+
+    def on_rejected(self, reason: str) -> None:
+        """Nothing to tell."""
+
+
+def snapshot(load: RankLoad) -> ComponentSnapshot:
+    """A rank's load in Dynamo's words. The hit rate is that of all prompts so far, in tokens; None before the first."""
+    return ComponentSnapshot(
+        kv_used_blocks=load.used_pages,
+        kv_total_blocks=load.usable_pages,
+        gpu_cache_usage=load.used_pages / load.usable_pages if load.usable_pages else 0.0,
+        dp_rank=load.rank,
+        kv_cache_hit_rate=sum(load.hits) / load.queried if load.queried else None,
+    )
+
+
+def thinking_tokens(tokenizer: Tokenizer | None) -> ThinkingTokens | None:
+    """The model's tokens for reasoning; None where the end is no token of its own."""
+    end = tokenizer and tokenizer.token_id(CLOSE)
+    return None if end is None else ThinkingTokens(tokenizer.token_id(OPEN), end)

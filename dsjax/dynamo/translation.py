@@ -1,0 +1,223 @@
+"""Dynamo's requests as the engine's, and the engine's outputs as Dynamo's chunks. Nothing here imports Dynamo.
+
+A request is a dictionary with `token_ids`, `sampling_options`, `stop_conditions`, `output_options`, `routing` and `extra_args`. The
+frontend has tokenised the prompt, writes the text itself, and looks for stop strings in it: the engine sees tokens alone.
+"""
+
+import array
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from dsjax.engine.request import FinishReason
+from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+
+Chunk = dict[str, Any]
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_PASSED_THROUGH = ("logit_bias", "allowed_token_ids", "bad_words")
+"""Of `extra_args.sampling_options`, which is what clients give beyond the frontend's own fields."""
+_FRONTENDS = ("include_stop_str_in_output", "guided_decoding", "n", "best_of", "use_beam_search", "length_penalty")
+"""Read below, or the frontend's own."""
+_FORMS = ("json", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class ThinkingTokens:
+    """The ids of the tokens that begin and end a model's reasoning; `begin` is None where the template writes it as text."""
+
+    begin: int | None
+    end: int
+
+    def is_open(self, token_ids: list[int]) -> bool:
+        """Whether a prompt ends within reasoning."""
+        for token_id in reversed(token_ids):
+            if token_id in (self.begin, self.end):
+                return token_id == self.begin
+        return False
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A request as `AsyncEngine.submit` takes it. dp_rank: what the router has chosen; None: nothing."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    dp_rank: int | None
+    cache_salt: str | None
+    priority: int
+
+
+def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None) -> Translated:
+    """Read a request.
+
+    Args:
+        thinking: the model's tokens for reasoning; a structured output of a prompt that ends within it binds behind its end.
+
+    Raises:
+        SamplingError: a value that cannot be, or an option that this engine has not; none is silently ignored.
+    """
+    token_ids = _token_ids(request.get("token_ids"))
+    options = _given(request.get("sampling_options"))
+    extra = _given(request.get("extra_args"))
+    passed = _given(extra.get("sampling_options"))
+    stops = _given(request.get("stop_conditions"))
+    wanted = _given(request.get("output_options"))
+    routing = _given(request.get("routing"))
+    _refuse_unknown(options | passed, stops)
+    options = options | passed
+    hidden = stops.get("stop_token_ids_hidden") or ()
+    params = SamplingParams(
+        **{name: options[name] for name in (*_SAMPLING, *_PENALTIES) if name in options},
+        logit_bias=_logit_bias(options.get("logit_bias")),
+        allowed_token_ids=options.get("allowed_token_ids"),
+        bad_words=options.get("bad_words"),
+        stop_token_ids=tuple(dict.fromkeys((*(stops.get("stop_token_ids") or ()), *hidden))),
+        ignore_eos=bool(stops.get("ignore_eos")),
+        max_tokens=stops.get("max_tokens"),
+        min_tokens=stops.get("min_tokens", 0),
+        logprobs=wanted.get("logprobs"),
+        prompt_logprobs=wanted.get("prompt_logprobs"),
+        structured_outputs=_form(request, _given(options.get("guided_decoding")), token_ids, thinking),
+        detokenize=False,
+        output_kind=OutputKind.DELTA,
+    )
+    salt = routing.get("cache_salt") or _given(extra.get("nvext")).get("cache_salt")
+    rank = routing.get("dp_rank")
+    # Dynamo runs the highest first, and dsjax, like vLLM, the lowest.
+    return Translated(token_ids, params, None if rank is None else int(rank), salt, -int(routing.get("priority", 0)))
+
+
+class Chunks:
+    """Makes the chunks of one request's answer, which is one completion, and counts its tokens."""
+
+    def __init__(self, num_prompt_tokens: int):
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+        self._num_cached: int | None = None
+        self._prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+    def of(self, output: RequestOutput) -> Iterator[Chunk]:
+        """The chunk of an output, if it tells of anything.
+
+        Raises:
+            CompletionError: it has failed.
+        """
+        self._num_cached = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = [entry and _prompt_entry(entry) for entry in output.prompt_logprobs]
+        for completion in output.outputs:
+            self._num_tokens += len(completion.token_ids)
+            if completion.finish_reason is FinishReason.ERROR:
+                raise CompletionError(str(completion.stop_reason))
+            if completion.token_ids or completion.finished:
+                yield self._chunk(completion)
+
+    def cancelled(self) -> Chunk:
+        """The last chunk of an answer that nobody waits for."""
+        return {"token_ids": [], "index": 0, "finish_reason": "cancelled", "completion_usage": self._usage()}
+
+    def _chunk(self, completion: CompletionOutput) -> Chunk:
+        chunk: Chunk = {"token_ids": completion.token_ids, "index": completion.index}
+        if completion.logprobs:
+            chunk["log_probs"] = [
+                entry[token_id].logprob
+                for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+            ]
+            chunk["top_logprobs"] = [_top(entry) for entry in completion.logprobs]
+        if completion.finished:
+            chunk["finish_reason"] = _REASONS[completion.finish_reason]
+            chunk["completion_usage"] = self._usage()
+            if isinstance(completion.stop_reason, int):
+                chunk["stop_reason"] = completion.stop_reason
+            if self._prompt_logprobs is not None:
+                chunk["engine_data"] = {"prompt_logprobs": self._prompt_logprobs}
+        return chunk
+
+    def _usage(self) -> dict[str, Any]:
+        details = None if self._num_cached is None else {"cached_tokens": self._num_cached}
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": self._num_prompt_tokens + self._num_tokens,
+            "prompt_tokens_details": details,
+        }
+
+
+class CompletionError(Exception):
+    """A completion has ended with an error that is not the client's."""
+
+
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "cancelled"}
+
+
+def _given(options: Any) -> dict[str, Any]:
+    """What has a value: the frontend writes null for all others."""
+    return {name: value for name, value in (options or {}).items() if value is not None}
+
+
+def _token_ids(found: Any) -> list[int]:
+    """A list, or packed as little-endian 32-bit integers, as the request plane may hand it on."""
+    if isinstance(found, bytes | bytearray | memoryview):
+        packed = array.array("i")
+        packed.frombytes(bytes(found))
+        if sys.byteorder != "little":
+            packed.byteswap()
+        return packed.tolist()
+    return [int(token_id) for token_id in (() if found is None else found)]
+
+
+def _refuse_unknown(options: Mapping[str, Any], stops: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in (*_SAMPLING, *_PENALTIES, *_PASSED_THROUGH, *_FRONTENDS):
+            raise SamplingError(name, "this engine has no such sampling option; leave it out")
+    if options.get("n", 1) != 1 or options.get("best_of", 1) != 1:
+        # What Dynamo calls a terminal chunk is the first with a finish reason, whichever completion it is of.
+        raise SamplingError(
+            "n", "found more than 1, and Dynamo ends an answer with its first completion; send several requests"
+        )
+    if options.get("use_beam_search") or options.get("length_penalty") not in (None, 1.0):
+        raise SamplingError("use_beam_search", "there is no beam search; leave it and length_penalty out")
+    if "max_thinking_tokens" in stops:
+        raise SamplingError("max_thinking_tokens", "reasoning cannot be cut short; leave it out, or use max_tokens")
+
+
+def _logit_bias(found: Any) -> dict[int, float] | None:
+    try:
+        return None if not found else {int(token_id): bias for token_id, bias in dict(found).items()}
+    except (TypeError, ValueError) as error:
+        raise SamplingError("logit_bias", f"found {found!r}, expected token ids with numbers") from error
+
+
+def _form(
+    request: Mapping[str, Any], guided: Mapping[str, Any], token_ids: list[int], thinking: ThinkingTokens | None
+) -> StructuredOutputs | None:
+    """`guided_decoding`: one of the forms. `backend` and `whitespace_pattern` choose among vLLM's libraries."""
+    forms = {name: guided[name] for name in _FORMS if guided.get(name)}
+    if "structural_tag" in guided:
+        raise SamplingError(
+            "structural_tag", "not supported; start the worker without --dyn-structural-tag, or give a JSON schema"
+        )
+    if not forms:
+        return None
+    after = thinking.end if thinking and (request.get("require_reasoning") or thinking.is_open(token_ids)) else None
+    return StructuredOutputs(**forms, structured_after=after)
+
+
+def _top(entry: TokenLogprobs) -> list[dict[str, Any]]:
+    """The token taken, then the most probable ones. The frontend writes their texts: it has the tokenizer."""
+    return [
+        {"rank": found.rank or 0, "token_id": token_id, "token": found.decoded_token, "logprob": found.logprob}
+        for token_id, found in entry.items()
+    ]
+
+
+def _prompt_entry(entry: TokenLogprobs) -> dict[str, Any]:
+    """One position of a prompt; the ids are text, as in JSON."""
+    return {
+        str(token_id): {"logprob": found.logprob} | ({} if found.rank is None else {"rank": found.rank})
+        for token_id, found in entry.items()
+    }

@@ -1,0 +1,133 @@
+"""What a prefill side and a decode side say to each other, as plain values; `PrefillLink`, all that decode needs of a prefill side.
+
+docs/disaggregation.md has the design. No JAX: arrays go beside these messages, from executor to executor.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from dsjax.engine.executor import Progress
+
+TRANSFER_SECONDS = 30
+"""Default of `--transfer-timeout`: what was asked for or offered, and then not heard of, is given up after it."""
+MOST_KEPT = 256
+"""Pages of a prefill rank in parcels that decode has not taken. Further ones stay in the rank's cache until there is room."""
+PARCEL_PAGES = 16
+"""Pages of one transfer in a parcel, at most; as many as a program moves at once (`MOVED_PAGES`)."""
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """Compute pages and send them.
+
+    Attributes:
+        transfer: by which both sides name this. tokens: int32, from the prompt's first one on, to one behind the last page wanted.
+        first, end: pages [first, end) are wanted.
+        priority: of the request; it orders prefill's queue too.
+    """
+
+    transfer: str
+    tokens: bytes
+    first: int
+    end: int
+    salt: str | None = None
+    priority: int = 0
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Nobody wants the rest of a transfer, nor its parcels."""
+
+    transfer: str
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """A parcel is not needed any more: it was pulled, or is not wanted."""
+
+    number: int
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
+    """Let no page be found any more that is computed now (`/flush_cache`)."""
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+    """A parcel can be pulled, as long as its lease runs.
+
+    Attributes:
+        first, count: which pages of the transfer it has, in their order.
+        cached: tokens, from the prompt's first one on, that prefill had cached and did not compute for this transfer.
+    """
+
+    transfer: str
+    number: int
+    first: int
+    count: int
+    cached: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """A transfer ends without the rest of its pages. transfer: empty where every one does: the prefill side has ended."""
+
+    transfer: str
+    reason: str
+
+
+ToPrefill = Ask | Cancel | Release | Forget
+ToDecode = Offer | Failed
+Parcel = dict[str, Any]
+"""By array of the cache `[1, PARCEL_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
+
+
+class ParcelGoneError(Exception):
+    """A parcel that is to be pulled is not kept any more, or cannot be reached."""
+
+
+class PrefillLink(Protocol):
+    """A prefill side, as decode sees it: in this process, or in another one. Both methods may be called from any thread.
+
+    `send` never waits. `pull` does, and gives up by itself after the transfer's timeout.
+    """
+
+    def send(self, message: ToPrefill) -> None:
+        """Tell it something. What it answers comes to the receiver that `connect` named."""
+
+    def connect(self, receive: Callable[[ToDecode], None]) -> None:
+        """Have its messages handed to `receive`, in its own thread, from now on."""
+
+    def pull(self, number: int, device: Any) -> Parcel:
+        """A parcel that was offered, on this device, complete.
+
+        Raises:
+            ParcelGoneError: it is not kept any more, or its side cannot be reached.
+        """
+
+    def warm_up(self, progress: "Progress | None" = None) -> None:
+        """Compile what it will need, where its devices are this process's."""
+
+    def close(self) -> None:
+        """Nothing is asked or pulled any more."""
+
+
+class SentPages(NamedTuple):
+    """Pages of a prefill rank that go into a parcel before a step.
+
+    Attributes:
+        number: of the parcel.
+    """
+
+    number: int
+    pages: list[int]
+
+
+class PulledPages(NamedTuple):
+    """Pages of a parcel that land on a decode rank.
+
+    Attributes:
+        link: which prefill side has it. parcel: its number there. pages: (place in the parcel, number under which the page lands).
+    """
+
+    link: int
+    parcel: int
+    pages: list[tuple[int, int]]

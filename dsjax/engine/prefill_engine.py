@@ -1,0 +1,289 @@
+"""`PrefillEngine`: an engine's core in a thread of its own that computes prompts for others, and hands their pages over."""
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.engine.commands import from_int32s
+from dsjax.engine.core import EngineCore
+from dsjax.engine.executor import Executor, Progress
+from dsjax.engine.leases import Leases, Sending
+from dsjax.engine.page_events import EventSink
+from dsjax.engine.page_transfer import (
+    Ask,
+    Cancel,
+    Failed,
+    Forget,
+    Offer,
+    Parcel,
+    ToDecode,
+    ToPrefill,
+)
+from dsjax.engine.request import FinishReason, Request, Status
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
+
+Receive = Callable[[ToDecode], None]
+Move = Callable[[Parcel, Any], Parcel]
+
+_log = logging.getLogger(__name__)
+_MOST_RECENT = 4096
+_LEASES_LOOKED_AT = 0.25
+"""Seconds after which leases are looked at where nothing else happens; less where the timeout is short."""
+
+
+@dataclass(eq=False)
+class _Job:
+    request: Request
+    sending: Sending
+    receive: Receive | None
+
+    def tell(self, message: ToDecode) -> None:
+        """Say something to who has asked, if anybody has yet."""
+        if self.receive is not None:
+            self.receive(message)
+
+
+class PrefillEngine:
+    """Computes what is asked of it, and keeps the parcels until they are pulled.
+
+    `post` may be called from any thread; all else happens in the engine's own thread, which `start` begins.
+
+    Args:
+        timeout: seconds after which a parcel that nobody has pulled is dropped, and its transfer with it.
+        publisher: is given the events of pages; None: there are none.
+
+    Attributes:
+        core: scheduler and executor. leases: of the parcels. error: why the thread has ended.
+        served: called after each step, in the engine's thread; whoever watches sets it.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig,
+        *,
+        timeout: float,
+        async_scheduling: bool = True,
+        publisher: EventSink | None = None,
+    ):
+        self.leases = Leases(executor.limits.num_ranks, timeout, self._offer, time.monotonic)
+        self.core = EngineCore(
+            executor, config, async_scheduling=async_scheduling, leases=self.leases, publisher=publisher
+        )
+        executor.send_parcels(self.leases.ready)
+        self.error: BaseException | None = None
+        self.served: Callable[[EngineCore], None] = lambda core: None
+        self._jobs: dict[str, _Job] = {}
+        self._recent: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # that have ended: who has the prompt may come after all is done
+        self._inbox: queue.SimpleQueue[tuple[ToPrefill | None, Receive | None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._look = min(_LEASES_LOOKED_AT, timeout / 4)
+        self._thread = threading.Thread(target=self._run, name="dsjax-prefill", daemon=True)
+
+    def start(self) -> None:
+        """Begin to take what is posted."""
+        self._thread.start()
+
+    def post(self, message: ToPrefill, receive: Receive | None) -> None:
+        """Somebody asks for something; what becomes of it is told to `receive`, from any thread.
+
+        A transfer may be asked for twice: by whoever has its prompt (`receive` is None), and by its decode engine, in either order.
+        """
+        with self._lock:
+            if not self._ended:
+                self._inbox.put((message, receive))
+                return
+        if isinstance(message, Ask) and receive is not None:
+            receive(Failed("", self._reason))
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """End the thread, and give back what the executor holds. Transfers that are under way fail."""
+        self._inbox.put((None, lambda message: None))
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    @property
+    def num_jobs(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def _reason(self) -> str:
+        return "the prefill engine has ended" + (f": {self.error}" if self.error else "")
+
+    def _offer(self, offer: Offer) -> None:
+        job = self._jobs.get(offer.transfer)
+        if job is not None:
+            job.tell(offer)
+
+    # In the engine's thread.
+
+    def turn(self, wait: bool = True) -> bool:
+        """Take what was posted, and compute a step. False where the engine is to end. wait: for something to do, where there is nothing."""
+        if not self._take(wait and not self.core.has_unfinished):
+            return False
+        for sending in self.leases.expire():
+            self._fail(sending.transfer, "its pages were not pulled in time")
+        if self.core.has_unfinished:
+            self._step()
+        return True
+
+    def _run(self) -> None:
+        try:
+            while self.turn():
+                pass
+            self.core.finish()
+        except BaseException as error:
+            self.error = error
+            _log.exception("The prefill engine has failed; prompts are computed where they are decoded from now on.")
+        with self._lock:
+            self._ended = True
+        for name in list(self._jobs):
+            self._fail(name, self._reason, aborts=False)
+        while not self._inbox.empty():
+            message, receive = self._inbox.get()
+            if isinstance(message, Ask) and receive is not None:
+                receive(Failed(message.transfer, self._reason))
+        if self.error is None:
+            self.core.shutdown()
+
+    def _take(self, wait: bool) -> bool:
+        """Take what was posted; False where the engine is to end. wait: for the first, or until leases have to be looked at."""
+        while True:
+            try:
+                message, receive = (
+                    self._inbox.get(timeout=self._look if self._jobs else None) if wait else self._inbox.get_nowait()
+                )
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._enter(message, receive)
+            wait = False
+
+    def _enter(self, message: ToPrefill, receive: Receive | None) -> None:
+        if isinstance(message, Ask):
+            self._begin(message, receive)
+        elif isinstance(message, Cancel):
+            self._end(message.transfer)
+        elif isinstance(message, Forget):
+            self.core.flush_prefix_cache()
+        else:
+            self.leases.release(message.number)
+            for name in [name for name, job in self._jobs.items() if self._is_done(job)]:
+                self._forget(name)
+
+    def _begin(self, ask: Ask, receive: Receive | None) -> None:
+        job = self._jobs.get(ask.transfer)
+        if job is not None and receive is not None:
+            job.receive = receive
+            for offer in self.leases.offers(job.sending):
+                receive(offer)
+        if job is not None or (receive is None and ask.transfer in self._recent):
+            return
+        tokens = list(from_int32s(ask.tokens))
+        objection = self._objection(ask, tokens)
+        if objection:
+            if receive is not None:
+                receive(Failed(ask.transfer, objection))
+            return
+        sending = Sending(ask.transfer, ask.first, ask.end)
+        params = SamplingParams(temperature=0, max_tokens=1)
+        request = Request(
+            ask.transfer, tokens, len(tokens), params, max_tokens=1, seed=0, arrival_time=time.monotonic()
+        )
+        request.priority, request.cache_salt, request.sending = ask.priority, ask.salt, sending
+        self._jobs[ask.transfer] = _Job(request, sending, receive)
+        try:
+            self.core.add(request)
+        except (AdmissionError, ValueError) as error:
+            self._fail(ask.transfer, str(error))
+
+    def _objection(self, ask: Ask, tokens: list[int]) -> str:
+        """Why this cannot be computed: it may come from another process, and a device would take anything."""
+        page_size, vocabulary = self.core.scheduler.config.page_size, self.core.executor.limits.vocab_size
+        if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
+            return f"pages {ask.first} to {ask.end} of {page_size} tokens are asked for with {len(tokens)} tokens"
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            return f"a token is outside the vocabulary, 0 to {vocabulary - 1}"
+        return ""
+
+    def _step(self) -> None:
+        for update in self.core.step():
+            if update.finish_reason is FinishReason.ERROR:
+                self._fail(update.request.request_id, "its values are not finite")
+        for job in self._jobs.values():
+            if job.sending.complete and job.request.status is not Status.FINISHED:
+                self.core.abort(job.request.request_id)  # its last token is decode's to compute
+        self.served(self.core)
+
+    def _is_done(self, job: _Job) -> bool:
+        return (
+            job.request.status is Status.FINISHED
+            and not self.core.scheduler.ranks[job.request.rank].has_outgoing(job.sending)
+            and not self.leases.kept_for(job.sending)
+        )
+
+    def _fail(self, name: str, reason: str, aborts: bool = True) -> None:
+        job = self._jobs.get(name)
+        if job is not None:
+            self._end(name, aborts)
+            job.tell(Failed(name, reason))
+
+    def _end(self, name: str, aborts: bool = True) -> None:
+        """Compute and keep nothing more of a transfer."""
+        job = self._forget(name)
+        if job is None:
+            return
+        if aborts:
+            if job.request.status is not Status.FINISHED:
+                self.core.abort(job.request.request_id)
+            if job.request.rank >= 0:
+                self.core.scheduler.ranks[job.request.rank].forget_sending(job.sending)
+        self.leases.cancel(job.sending)
+
+    def _forget(self, name: str) -> _Job | None:
+        self._recent[name] = None
+        if len(self._recent) > _MOST_RECENT:
+            self._recent.popitem(last=False)
+        return self._jobs.pop(name, None)
+
+
+class LocalLink:
+    """A prefill engine of this process, as of `PrefillLink`.
+
+    move: gives a parcel on another device.
+    """
+
+    def __init__(self, engine: PrefillEngine, move: Move = lambda parcel, device: parcel):
+        self.engine, self._move = engine, move
+        self._receive: Receive = lambda message: None
+
+    def connect(self, receive: Receive) -> None:
+        """Have its messages handed to `receive`."""
+        self._receive = receive
+
+    def send(self, message: ToPrefill) -> None:
+        """Tell it something."""
+        self.engine.post(message, self._receive)
+
+    def pull(self, number: int, device: Any) -> Parcel:
+        """A parcel on this device."""
+        return self._move(self.engine.leases.take(number), device)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile its programs, before anything is asked of it."""
+        self.engine.core.executor.warm_up(progress)
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.shutdown()

@@ -1,0 +1,245 @@
+"""A service for NVIDIA Dynamo's operator: volume, download, DynamoGraphDeployment and benchmark as one file for `kubectl apply`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsjax.errors import UserError
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.kubernetes import ROOM, arguments_of, checkpoint_bytes, gib, pod_resources, repository
+from dsjax.plan.recipe import recipe
+from dsjax.plan.search import Question
+
+CONCURRENCIES = (1, 4, 16, 64, 256, 1024)
+_NOT_DYNAMOS = ("--model",)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a file says.
+
+    Attributes:
+        name: of the deployment; its frontend's service is `NAME-frontend`, port 8000.
+        about: lines of comment at the top.
+        model: the Hugging Face repository.
+        options: of the worker, as `dsjax dynamo` names them.
+        workers: engines. hosts, devices: of each engine, and of each host.
+        resources: of one host's pod. volume: of the model's, such as `800Gi`.
+        input_tokens, output_tokens: of the benchmark's requests.
+    """
+
+    name: str
+    about: tuple[str, ...]
+    model: str
+    options: Mapping[str, str]
+    workers: int
+    hosts: int
+    devices: int
+    resources: Mapping[str, Any]
+    volume: str
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def folder(self) -> str:
+        """The model's, on the volume."""
+        return f"/models/{self.model.rpartition('/')[2].lower()}"
+
+    def text(self) -> str:
+        """The file."""
+        return "---\n".join((self._head(), self._cache(), self._download(), self._deployment(), self._benchmark()))
+
+    def _head(self) -> str:
+        return "".join(f"# {line}\n" for line in self.about)
+
+    def _cache(self) -> str:
+        return f"""\
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  name: {self.name}-models
+spec:
+  accessModes: [ReadWriteMany]  # every pod mounts it; a storage class that can is the cluster's default, or named here
+  resources:
+    requests:
+      storage: {self.volume}
+"""
+
+    def _download(self) -> str:
+        return f"""\
+# Fills the volume once, and leaves a mark that the pods wait for; a download that was interrupted resumes.
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {self.name}-download
+spec:
+  backoffLimit: 10
+  template:
+    spec:
+      restartPolicy: OnFailure
+      containers:
+        - name: download
+          image: dsjax:cuda-dynamo
+          command: [sh, -ec]
+          args: ["hf download {self.model} --local-dir {self.folder} && touch {self.folder}/.complete"]
+          env:
+            - name: HF_TOKEN  # of gated models
+              valueFrom:
+                secretKeyRef: {{name: hf-token-secret, key: HF_TOKEN, optional: true}}
+          resources:
+            requests: {{cpu: "2", memory: 4Gi}}
+            limits: {{memory: 8Gi}}
+          volumeMounts:
+            - {{name: models, mountPath: /models}}
+      volumes:
+        - name: models
+          persistentVolumeClaim: {{claimName: {self.name}-models}}
+"""
+
+    def _deployment(self) -> str:
+        given = {"--model": self.folder, "--served-model-name": self.model, "--shutdown-timeout": "600", **self.options}
+        lines = "\n".join(f"                - {json.dumps(word)}" for word in arguments_of(given))
+        nodes = f"      multinode: {{nodeCount: {self.hosts}}}\n" if self.hosts > 1 else ""
+        return f"""\
+apiVersion: nvidia.com/v1beta1
+kind: DynamoGraphDeployment
+metadata:
+  name: {self.name}
+  annotations:
+    nvidia.com/enable-grove: "false"  # several hosts by LeaderWorkerSet, whose variables tell dsjax which process it is
+spec:
+  components:
+    - name: Frontend
+      type: frontend
+      replicas: 1
+      podTemplate:
+        spec:
+          initContainers: &wait
+            - name: wait-for-model
+              image: dsjax:cuda-dynamo
+              command: [sh, -ec]
+              args: ["until [ -e {self.folder}/.complete ]; do echo waiting for the download; sleep 10; done"]
+              volumeMounts: &mounts
+                - {{name: models, mountPath: /models}}
+          containers:
+            - name: main
+              image: dsjax:cuda-dynamo
+              command: [python, -m, dynamo.frontend]
+              args: [--router-mode=kv, --http-port=8000, --migration-limit=3]
+              volumeMounts: *mounts  # the tokenizer and the template
+          volumes: &volumes
+            - name: models
+              persistentVolumeClaim: {{claimName: {self.name}-models}}
+    - name: Worker
+      type: worker
+      replicas: {self.workers}
+{nodes}      sharedMemorySize: 16Gi  # NCCL's, between the devices of a host
+      podTemplate:
+        spec:
+          terminationGracePeriodSeconds: 630  # Dynamo's grace period, then --shutdown-timeout, then some
+          initContainers: *wait
+          containers:
+            - name: main
+              image: dsjax:cuda-dynamo
+              command: [dsjax, dynamo]
+              args:
+{lines}
+              env:
+                - {{name: HF_HUB_OFFLINE, value: "1"}}
+              # Weights are read and programs compiled before the worker is ready; an hour is more than any storage needs.
+              startupProbe:
+                httpGet: {{path: /live, port: 9090}}
+                periodSeconds: 10
+                failureThreshold: 360
+              resources: {json.dumps(self.resources)}
+              volumeMounts: *mounts
+          volumes: *volumes
+"""
+
+    def _benchmark(self) -> str:
+        sweep = ",".join(map(str, CONCURRENCIES))
+        devices = self.workers * self.hosts * self.devices
+        return f"""\
+# Suspended until asked for: kubectl patch job {self.name}-benchmark -p '{{"spec": {{"suspend": false}}}}'
+# Writes what `dsjax bench serve` writes to /models/benchmarks: TTFT, ITL, tokens a second a user and a GPU for each concurrency.
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {self.name}-benchmark
+spec:
+  suspend: true
+  backoffLimit: 0
+  template:
+    spec:
+      restartPolicy: Never
+      containers:
+        - name: benchmark
+          image: dsjax:cuda-dynamo
+          command: [sh, -ec]
+          args:
+            - |
+              until python -c 'import sys, urllib.request as web; sys.exit(sys.argv[2] not in web.urlopen(sys.argv[1]).read().decode())' \\
+                "$URL/v1/models" "$MODEL"; do echo "waiting for $MODEL at $URL"; sleep 10; done
+              mkdir -p /models/benchmarks
+              dsjax bench serve --base-url "$URL" --model "$MODEL" --tokenizer {self.folder} --devices {devices} --ignore-eos \\
+                --random-input-len {self.input_tokens} --random-output-len {self.output_tokens} \\
+                --sweep-concurrency {sweep} --num-prompts 10240 --duration 120 --num-warmups 32 --no-progress \\
+                --json /models/benchmarks/{self.name}.json --csv-points /models/benchmarks/{self.name}.csv
+          env:
+            - {{name: URL, value: "http://{self.name}-frontend:8000"}}
+            - {{name: MODEL, value: {self.model}}}
+          resources:
+            requests: {{cpu: "4", memory: 4Gi}}
+          volumeMounts:
+            - {{name: models, mountPath: /models}}
+      volumes:
+        - name: models
+          persistentVolumeClaim: {{claimName: {self.name}-models}}
+"""
+
+
+def planned_graph(name: str, model: str, question: Question, candidate: Candidate, command: str) -> Graph:
+    """The winner of a plan. command: what it was planned with, for the first line.
+
+    Raises:
+        UserError: a worker cannot run it: prefill and decode apart, or no NVIDIA GPUs.
+    """
+    made = recipe(model, question, candidate)
+    cluster = question.cluster
+    if len(made["services"]) > 1:
+        raise UserError(
+            "--recipe FILE.yaml writes what dsjax dynamo can run, and the winner has prefill and decode apart; add --mode aggregated"
+        )
+    if cluster.hardware.platform != "cuda":
+        raise UserError(
+            f"--recipe FILE.yaml is for Dynamo, whose operator places NVIDIA GPUs, and {cluster.name} has {cluster.hardware.platform}; "
+            "give a folder for LeaderWorkerSet's manifests"
+        )
+    service = made["services"][0]
+    hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)
+    devices = math.ceil(service["devices_each"] / hosts)
+    work = question.workload
+    return Graph(
+        name,
+        (command, cluster.description, *(f"Note: {note}" for note in made["notes"])),
+        repository(model),
+        {flag: value for flag, value in service["options"].items() if flag not in _NOT_DYNAMOS},
+        service["instances"],
+        hosts,
+        devices,
+        pod_resources(cluster.hardware.platform, devices),
+        gib(checkpoint_bytes(candidate) * ROOM),
+        round(work.input.mean),
+        round(work.output.mean),
+    )
+
+
+def write_graph(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
+    """A plan's winner to `FILE.yaml`; the file's name is the deployment's."""
+    name = "".join(one if one.isalnum() else "-" for one in file.stem.lower()).strip("-") or "dsjax"
+    file.write_text(planned_graph(name, model, question, candidate, command).text(), encoding="utf-8")

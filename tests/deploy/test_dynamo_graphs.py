@@ -1,0 +1,177 @@
+"""`deploy/dynamo`: files that the published schemas accept, with options that `dsjax dynamo` takes, on as many devices as they ask for."""
+
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from custom_resources import DYNAMO_GRAPH_DEPLOYMENT
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.config import load_config
+from sharding import MeshSpec
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "deploy" / "dynamo").glob("*.yaml"))
+KINDS = ["PersistentVolumeClaim", "Job", "DynamoGraphDeployment", "Job"]
+KUBERNETES = ("1.30", "1.37")
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+def documents(path: Path) -> list[dict]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def check(document: dict) -> None:
+    """Hold a document against the published schema of its kind, and its pods against Kubernetes' own."""
+    for version in KUBERNETES:
+        if document["kind"] != "DynamoGraphDeployment":
+            kubernetes_validate.validate(document, version, strict=True)
+            continue
+        jsonschema.validate(document, DYNAMO_GRAPH_DEPLOYMENT)
+        for component in document["spec"]["components"]:
+            template = component["podTemplate"]
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "made"}, **template}
+            kubernetes_validate.validate(pod, version, strict=True)
+
+
+def worker_of(found: list[dict]) -> tuple[dict, dict]:
+    """A deployment's worker, and its container that the operator takes for the engine's."""
+    worker = found[2]["spec"]["components"][1]
+    (container,) = worker["podTemplate"]["spec"]["containers"]
+    assert container["name"] == "main"
+    return worker, container
+
+
+def parsed(arguments: list[str]) -> dict:
+    """What `dsjax dynamo` reads of its command line; without Dynamo, whose own options would be left."""
+    from dsjax.dynamo.command import app as dynamo
+
+    context = typer.main.get_command(dynamo).make_context("dsjax dynamo", list(arguments))
+    assert context.args == [], "options that are not dsjax's"
+    return context.params
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_file_is_what_the_published_schemas_say(path):
+    found = documents(path)
+    assert [document["kind"] for document in found] == KINDS
+    for document in found:
+        check(document)
+
+
+def test_a_wrong_file_is_found():
+    found = documents(FILES[0])
+    worker, container = worker_of(found)
+    worker["multiNode"] = worker.pop("multinode", {"nodeCount": 2})
+    with pytest.raises(jsonschema.ValidationError):
+        check(found[2])
+    del worker["multiNode"]
+    container["arguments"] = container.pop("args")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check(found[2])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
+    worker, container = worker_of(documents(path))
+    assert container["command"] == ["dsjax", "dynamo"]
+    options = parsed(container["args"])
+    from dsjax.engine.args import EngineArgs
+
+    own = {name: value for name, value in options.items() if name in EngineArgs.__dataclass_fields__}
+    args = EngineArgs(**own)
+    mesh = MeshSpec.parse(args.mesh)
+    hosts = worker.get("multinode", {}).get("nodeCount", 1)
+    assert mesh.num_devices == worker["replicas"] * hosts * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    config = load_config("deepseek-r1")
+    mesh.check_fits(
+        heads=config.num_attention_heads,
+        experts=config.n_routed_experts,
+        expert_width=config.moe_intermediate_size,
+        redundant=args.num_redundant,
+        block=128,
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_all_parts_of_a_file_belong_together(path):
+    claim, download, graph, benchmark = documents(path)
+    text, name = path.read_text(), graph["metadata"]["name"]
+    volumes = {volume["persistentVolumeClaim"]["claimName"] for volume in _volumes(download, graph, benchmark)}
+    assert volumes == {claim["metadata"]["name"]}
+    _, container = worker_of([claim, download, graph])
+    folder = parsed(container["args"])["model"]
+    assert f"--local-dir {folder} " in download["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    assert text.count(f"{folder}/.complete") == 2, "the download leaves the mark that pods wait for"
+    assert f"--tokenizer {folder} " in text
+    environment = {one["name"]: one["value"] for one in benchmark["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert environment["URL"] == f"http://{name}-frontend:8000"
+    assert environment["MODEL"] in parsed(container["args"])["served_model_name"]
+    assert benchmark["spec"]["suspend"]
+
+
+def _volumes(download, graph, benchmark) -> list[dict]:
+    pods = [download["spec"]["template"]["spec"], benchmark["spec"]["template"]["spec"]]
+    pods += [component["podTemplate"]["spec"] for component in graph["spec"]["components"]]
+    return [volume for pod in pods for volume in pod["volumes"]]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_benchmarks_command_is_one_that_bench_serve_takes(path):
+    script = documents(path)[3]["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    words = shlex.split(script[script.index("dsjax bench serve") :])
+    from dsjax.bench.command import bench
+
+    group = typer.main.get_command(bench)
+    flags = {flag for option in group.commands["serve"].params for flag in (*option.opts, *option.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} <= flags
+    _, container = worker_of(documents(path))
+    assert words[words.index("--devices") + 1] == str(MeshSpec.parse(parsed(container["args"])["mesh"]).num_devices)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_files_are_what_the_tool_writes(path):
+    from make_deploy import GRAPHS, graph
+
+    assert path.stem in GRAPHS
+    assert path.read_text() == graph(path.stem)
+
+
+def test_a_plan_writes_a_file_of_its_own(tmp_path):
+    path = tmp_path / "my service.yaml"
+    ask = ["plan", "--cluster", "h200-16", "--mesh", "dp=16", "--concurrency", "64", "--recipe", str(path)]
+    result = CliRunner().invoke(app, ask)
+    assert result.exit_code == 0, result.output
+    found = documents(path)
+    assert [document["kind"] for document in found] == KINDS
+    for document in found:
+        check(document)
+    worker, container = worker_of(found)
+    assert found[2]["metadata"]["name"] == "my-service"
+    assert worker["multinode"] == {"nodeCount": 2}
+    options = parsed(container["args"])
+    assert (options["mesh"], options["weights"], options["model"]) == ("dp=16", "fp8", "/models/deepseek-v3")
+
+
+@pytest.mark.dynamo
+@pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed")
+def test_the_frontends_options_are_dynamos():
+    import argparse
+
+    from dynamo.frontend.frontend_args import FrontendArgGroup
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    FrontendArgGroup().add_arguments(parser)
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    for path in FILES:
+        (container,) = documents(path)[2]["spec"]["components"][0]["podTemplate"]["spec"]["containers"]
+        missing = {word.partition("=")[0] for word in container["args"]} - known
+        assert not missing

@@ -1,0 +1,103 @@
+"""Dynamo's own frontend with its KV router, and dsjax workers behind it, as processes that find each other through a folder."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+START_SECONDS = 240
+
+
+def free_port() -> int:
+    """A port below 32,768: Dynamo reads its system port as a signed number of 16 bits."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+class Process:
+    """One process, whose output goes to a file."""
+
+    def __init__(self, folder: Path, name: str, arguments: list[str], **variables: str):
+        self.log = folder / f"{name}.log"
+        environment = {**os.environ, "DYN_FILE_KV": str(folder / "discovery"), "DYN_LOG": "warn", **variables}
+        environment["DYN_DISCOVERY_BACKEND"] = "file"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+
+class Worker(Process):
+    """`python -m dsjax.dynamo`, with Dynamo's port for health and metrics."""
+
+    def __init__(self, folder: Path, name: str, *options: str):
+        self.port = free_port()
+        grace = {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1"}
+        super().__init__(folder, name, ["dsjax.dynamo", *options], DYN_SYSTEM_PORT=str(self.port), **grace)
+
+    def metric(self, name: str, **labels: str) -> list[float]:
+        """The samples of a family with these labels."""
+        return metric(f"http://127.0.0.1:{self.port}", name, **labels)
+
+    @property
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+                return json.load(answer)["status"] == "ready"
+        except OSError:
+            return False
+
+
+class Frontend(Process):
+    """`python -m dynamo.frontend` with the KV router; a request whose worker is lost goes on with another."""
+
+    def __init__(self, folder: Path):
+        self.port = free_port()
+        options = ["--router-mode", "kv", "--http-port", str(self.port), "--migration-limit", "3"]
+        super().__init__(folder, "frontend", ["dynamo.frontend", *options])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def num_workers(self) -> int:
+        """Workers that it knows."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                found = json.load(answer)
+        except OSError:
+            return 0
+        return sum(one["endpoint"] == "generate" for one in found.get("instances", ()))
+
+
+def metric(url: str, name: str, **labels: str) -> list[float]:
+    """The samples of a family with these labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    found = [re.fullmatch(rf"{re.escape(name)}(\{{.*\}})? (\S+)", line) for line in lines]
+    return [float(one[2]) for one in found if one and all(pair in (one[1] or "") for pair in wanted)]
+
+
+def wait_until(condition, seconds: float = START_SECONDS, what: str = "") -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or condition}"
+        time.sleep(0.2)

@@ -1,0 +1,193 @@
+"""Dynamo's real frontend and KV router before two dsjax workers: every answer is the engine's own, also when a worker is killed."""
+
+import importlib.util
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+pytestmark = [
+    pytest.mark.dynamo,
+    pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed"),
+    pytest.mark.slow,
+]
+
+CLIENTS = 64
+NEW_TOKENS = 12
+WORDS = (
+    "def main(",
+    "import os\n",
+    "class Queue:\n",
+    "for i in range(",
+    "# Copyright",
+    "return self.",
+    "x = [",
+    "try:\n",
+)
+SIZES = ("--max-model-len", "256", "--prefill-chunk", "32", "--max-num-seqs", "8", "--mesh", "dp=2")
+LONG = "".join(f"value_{i} = {i}\n" for i in range(20))
+
+
+def prompt(client: int) -> str:
+    return WORDS[client % 8] + "".join(f"value_{client} = {i}\n" for i in range(client // 8))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Prompts and parameters to the engine's own answers."""
+    from dsjax import LLM, SamplingParams
+
+    llm = LLM(model="demo", mesh="dp=1", max_model_len=256, prefill_chunk=32, max_num_seqs=32)
+
+    def generate(prompts: list[str], params: list[dict]) -> list:
+        # The frontend reads tokenizer.json alone, and puts no begin-of-sequence token before a text.
+        ids = [{"prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)} for text in prompts]
+        outputs = llm.generate(ids, [SamplingParams(**one) for one in params])
+        return [output.outputs[0] for output in outputs]
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    from deployment import Frontend, Worker, wait_until
+
+    folder: Path = tmp_path_factory.mktemp("dynamo")
+    processes = [Frontend(folder), *(Worker(folder, f"worker-{index}", *SIZES) for index in range(2))]
+    try:
+        wait_until(lambda: all(worker.is_ready for worker in processes[1:]), what="the workers are ready")
+        wait_until(lambda: processes[0].num_workers() == 2, what="the frontend knows both")
+        yield processes
+    finally:
+        for process in processes:
+            process.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def client(deployment):
+    return openai.OpenAI(base_url=f"{deployment[0].url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def ask(client, text: str, *, stream: bool = False, **params) -> str:
+    answer = client.completions.create(model="demo", prompt=text, stream=stream, **params)
+    return "".join(chunk.choices[0].text for chunk in answer) if stream else answer.choices[0].text
+
+
+def test_64_clients_at_once_get_what_the_engine_alone_gives(alone, client):
+    """Streamed and whole, greedy and sampled with a seed."""
+    params = [
+        {"max_tokens": NEW_TOKENS, "temperature": 0.0 if index % 4 < 2 else 1.0, "seed": index}
+        for index in range(CLIENTS)
+    ]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answers = [
+            pool.submit(ask, client, prompt(index), stream=index % 2 == 1, **params[index]) for index in range(CLIENTS)
+        ]
+        found = [answer.result() for answer in answers]
+    assert found == [output.text for output in alone([prompt(index) for index in range(CLIENTS)], params)]
+
+
+def test_log_probabilities_and_forms_and_stop_strings_are_the_engines(alone, client):
+    answer = client.completions.create(model="demo", prompt="def main(", max_tokens=4, temperature=0, logprobs=2)
+    (own,) = alone(["def main("], [{"max_tokens": 4, "temperature": 0, "logprobs": 2}])
+    expected = [entry[token].logprob for token, entry in zip(own.token_ids, own.logprobs, strict=True)]
+    assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected, abs=1e-5)
+    assert [len(top) for top in answer.choices[0].logprobs.top_logprobs] == [2] * 4
+    digits = ask(client, "x = ", max_tokens=8, temperature=0, extra_body={"guided_regex": "[0-9]{3}"})
+    assert digits.isdecimal()
+    assert len(digits) == 3
+    stopped = client.completions.create(model="demo", prompt="def main(", max_tokens=30, temperature=0, stop=[":"])
+    assert (stopped.choices[0].finish_reason, ":" in stopped.choices[0].text) == ("stop", False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 5000}, "the maximum context length of this model is 256 tokens"),
+        ({"n": 2, "temperature": 1}, "send several requests"),
+        ({"extra_body": {"guided_regex": "[0-9"}}, "structured_outputs.regex"),
+    ],
+)
+def test_a_request_that_cannot_be_is_a_400_that_says_why(client, changes, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(**{"model": "demo", "prompt": "def main(", "max_tokens": 4} | changes)
+
+
+def test_a_prompt_comes_back_to_the_rank_that_has_its_beginning(client, deployment):
+    """The router counts what it expects to be cached, and the worker what was: pages of 16 tokens."""
+    from deployment import metric, wait_until
+
+    def routed() -> float:
+        return sum(metric(deployment[0].url, "dynamo_component_router_kv_hit_rate_sum"))
+
+    before = routed()
+    client.completions.create(model="demo", prompt=LONG, max_tokens=2, temperature=0)
+
+    def cached_tokens() -> int:
+        usage = client.completions.create(model="demo", prompt=LONG, max_tokens=2, temperature=0).usage
+        return usage.prompt_tokens_details.cached_tokens
+
+    found = []
+    wait_until(lambda: found.append(cached_tokens()) or len(found) == 6, what="six answers")
+    assert found[1:] == [128] * 5  # of 140: the last full page, and what is behind it, is computed anew
+    assert routed() - before > 3
+
+
+def test_a_salt_shares_nothing_and_is_routed_by_its_own_pages(client):
+    def cached_tokens(salt: str) -> int:
+        extra = {"cache_salt": salt}
+        answer = client.completions.create(model="demo", prompt=LONG, max_tokens=2, temperature=0, extra_body=extra)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached_tokens("one") == 0
+    assert [cached_tokens("one") for _ in range(3)][-1] == 128
+    assert cached_tokens("two") == 0
+
+
+def test_a_stream_that_is_closed_gives_its_pages_back(client, deployment):
+    from deployment import wait_until
+
+    params = {"max_tokens": 200, "temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(model="demo", prompt="def main(", **params)
+    next(iter(stream))
+    stream.close()
+    for worker in deployment[1:]:
+        wait_until(lambda worker=worker: sum(worker.metric("vllm:num_requests_running")) == 0, 20, "nothing runs")
+        wait_until(
+            lambda worker=worker: sum(worker.metric("dynamo_component_gpu_cache_usage_percent")) == 0,
+            20,
+            "no page is held",
+        )
+
+
+def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, client, deployment):
+    """Last, since it leaves one worker: Dynamo's migration goes on with the other."""
+    from deployment import wait_until
+
+    prompts = [prompt(index) for index in range(16)]
+    params = {"max_tokens": 100, "temperature": 0}
+    own = [output.text for output in alone(prompts, [{**params, "ignore_eos": True}] * 16)]
+    all_run = threading.Barrier(17)
+
+    def follow(text: str) -> str:
+        answer = client.completions.create(
+            model="demo", prompt=text, stream=True, **params, extra_body={"ignore_eos": True}
+        )
+        found = next(iter(answer)).choices[0].text
+        all_run.wait(60)
+        return found + "".join(chunk.choices[0].text for chunk in answer)
+
+    killed, left = deployment[1:]
+    with ThreadPoolExecutor(16) as pool:
+        answers = [pool.submit(follow, text) for text in prompts]
+        all_run.wait(60)
+        ran = sum(killed.metric("vllm:num_requests_running"))
+        killed.end(signal.SIGKILL)
+        found = [answer.result() for answer in answers]
+    assert ran > 0
+    assert found == own
+    wait_until(lambda: sum(left.metric("vllm:num_requests_running")) == 0, 20, "nothing runs")
+    assert left.end() == 0, left.log.read_text()[-4000:]

@@ -1,0 +1,116 @@
+"""The engine's pages as Dynamo's router is told of them, without Dynamo: by rank, with signed hashes and salts, in any tier."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsjax.dynamo.kv_events import KvEvents, signed
+from dsjax.engine.core import EngineCore
+from dsjax.engine.page_events import AllBlocksCleared, EventSinks
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.scheduler_config import SchedulerConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from event_subscriber import Subscriber
+from fake_executor import FakeExecutor
+
+NAMES = itertools.count()
+
+
+class Router:
+    """Stands where a rank's `KvEventPublisher` does, and knows what its events say."""
+
+    def __init__(self):
+        self.blocks: dict[int, tuple] = {}
+
+    def publish_batch(self, events):
+        for event in events:
+            if event["type"] == "removed":
+                for block in event["block_hashes"]:
+                    del self.blocks[block]
+                continue
+            size, parent = event["num_block_tokens"][0], event["parent_hash"]
+            assert event["num_block_tokens"] == [size] * len(event["block_hashes"])
+            assert parent is None or parent in self.blocks
+            for place, block in enumerate(event["block_hashes"]):
+                assert -(2**63) <= block < 2**63
+                tokens = tuple(event["token_ids"][place * size : (place + 1) * size])
+                self.blocks[block] = (parent, tokens, event["cache_salt"])
+                parent = block
+
+
+def engine_of(ranks: int, **sizes):
+    """An engine over fake devices, the router's view of each rank, and what vLLM's subscribers would know."""
+    executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, num_ranks=ranks, **sizes)
+    executor.disk_takes = 0
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    events, told, routers = KvEvents(), Subscriber(ranks, 4), [Router() for _ in range(ranks)]
+    for rank, router in enumerate(routers):
+        events.connect(rank, router)
+    return EngineCore(executor, config, publisher=EventSinks((told, events))), routers, told
+
+
+def parents_held(block: int, held: set[int], told: Subscriber) -> bool:
+    """Whether a block and all before it are held; the router has no place for others."""
+    while block is not None:
+        if block not in held:
+            return False
+        parent = told.tokens[block % 2**64][0]
+        block = None if parent is None else signed(parent)
+    return True
+
+
+def run(engine, tokens, **options) -> None:
+    request = Request(str(next(NAMES)), list(tokens), len(tokens), SamplingParams(temperature=0), 2, 0, **options)
+    engine.add(request)
+    while engine.has_unfinished:
+        engine.step()
+
+
+@pytest.mark.parametrize("below", [{}, {"host_pages_per_rank": 4}, {"host_pages_per_rank": 4, "disk_pages": 20}])
+def test_the_router_knows_what_any_tier_of_a_rank_holds(below):
+    engine, routers, told = engine_of(2, **below)
+    for number in (0, 1, 2, 0, 3, 4, 1, 5, 0):
+        run(engine, range(100 * number, 100 * number + 30), dp_rank=number % 2)
+        for rank, router in enumerate(routers):
+            held = {signed(block) for blocks in told.blocks[rank].values() for block in blocks}
+            assert set(router.blocks) <= held
+            assert not any(parents_held(block, held, told) for block in held - set(router.blocks))
+    assert all(router.blocks for router in routers)
+    engine.flush_prefix_cache()
+    assert not any(router.blocks for router in routers)
+
+
+def test_a_block_is_told_with_its_tokens_its_parent_and_its_salt():
+    engine, (router,), _ = engine_of(1)
+    run(engine, range(12), cache_salt="mine")
+    run(engine, range(8))
+    run(engine, range(100, 108), cache_salt="mine")
+    salts = {(tokens, salt) for _, tokens, salt in router.blocks.values()}
+    assert {((0, 1, 2, 3), "mine"), ((4, 5, 6, 7), "mine"), ((0, 1, 2, 3), None), ((4, 5, 6, 7), None)} <= salts
+    by_block = {block: parent for block, (parent, _, _) in router.blocks.items()}
+    assert {tokens for parent, tokens, _ in router.blocks.values() if parent is None} == {
+        (0, 1, 2, 3),
+        (100, 101, 102, 103),
+    }
+    assert all(parent in by_block for parent in by_block.values() if parent is not None)
+
+
+def test_a_rank_that_nobody_listens_to_is_told_to_nobody():
+    events, router = KvEvents(), Router()
+    events.publish(0, [AllBlocksCleared()])
+    events.connect(0, router)
+    events.publish(1, [AllBlocksCleared()])
+    assert router.blocks == {}
+    events.close()
+    events.publish(0, [AllBlocksCleared()])
+
+
+def test_a_hash_keeps_its_bits():
+    for unsigned in (0, 1, 2**63 - 1, 2**63, 2**64 - 1):
+        assert signed(unsigned) % 2**64 == unsigned
+        assert -(2**63) <= signed(unsigned) < 2**63

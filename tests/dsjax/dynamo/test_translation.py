@@ -1,0 +1,188 @@
+"""Dynamo's requests as the engine's, and its chunks, without Dynamo: what a frontend of release 1.6.1 was seen to send."""
+
+import struct
+
+import pytest
+
+from dsjax.dynamo.translation import Chunks, CompletionError, ThinkingTokens, translate
+from dsjax.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from dsjax.engine.request import ErrorKind, FinishReason
+from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+
+NULLS = {
+    "stop_conditions": dict.fromkeys(
+        (
+            "max_tokens",
+            "stop",
+            "stop_token_ids",
+            "stop_token_ids_visible",
+            "stop_token_ids_hidden",
+            "min_tokens",
+            "ignore_eos",
+        )
+    ),
+    "sampling_options": dict.fromkeys(
+        (
+            "n",
+            "best_of",
+            "presence_penalty",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "use_beam_search",
+            "guided_decoding",
+        )
+    ),
+    "output_options": dict.fromkeys(("logprobs", "prompt_logprobs", "skip_special_tokens")),
+}
+
+
+def request(**changes) -> dict:
+    """A request with null for everything that its client did not give, as the frontend writes it."""
+    groups = {name: {**NULLS[name], **changes.pop(name, {})} for name in NULLS}
+    return {"model": "demo", "token_ids": [5, 6, 7], "eos_token_ids": [1], **groups, **changes}
+
+
+def test_nulls_are_the_engines_defaults_and_no_max_tokens_is_as_many_as_fit():
+    assert translate(request()).params == SamplingParams(
+        max_tokens=None, detokenize=False, output_kind=OutputKind.DELTA
+    )
+
+
+def test_every_option_reaches_the_engine():
+    read = translate(
+        request(
+            stop_conditions={
+                "max_tokens": 9,
+                "min_tokens": 2,
+                "ignore_eos": True,
+                "stop_token_ids": [3, 4],
+                "stop_token_ids_hidden": [4, 1],
+                "stop": ["the frontend's"],
+            },
+            sampling_options={
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "top_k": 5,
+                "min_p": 0.1,
+                "seed": -7,
+                "presence_penalty": 0.5,
+            },
+            output_options={"logprobs": 3, "prompt_logprobs": 1, "skip_special_tokens": False},
+            extra_args={"sampling_options": {"allowed_token_ids": [1, 2], "logit_bias": {"5": 3}, "bad_words": ["x"]}},
+            routing={"dp_rank": 3, "priority": 2, "cache_salt": "salt"},
+        )
+    )
+    assert (read.token_ids, read.dp_rank, read.cache_salt) == ([5, 6, 7], 3, "salt")
+    assert read.priority == -2, "Dynamo runs the highest first, dsjax the lowest"
+    assert read.params == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        seed=-7,
+        presence_penalty=0.5,
+        allowed_token_ids=[1, 2],
+        logit_bias={5: 3},
+        bad_words=["x"],
+        stop_token_ids=[3, 4, 1],
+        ignore_eos=True,
+        max_tokens=9,
+        min_tokens=2,
+        logprobs=3,
+        prompt_logprobs=1,
+        detokenize=False,
+        output_kind=OutputKind.DELTA,
+    )
+
+
+def test_packed_token_ids_are_little_endian_integers_of_32_bits():
+    assert translate(request(token_ids=struct.pack("<3i", 1, 2, 129_279))).token_ids == [1, 2, 129_279]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"sampling_options": {"n": 2}}, "n"),
+        ({"sampling_options": {"best_of": 3}}, "n"),
+        ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
+        ({"sampling_options": {"length_penalty": 0.5}}, "use_beam_search"),
+        ({"sampling_options": {"dry_multiplier": 1}}, "dry_multiplier"),
+        ({"extra_args": {"sampling_options": {"xtc_probability": 0.1}}}, "xtc_probability"),
+        ({"extra_args": {"sampling_options": {"logit_bias": [3]}}}, "logit_bias"),
+        ({"stop_conditions": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),
+        ({"sampling_options": {"temperature": -1}}, "temperature"),
+        ({"sampling_options": {"guided_decoding": {"structural_tag": {"type": "structural_tag"}}}}, "structural_tag"),
+        ({"output_options": {"logprobs": 21}}, "logprobs"),
+    ],
+)
+def test_what_the_engine_has_not_is_refused_by_name(changes, param):
+    with pytest.raises(SamplingError) as found:
+        translate(request(**changes))
+    assert found.value.param == param
+
+
+THINKING = ThinkingTokens(begin=20, end=21)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "required", "after"),
+    [
+        ([5, 6], False, None),
+        ([5, 20], False, 21),
+        ([5, 20, 7], False, 21),
+        ([20, 7, 21, 5], False, None),
+        ([5, 6], True, 21),
+    ],
+)
+def test_a_form_binds_behind_reasoning_where_the_prompt_ends_within_it(token_ids, required, after):
+    guided = {"sampling_options": {"guided_decoding": {"regex": "[0-9]+", "json": None}}}
+    read = translate(request(token_ids=token_ids, require_reasoning=required, **guided), THINKING)
+    assert read.params.structured_outputs == StructuredOutputs(regex="[0-9]+", structured_after=after)
+
+
+def output(token_ids: list[int], reason: FinishReason | None = None, **changes) -> RequestOutput:
+    completion = CompletionOutput(0, "", token_ids, finish_reason=reason, **changes.pop("completion", {}))
+    return RequestOutput("a", None, [5, 6, 7], [completion], reason is not None, num_cached_tokens=2, **changes)
+
+
+def test_chunks_have_the_new_tokens_and_the_last_one_the_reason_and_the_usage():
+    chunks = Chunks(3)
+    assert list(chunks.of(output([8]))) == [{"token_ids": [8], "index": 0}]
+    assert list(chunks.of(output([]))) == []
+    (last,) = chunks.of(output([9, 1], FinishReason.STOP))
+    assert (last["token_ids"], last["finish_reason"]) == ([9, 1], "stop")
+    assert last["completion_usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+def test_log_probabilities_are_of_the_tokens_taken_with_the_most_probable_ones_beside_them():
+    scores = [{8: Logprob(-1.5, 2), 9: Logprob(-0.5, 1)}]
+    chunks = Chunks(3)
+    (chunk,) = chunks.of(output([8], completion={"logprobs": scores}, prompt_logprobs=[None, {6: Logprob(-3.0, 7)}]))
+    assert chunk["log_probs"] == [-1.5]
+    assert [(one["rank"], one["token_id"], one["logprob"]) for one in chunk["top_logprobs"][0]] == [
+        (2, 8, -1.5),
+        (1, 9, -0.5),
+    ]
+    assert "engine_data" not in chunk
+    (last,) = chunks.of(output([1], FinishReason.LENGTH))
+    assert last["engine_data"] == {"prompt_logprobs": [None, {"6": {"logprob": -3.0, "rank": 7}}]}
+
+
+def test_a_failed_completion_is_an_error_with_its_message():
+    failed = output([], FinishReason.ERROR, completion={"stop_reason": "not finite", "error": ErrorKind.NON_FINITE})
+    with pytest.raises(CompletionError, match="not finite"):
+        list(Chunks(3).of(failed))
+
+
+def test_a_cancelled_answer_ends_with_a_chunk_that_says_so():
+    chunks = Chunks(3)
+    list(chunks.of(output([8, 9])))
+    assert chunks.cancelled()["finish_reason"] == "cancelled"
+    assert chunks.cancelled()["completion_usage"]["completion_tokens"] == 2

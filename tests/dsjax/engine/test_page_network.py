@@ -1,0 +1,256 @@
+"""Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drafting_checkpoint import write_drafting_checkpoint
+from fake_executor import FakeExecutor
+
+from dsjax import LLM, SamplingParams
+from dsjax.engine.commands import int32s
+from dsjax.engine.page_network import PrefillServer, RemoteLink, handoff, split_address
+from dsjax.engine.page_transfer import Ask, Failed, ParcelGoneError, Release
+from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.errors import UserError
+
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
+OPTIONS = {
+    "dtype": "float32",
+    "transfer_host": "127.0.0.1",
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class PrefillProcess:
+    def __init__(self, checkpoint, **options):
+        script = Path(__file__).with_name("prefill_process.py")
+        given = {"model": str(checkpoint), "mesh": "tp=2", **SIZES, **OPTIONS, **options}
+        root = str(Path(__file__).parents[3])
+        environment = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(given)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.address = self._answer()["address"]
+
+    def _answer(self):
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, **request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def is_empty(self):
+        """Whether it comes to keep nothing."""
+        for _ in range(100):
+            counts = self.ask()
+            if counts["jobs"] == counts["parcels"] == counts["pages"] == 0:
+                return True
+            time.sleep(0.05)
+        return counts
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("network")
+    write_drafting_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def decode(checkpoint):
+    llm = LLM(
+        str(checkpoint),
+        mesh="dp=2",
+        disaggregation_mode="decode",
+        local_prefill_tokens=1,
+        transfer_timeout=60,
+        **SIZES,
+        **OPTIONS,
+    )
+    yield llm
+    llm.shutdown()
+
+
+def prompts(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, 290, size=int(rng.integers(20, 70))).tolist() for _ in range(count)]
+
+
+def run(llm, requests, between=lambda step: None):
+    """Tokens of (name, prompt, what prefill said)."""
+    for name, tokens, prefill in requests:
+        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, prefill=prefill)
+    found, steps = {}, 0
+    while llm.engine.has_unfinished():
+        between(steps)
+        steps += 1
+        for output in llm.engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+    return found
+
+
+def alone(llm, given):
+    """What decode makes by itself."""
+    llm.engine.flush_prefix_cache()
+    found = run(llm, [(f"{i}", tokens, None) for i, tokens in enumerate(given)])
+    llm.engine.flush_prefix_cache()
+    return found
+
+
+def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(checkpoint, decode):
+    given = prompts(8)
+    expected = alone(decode, given)
+    incoming = decode.engine.core.scheduler.incoming
+    process = PrefillProcess(checkpoint, transfer_timeout=3)
+    try:
+        # Prefill first: what it answers goes with the request.
+        requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
+        assert run(decode, requests) == expected
+        assert incoming.counts.completed == len(given)
+        assert incoming.counts.given_up == 0
+        assert process.is_empty() is True
+
+        # Both at once, each side told of the same room: decode asks first, then prefill does.
+        decode.engine.flush_prefix_cache()
+        rooms = [(f"{i}", tokens, handoff(process.address, 100 + i)) for i, tokens in enumerate(given)]
+
+        def tell(step):
+            if step in range(2, 10):
+                assert process.ask(tokens=given[step - 2], room=98 + step) == rooms[step - 2][2]
+
+        assert run(decode, rooms, tell) == expected
+        assert incoming.counts.completed == 2 * len(given)
+        assert process.is_empty() is True
+
+        # Aborted at some moments; nothing of it stays.
+        decode.engine.flush_prefix_cache()
+        for turns in range(0, 9, 2):
+            decode.engine.add_request(
+                "gone", {"prompt_token_ids": given[0]}, GREEDY, prefill=process.ask(tokens=given[0])
+            )
+            for _ in range(turns):
+                decode.engine.step()
+            decode.engine.abort("gone")
+            assert run(decode, [("other", given[1], process.ask(tokens=given[1]))])["other"] == expected["1"]
+            decode.engine.flush_prefix_cache()
+        assert process.is_empty() is True
+        assert all(rank.pool.num_used == 0 for rank in decode.engine.core.scheduler.ranks)
+
+        # It dies in the middle: decode computes what has not come.
+        requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
+        assert run(decode, requests, lambda step: step == 3 and process.kill()) == expected
+        assert all(rank.pool.num_used == 0 for rank in decode.engine.core.scheduler.ranks)
+        assert incoming.num_under_way == 0
+        decode.engine.flush_prefix_cache()
+        assert run(decode, [("0", given[0], handoff(process.address))])["0"] == expected["0"]
+    finally:
+        process.kill()
+
+
+class FakeCarrier:
+    address = "here"
+
+    def __init__(self):
+        self.granted, self.revoked = {}, []
+
+    def grant(self, number, parcel):
+        self.granted[number] = parcel
+
+    def revoke(self, number, parcel):
+        self.revoked.append(number)
+
+    def pull(self, address, number, shapes, device):
+        return self.granted.pop(number)
+
+
+def served(**fields):
+    """A server in front of an engine without JAX, and what its carrier holds."""
+    executor = FakeExecutor(transfers=True)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    engine = PrefillEngine(executor, config, timeout=0.5)
+    carrier = FakeCarrier()
+    server = PrefillServer(engine, carrier, {"page_size": 4, **fields}, "127.0.0.1")
+    engine.start()
+    return server, carrier
+
+
+def until(true, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert true()
+
+
+def test_sides_whose_pages_differ_are_told_in_what():
+    server, carrier = served(dtype="bfloat16")
+    link = RemoteLink(server.address, carrier, {"page_size": 4, "dtype": "float32"}, {}, 5)
+    found = []
+    link.connect(found.append)
+    link.send(Ask("a", int32s(range(9)), 0, 2))
+    until(lambda: found)
+    assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in found[0].reason
+    assert isinstance(found[0], Failed)
+    link.close()
+    server.shutdown()
+
+
+def test_a_parcel_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
+    server, carrier = served()
+    link = RemoteLink(server.address, carrier, {"page_size": 4}, {}, 5)
+    found = []
+    link.connect(found.append)
+    link.send(Ask("a", int32s(range(33)), 0, 8))
+    until(lambda: sum(message.count for message in found) == 8)
+    first, *others = found
+    assert link.pull(first.number, None)["tokens"][0] == [0, 1, 2, 3]
+    link.send(Release(first.number))
+    with pytest.raises(ParcelGoneError):
+        link.pull(12345, None)
+    link.pull(others[0].number, None)
+    link.close()
+    until(lambda: carrier.revoked == [others[0].number])
+    until(lambda: server.engine.num_jobs == server.engine.leases.num_kept == 0)
+    server.shutdown()
+
+
+def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
+    server, _ = served()
+    server.prefill(list(range(33)))
+    until(lambda: server.engine.leases.pages_sent == 8)
+    until(lambda: server.engine.num_jobs == server.engine.leases.num_kept == 0)
+    assert server.engine.leases.expired
+    server.shutdown()
+
+
+def test_a_side_that_cannot_be_reached_is_told_of_at_once():
+    link = RemoteLink("127.0.0.1:9", FakeCarrier(), {}, {}, 5)
+    found = []
+    link.connect(found.append)
+    link.send(Ask("a", b"", 0, 1))
+    until(lambda: found)
+    assert "cannot be reached" in found[0].reason
+    link.close()
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:0", "host:x"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(UserError, match="expected HOST:PORT"):
+        split_address(address)

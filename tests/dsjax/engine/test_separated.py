@@ -1,0 +1,137 @@
+"""A model whose prompts are computed on one mesh and decoded on another makes the tokens of one plain engine."""
+
+import threading
+
+import pytest
+from drafting_checkpoint import write_drafting_checkpoint
+
+from dsjax import LLM, SamplingParams
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.disaggregated import decode_args, prefill_args
+from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.errors import UserError
+
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 128}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+MESHES = {
+    "tp=2 for dp=4": {"prefill_mesh": "tp=2", "decode_mesh": "dp=4"},
+    "two instances, drafts": {
+        "prefill_mesh": "dp=2",
+        "decode_mesh": "tp=2",
+        "prefill_instances": 2,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("separated")
+    write_drafting_checkpoint(directory)
+    return directory
+
+
+def requests():
+    """(prompt, parameters): everything that makes tokens depend on more than the prompt's values."""
+    text = "a page of the cache holds four tokens of a prompt, and this one has a good many of them"
+    fixed = {"max_tokens": 12, "ignore_eos": True}
+    return [
+        ("ab", SamplingParams(temperature=0, **fixed)),
+        (text, SamplingParams(temperature=0, **fixed)),
+        (text, SamplingParams(temperature=0.9, top_p=0.95, seed=7, n=3, **fixed)),
+        (text[:40], SamplingParams(temperature=1.0, seed=11, logprobs=3, **fixed)),
+        (text[:31] + text[:50], SamplingParams(temperature=0, presence_penalty=1.5, repetition_penalty=1.3, **fixed)),
+        (
+            text[5:],
+            SamplingParams(temperature=0, max_tokens=24, structured_outputs=StructuredOutputs(json=SCHEMA)),
+        ),
+        (text[9:49], SamplingParams(temperature=0, prompt_logprobs=1, **fixed)),
+        (text, SamplingParams(temperature=0, logit_bias={70: 4.0}, min_tokens=3, max_tokens=12)),
+        (text[2:60], SamplingParams(temperature=0.7, seed=3, stop=["e"], max_tokens=12)),
+    ]
+
+
+def made(outputs):
+    return [[(list(c.token_ids), c.text, c.finish_reason) for c in output.outputs] for output in outputs]
+
+
+def generated(llm):
+    prompts, params = zip(*requests(), strict=True)
+    return llm.generate(list(prompts), list(params))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    llm = LLM(str(checkpoint), dtype="float32", **SIZES)
+    try:
+        return generated(llm)
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize("options", MESHES.values(), ids=MESHES)
+def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options):
+    llm = LLM(str(checkpoint), dtype="float32", local_prefill_tokens=1, **SIZES, **options)
+    core = llm.engine.core
+    prefills = [link.engine for link in llm.engine.prefills]
+    try:
+        first = generated(llm)
+        assert made(first) == made(expected)
+        for found, wanted in zip(first[3].outputs[0].logprobs, expected[3].outputs[0].logprobs, strict=True):
+            assert found.keys() == wanted.keys()
+            # Other meshes add in another order: float32 sums of a few dozen terms.
+            assert all(abs(found[token].logprob - wanted[token].logprob) < 1e-4 for token in found)
+        counts = core.scheduler.incoming.counts
+        assert counts.completed >= 3
+        assert counts.given_up == 0
+        assert counts.pages > 40
+        assert made(generated(llm)) == made(expected)
+        llm.engine.flush_prefix_cache()
+        for turns in range(0, 12, 2):
+            llm.engine.add_request("gone", requests()[4][0][turns:], requests()[1][1])
+            for _ in range(turns):
+                llm.engine.step()
+            llm.engine.abort("gone")
+        assert made(generated(llm)) == made(expected)
+        with pytest.raises(UserError, match="cannot change while it runs"):
+            llm.scale("dp=2")
+    finally:
+        llm.shutdown()
+    for engine in prefills:
+        assert engine.error is None
+        assert engine.num_jobs == engine.leases.num_kept == 0
+        assert all(rank.pool.num_used == 0 for rank in engine.core.scheduler.ranks)
+    assert all(rank.pool.num_used == 0 for rank in core.scheduler.ranks)
+    assert not [thread for thread in threading.enumerate() if thread.name == "dsjax-prefill"]
+
+
+def test_each_side_has_its_own_mesh_and_decode_alone_the_tiers():
+    args = EngineArgs(prefill_mesh="tp=2", decode_mesh="dp=4", prefill_instances=3, host_cache_bytes=1000)
+    assert args.num_devices == 10
+    assert (decode_args(args).mesh, decode_args(args).host_cache_bytes) == ("dp=4", 1000)
+    assert (prefill_args(args).mesh, prefill_args(args).host_cache_bytes) == ("tp=2", 0)
+    assert not decode_args(args).separated
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prefill_mesh": "dp=2"}, "--prefill-mesh is given without --decode-mesh"),
+        ({"decode_mesh": "dp=2"}, "--decode-mesh is given without --prefill-mesh"),
+        ({"prefill_instances": 2}, "--prefill-instances is given without"),
+        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=x"}, "dp=x"),
+        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "mesh": "dp=4"}, "--mesh dp=4 is given with"),
+        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "mla_prefill": "CD", "mla_decode": "CD"}, "CD keeps none"),
+        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "record_steps": "x"}, "--record-steps"),
+        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "num_processes": 2}, "one process"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, says):
+    with pytest.raises(UserError, match=says):
+        EngineArgs(**options)
+
+
+def test_more_devices_than_there_are_is_refused_before_anything_is_loaded(checkpoint):
+    with pytest.raises(UserError, match="want 3000 devices"):
+        LLM(str(checkpoint), prefill_mesh="dp=1000", decode_mesh="dp=2000", **SIZES)

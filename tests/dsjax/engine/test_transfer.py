@@ -1,0 +1,484 @@
+"""Prompts computed by one engine and decoded by another make the tokens of one, and whatever goes wrong between them costs no page."""
+
+import random
+import time
+from collections import Counter
+
+import pytest
+from fake_executor import FakeExecutor, expected_tokens
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dsjax.engine.commands import int32s
+from dsjax.engine.core import EngineCore
+from dsjax.engine.page_transfer import Ask, Cancel, Failed, Release
+from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.scheduler_config import SchedulerConfig
+
+
+class Pair:
+    """A prefill and a decode engine in one thread: each turn gives both a step.
+
+    Attributes:
+        lost: kinds of messages to prefill that get lost.
+    """
+
+    def __init__(
+        self, *, prefills=1, ranks=(1, 1), pages=(33, 33), timeout=1000.0, local_tokens=1, decode=None, prefill=None
+    ):
+        self.engines, links = [], []
+        for _ in range(prefills):
+            executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True, **(prefill or {}))
+            config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+            self.engines.append(PrefillEngine(executor, config, timeout=timeout))
+            links.append(LocalLink(self.engines[-1]))
+        self.lost = ()
+        self.sent = []
+        for link in links:
+            link.send = self._lossy(link.send)
+        executor = FakeExecutor(
+            num_ranks=ranks[1], pages_per_rank=pages[1], max_rows_decode=4, transfers=True, **(decode or {})
+        )
+        config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+        self.core = EngineCore(executor, config, prefills=links, local_tokens=local_tokens, transfer_timeout=timeout)
+        self.links = links
+        self.prefill_runs = True
+        self.steps = 0
+
+    def _lossy(self, send):
+        def sent(message):
+            self.sent.append(message)
+            if not isinstance(message, self.lost):
+                send(message)
+
+        return sent
+
+    def asked(self):
+        return [message for message in self.sent if isinstance(message, Ask)]
+
+    def expire(self):
+        """Let all time pass that leases have."""
+        for engine in self.engines:
+            for lease in engine.leases._leases.values():
+                lease.until = 0.0
+
+    @property
+    def incoming(self):
+        return self.core.scheduler.incoming
+
+    def add(self, name, tokens, max_tokens=6, **fields):
+        request = Request(name, list(tokens), len(tokens), SamplingParams(temperature=0), max_tokens, 0)
+        for field, value in fields.items():
+            setattr(request, field, value)
+        self.core.add(request)
+        return request
+
+    def turn(self):
+        if self.prefill_runs:
+            for engine in self.engines:
+                engine.core.executor.move_parcels()
+                engine.turn(wait=False)
+        self.core._wake.set()  # nobody else runs: there is nothing to wait for
+        updates = self.core.step()
+        self.steps += 1
+        return updates
+
+    def run(self):
+        while self.core.has_unfinished:
+            self.turn()
+            assert self.steps < 5000, "nothing moves any more"
+
+    def settle(self):
+        """Let everything that was given up come to its end, and see that nothing is left."""
+        self.lost, self.prefill_runs = (), True
+        for engine in self.engines:
+            engine.core.executor.parcels_take = 0
+        self.core.executor.parcels_take = 0
+        for _ in range(20):
+            self.turn()
+        self.expire()  # what is left because a message was lost
+        for _ in range(5):
+            self.turn()
+        for rank in self.core.scheduler.ranks:
+            assert rank.pool.num_used == 0
+            assert rank.backlog == rank.load == 0
+        assert self.incoming.num_under_way == 0
+        assert not self.incoming._expected
+        assert not self.incoming._pulling
+        assert not self.incoming._of
+        for engine in self.engines:
+            assert engine.num_jobs == 0
+            assert engine.leases.num_kept == 0
+            assert not engine.core.scheduler.num_unfinished
+            for index, rank in enumerate(engine.core.scheduler.ranks):
+                assert rank.pool.num_used == 0
+                assert engine.leases.room(index) == 256
+
+
+def prompts(count, seed=0, longest=80):
+    """Prompts that begin alike in threes."""
+    choose = random.Random(seed)
+    shared = [[choose.randrange(300) for _ in range(longest)] for _ in range(max(1, count // 3))]
+    found = []
+    for _ in range(count):
+        beginning = choose.choice(shared)[: choose.randrange(longest)]
+        found.append(beginning + [choose.randrange(300) for _ in range(1 + choose.randrange(9))])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("takes", [0, 3])
+def test_tokens_are_those_of_one_engine_and_decode_computes_no_whole_page(ranks, takes):
+    pair = Pair(ranks=ranks, pages=(129, 129))
+    pair.core.executor.parcels_take = takes
+    for engine in pair.engines:
+        engine.core.executor.parcels_take = takes
+    pair.core.executor.keep_commands = True
+    given = prompts(24)
+    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
+    pair.run()
+    for tokens, request in zip(given, requests, strict=True):
+        assert request.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+    rows = [
+        row
+        for step in pair.core.executor.commands
+        for rank in getattr(step, "ranks", ())
+        for row in getattr(rank, "prefills", ())
+    ]
+    assert all(row.length <= pair.core.executor.limits.page_size for row in rows)
+    assert pair.incoming.counts.given_up == 0
+    assert pair.incoming.counts.completed > 8
+
+
+def test_a_prompt_that_fits_a_page_or_is_nearly_cached_is_computed_by_decode():
+    pair = Pair(local_tokens=9)
+    long = list(range(40))
+    requests = [(long, pair.add("a", long))]
+    pair.run()
+    for name, tokens in (("b", [5, 6]), ("c", [*long[:36], 1, 2, 3, 4, 5, 6, 7, 8]), ("d", long)):
+        requests.append((tokens, pair.add(name, tokens)))
+        pair.run()
+    assert len(pair.asked()) == 1
+    for tokens, request in requests:
+        assert request.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+
+
+def test_prompts_that_begin_alike_are_asked_for_once_and_each_is_told_what_was_cached():
+    pair = Pair()
+    tokens = list(range(60))
+    first = [pair.add(f"{i}", tokens) for i in range(3)]
+    pair.run()
+    assert [(ask.first, ask.end) for ask in pair.asked()] == [(0, 14)]
+    assert first[0].num_cached_tokens == 0, "it was computed for it"
+    assert first[1].num_cached_tokens == 56
+    longer = pair.add("longer", [*tokens, *range(100, 120)])
+    pair.run()
+    assert pair.asked()[-1].first == len(tokens) // 4 == 15
+    assert longer.num_cached_tokens == 60
+    pair.core.scheduler.flush_prefix_cache()
+    again = pair.add("again", tokens)
+    pair.run()
+    assert again.num_cached_tokens == 56, "prefill had them"
+    pair.settle()
+
+
+def test_prefill_instances_share_the_prompts():
+    pair = Pair(prefills=3)
+    given = [[i] * 30 for i in range(9)]
+    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
+    pair.run()
+    assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
+    assert all(engine.leases.pages_sent >= 7 for engine in pair.engines)
+    pair.settle()
+
+
+@pytest.mark.parametrize("turns", range(14))
+def test_an_abort_at_each_moment_gives_everything_back(turns):
+    pair = Pair(ranks=(1, 2))
+    pair.core.executor.parcels_take = pair.engines[0].core.executor.parcels_take = 1
+    tokens = list(range(70))
+    pair.add("gone", tokens)
+    other = pair.add("other", tokens[:30]) if turns % 2 else None
+    for _ in range(turns):
+        pair.turn()
+    pair.core.abort("gone")
+    pair.run()
+    assert other is None or other.output_token_ids == expected_tokens(tokens[:30], 6)
+    pair.settle()
+    again = pair.add("again", tokens)
+    pair.run()
+    assert again.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+
+
+@pytest.mark.parametrize("turns", range(1, 10))
+def test_a_prefill_side_that_stops_costs_time_and_no_request(turns):
+    pair = Pair(timeout=0.05)
+    pair.engines[0].leases.timeout = 1000.0
+    given = prompts(6, seed=turns)
+    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
+    for _ in range(turns):
+        pair.turn()
+    pair.prefill_runs = False
+    while pair.core.has_unfinished:
+        pair.turn()
+        time.sleep(0.001)
+    for tokens, request in zip(given, requests, strict=True):
+        assert request.output_token_ids == expected_tokens(tokens, 6)
+    asked = len(pair.asked())
+    pair.add("next", [7] * 30)
+    pair.run()
+    if pair.incoming.counts.given_up:
+        assert len(pair.asked()) == asked, "it is left alone for a while"
+    pair.settle()
+
+
+@pytest.mark.parametrize("lost", [(Release,), (Cancel,), (Release, Cancel), (Ask,)])
+def test_lost_messages_cost_a_lease_and_no_page(lost):
+    pair = Pair(timeout=0.03)
+    pair.lost = lost
+    given = prompts(6, seed=3)
+    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
+    for _ in range(3):
+        pair.turn()
+    pair.core.abort("0")
+    while pair.core.has_unfinished:
+        pair.turn()
+        time.sleep(0.001)
+    for tokens, request in zip(given[1:], requests[1:], strict=True):
+        assert request.output_token_ids == expected_tokens(tokens, 6)
+    time.sleep(0.04)
+    pair.turn()
+    assert pair.engines[0].leases.num_kept == 0, "what nobody pulls or releases is dropped after its lease"
+    pair.settle()
+
+
+def test_a_link_that_stalls_is_given_up():
+    pair = Pair(timeout=0.03)
+    pair.core.executor.parcels_take = None
+    request = pair.add("a", list(range(50)))
+    while pair.core.has_unfinished:
+        pair.turn()
+        time.sleep(0.001)
+    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
+    assert pair.incoming.counts.given_up == 1
+    pair.settle()
+
+
+@pytest.mark.parametrize("wrong", ["no room", "not finite", "parcels lost"])
+def test_what_prefill_cannot_compute_decode_does(wrong):
+    pair = Pair(pages=(5, 33) if wrong == "no room" else (33, 33))
+    if wrong == "not finite":
+        pair.engines[0].core.executor.non_finite.add(0)
+    request = pair.add("a", list(range(50)))
+    if wrong == "parcels lost":
+        for _ in range(3):
+            pair.turn()
+        assert pair.engines[0].leases.num_kept
+        for number in list(pair.engines[0].leases._leases):
+            pair.engines[0].leases.release(number)
+    pair.run()
+    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
+    assert pair.incoming.counts.given_up == 1
+    pair.settle()
+
+
+def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
+    pair = Pair()
+    engine = pair.engines[0]
+    engine.core.executor.fail_at_step = 2
+    engine.start()
+    pair.prefill_runs = False
+    requests = [pair.add(f"{i}", [i] * 60) for i in range(3)]
+    while pair.core.has_unfinished:
+        pair.turn()
+        time.sleep(0.0005)
+    assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 60, 6) for i in range(3)]
+    assert isinstance(engine.error, RuntimeError)
+    asked = len(pair.asked())
+    pair.add("later", [9] * 60)
+    pair.run()
+    assert len(pair.asked()) - asked in (0, 1)
+    assert engine.leases.num_kept == engine.num_jobs == 0
+    assert all(rank.pool.num_used == 0 for rank in pair.core.scheduler.ranks)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "end"),
+    [(range(9), 2, 2), (range(8), 0, 2), ([1, -1, 3, 4, 5], 0, 1), ([1, 2, 3, 4, 300], 0, 1)],
+)
+def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first, end):
+    pair, found = Pair(), []
+    pair.engines[0].post(Ask("odd", int32s(tokens), first, end), found.append)
+    pair.engines[0].turn(wait=False)
+    assert isinstance(found[0], Failed)
+    pair.settle()
+
+
+def test_an_engine_that_ends_ends_its_prefill_threads():
+    pair = Pair()
+    pair.engines[0].start()
+    pair.prefill_runs = False
+    pair.add("a", [1] * 60)
+    pair.turn()
+    pair.core.shutdown()
+    assert not pair.engines[0]._thread.is_alive()
+    assert pair.engines[0].core.executor.closed
+    found = []
+    pair.engines[0].post(Ask("late", b"", 0, 1), found.append)
+    assert isinstance(found[0], Failed)
+
+
+def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():
+    pair = Pair(pages=(65, 129))
+    pair.engines[0].leases._room = [6]
+    pair.core.executor.parcels_take = None
+    requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
+    for _ in range(60):
+        pair.turn()
+    assert pair.engines[0].leases.room(0) == 0
+    assert sum(lease.offer.count for lease in pair.engines[0].leases._leases.values()) == 6
+    pair.core.executor.parcels_take = 0
+    pair.run()
+    assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
+    pair.engines[0].leases._room = [256]
+    pair.settle()
+
+
+def test_flushing_forgets_what_is_on_its_way():
+    pair = Pair()
+    pair.core.executor.parcels_take = 2
+    tokens = list(range(50))
+    request = pair.add("a", tokens)
+    for _ in range(5):
+        pair.turn()
+    pair.core.flush_prefix_cache()
+    assert pair.incoming.num_under_way == 0
+    pair.run()
+    assert request.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+
+
+_prompts = st.builds(
+    lambda shared, length, rest: shared[:length] + rest,
+    st.sampled_from([[7] * 30, list(range(100, 130)), [7] * 9 + [8] * 21]),
+    st.integers(8, 30),
+    st.lists(st.integers(0, 299), min_size=1, max_size=6),
+)
+
+
+class TransferMachine(RuleBasedStateMachine):
+    """Any order of requests, aborts, steps of either side, lost messages, timeouts, values not finite and flushes, with little room."""
+
+    @initialize(
+        ranks=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+        pages=st.tuples(st.integers(8, 40), st.integers(12, 40)),
+        prefills=st.integers(1, 2),
+        below=st.sampled_from([{}, {"host_pages_per_rank": 6}, {"disk_pages": 30}]),
+    )
+    def make(self, ranks, pages, prefills, below):
+        self.pair = Pair(prefills=prefills, ranks=ranks, pages=pages, decode=below)
+        self.alive, self.count = {}, 0
+
+    @rule(several=st.lists(_prompts, min_size=1, max_size=5), turns=st.integers(0, 4))
+    def add(self, several, turns):
+        for tokens in several:
+            self.count += 1
+            self.alive[f"{self.count}"] = self.pair.add(f"{self.count}", tokens)
+        for _ in range(turns):
+            self.enter(self.pair.turn())
+
+    @rule(who=st.sampled_from(["both", "both", "decode", "prefill"]), turns=st.integers(1, 5))
+    def step(self, who, turns):
+        for _ in range(turns):
+            if who == "prefill":
+                for engine in self.pair.engines:
+                    engine.core.executor.move_parcels()
+                    engine.turn(wait=False)
+                continue
+            self.pair.prefill_runs = who == "both"
+            self.enter(self.pair.turn())
+
+    def enter(self, updates):
+        for update in updates:
+            if update.finish_reason:
+                request = self.alive.pop(update.request.request_id)
+                assert request.output_token_ids == expected_tokens(request.prompt_token_ids, 6)
+
+    @rule(data=st.data())
+    def abort(self, data):
+        if self.alive:
+            self.pair.core.abort(self.alive.pop(data.draw(st.sampled_from(sorted(self.alive)))).request_id)
+
+    @rule(prefill=st.sampled_from([0, 2, None]), decode=st.sampled_from([0, 2, None]))
+    def change_the_link(self, prefill, decode):
+        for engine in self.pair.engines:
+            engine.core.executor.parcels_take = prefill
+        self.pair.core.executor.parcels_take = decode
+
+    @rule(lost=st.sets(st.sampled_from([Ask, Cancel, Release])))
+    def lose(self, lost):
+        self.pair.lost = tuple(lost)
+
+    @rule()
+    def leases_end(self):
+        self.pair.expire()
+
+    @rule()
+    def decode_has_waited_too_long(self):
+        self.pair.incoming.begin_step(time.monotonic() + 2000)
+
+    @rule()
+    def prefill_is_trusted_again(self):
+        for pause in self.pair.incoming._pauses:
+            pause._until = 0.0
+
+    @rule(poisoned=st.booleans())
+    def poison(self, poisoned):
+        for engine in self.pair.engines:
+            engine.core.executor.non_finite = {0} if poisoned else set()
+
+    @rule()
+    def flush(self):
+        self.pair.core.flush_prefix_cache()
+
+    @invariant()
+    def every_page_is_free_or_cached_or_held_and_the_holders_are_counted(self):
+        for core in (self.pair.core, *(engine.core for engine in self.pair.engines)):
+            for rank in core.scheduler.ranks:
+                pool = rank.pool
+                held = Counter(
+                    page for request in [*rank.running, *rank.waiting] for page in request.pages + request.held_pages
+                )
+                held.update(page for arrival in rank.arrivals.under_way if arrival.request for page in arrival.pages)
+                held.update(page for _, _, pages in rank._outgoing for page in pages)
+                leaving = pool.num_used - len(held)  # of requests that ended while a step has a row of them
+                assert leaving == 0 or core._under_way
+                if not core._under_way:
+                    assert {page: count for page, count in enumerate(pool._holders) if count} == held
+                everywhere = [*pool._free, *pool._idle, *(page for page, count in enumerate(pool._holders) if count)]
+                assert sorted(everywhere) == list(range(1, pool.num_pages))
+
+    def teardown(self):
+        if not hasattr(self, "pair"):
+            return
+        pair = self.pair
+        pair.lost, pair.prefill_runs = (), True
+        self.change_the_link(0, 0)
+        for turn in range(3000):
+            if not pair.core.has_unfinished:
+                break
+            if turn == 200:  # an `Ask` was lost
+                self.decode_has_waited_too_long()
+            self.enter(pair.turn())
+        assert not self.alive, "every request ends"
+        pair.settle()
+
+
+TransferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTransferMachine = TransferMachine.TestCase

@@ -1,0 +1,245 @@
+"""What prefill apart from decode costs and is worth: bytes a second, the share of a step, and the time between tokens while prompts come.
+
+    python tools/bench_transfer.py
+    python tools/bench_transfer.py --part load --prompt-tokens 1500 --prompts 24
+
+Part `bytes`: a parcel is pulled from device to device in one process, and through JAX's transfer server from another process; beside it the
+programs that take pages off the cache and place them, and a decode step. Part `load`: requests decode all the time while
+prompts come one after another, on `dp=2`, and on `dp=1` for prompts and `dp=1` for decodes: time to the first token (TTFT) of the
+prompts and time between tokens (ITL) of the others. All must make the same tokens. Both meshes share this machine's cores.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+REPEATS = 60
+
+
+def seconds(run, repeats=REPEATS):
+    """The median of so many runs."""
+    run()
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def serve_parcels(options: dict) -> None:
+    """In a process of its own: a carrier that grants the same parcel again and again, a number a line."""
+    import jax
+    import numpy as np
+
+    from dsjax.engine.page_network import JaxCarrier
+
+    carrier = JaxCarrier(jax.devices()[0], "127.0.0.1")
+    parcel = {name: jax.device_put(np.zeros(shape, dtype)) for name, (shape, dtype) in options["shapes"].items()}
+    print(carrier.address, flush=True)
+    for line in sys.stdin:
+        carrier.grant(int(line), parcel)
+        print("granted", flush=True)
+
+
+def measure_bytes(args, console: Console) -> None:
+    import jax
+    import numpy as np
+
+    from dsjax import LLM, SamplingParams
+    from dsjax.engine.commands import FetchPages, PlacePages, PullPages, SendPages, int32s
+    from dsjax.engine.page_network import JaxCarrier
+    from dsjax.engine.page_parcels import move_parcel
+    from dsjax.engine.page_transfer import PARCEL_PAGES
+
+    llm = LLM(args.model, prefill_mesh="dp=1", decode_mesh="dp=1", max_num_seqs=8, max_model_len=2048)
+    executor = llm.executor
+    shapes = executor.parcel_shapes
+    size = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
+    devices = jax.devices()
+    parcel = {name: jax.device_put(np.zeros(*own), devices[1]) for name, own in shapes.items()}
+    table = Table("what", "ms", "GB/s", title=f"a parcel of {PARCEL_PAGES} pages, {size / 1e6:.2f} MB ({args.model})")
+
+    def row(what, took):
+        table.add_row(what, f"{1e3 * took:.3f}", f"{size / took / 1e9:.2f}")
+
+    row("from device to device", seconds(lambda: move_parcel(parcel, devices[0])))
+    plain = {name: (shape, str(dtype)) for name, (shape, dtype) in shapes.items()}
+    other = subprocess.Popen(
+        [sys.executable, __file__, "--serve", json.dumps({"shapes": plain})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    address = other.stdout.readline().strip()
+    carrier, numbers = JaxCarrier(devices[0], "127.0.0.1"), iter(range(10**6))
+
+    def pull():
+        number = next(numbers)
+        other.stdin.write(f"{number}\n")
+        other.stdin.flush()
+        other.stdout.readline()
+        carrier.pull(address, number, shapes, devices[0])
+
+    row("from another process, asked for and granted", seconds(pull))
+    other.stdin.close()
+    other.wait()
+
+    pages = range(1, 1 + PARCEL_PAGES)
+    kept = []
+    sender = llm.engine.prefills[0].engine.core.executor
+    sender._parcels._offer = lambda number, own: kept.append(own)
+    gather = SendPages([int32s(value for page in pages for value in (1, page))])
+
+    def take():
+        pending = sender.launch(gather)
+        while not kept:
+            time.sleep(0)
+        kept.clear()
+        sender.wait(pending) if not pending.done else None
+
+    row("taken off the cache, until it can be offered", seconds(take))
+    link = llm.engine.prefills[0]
+    link.pull, link.send = lambda number, device: move_parcel(parcel, device), lambda message: None
+    counter = iter(range(1, 10**6))
+
+    def land():
+        executor.launch(PullPages([int32s(value for place in range(PARCEL_PAGES) for value in (0, 1, place, place))]))
+        reported = 0
+        while reported < PARCEL_PAGES:
+            reported += len(executor.page_reports().read)
+
+    def place():
+        number = next(counter)
+        executor.launch(FetchPages([int32s(range(PARCEL_PAGES))], number))
+        executor.launch(PlacePages([int32s(pages)], number))
+        jax.block_until_ready(executor.state.start)
+
+    placed = []
+    for _ in range(REPEATS):
+        land()
+        began = time.perf_counter()
+        place()
+        placed.append(time.perf_counter() - began)
+    row("staged and written to the cache", statistics.median(placed))
+    for running in (1, 8):
+        llm.generate(
+            [{"prompt_token_ids": [5 + i, 6, 7]} for i in range(running)],
+            SamplingParams(temperature=0, max_tokens=100, ignore_eos=True),
+        )
+        began, steps = time.perf_counter(), 100
+        llm.generate(
+            [{"prompt_token_ids": [5 + i, 6, 7]} for i in range(running)],
+            SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True),
+        )
+        table.add_row(
+            f"for comparison: a decode step of {running}", f"{1e3 * (time.perf_counter() - began) / steps:.3f}", ""
+        )
+    console.print(table)
+    llm.shutdown()
+
+
+def measure_load(args, console: Console) -> None:
+    from dsjax import LLM
+
+    table = Table("engine", "TTFT, median ms", "P99", "ITL of others, median ms", "P99", "prompt tokens/s")
+    made = []
+    for name, options in {
+        "dp=2 for both": {"mesh": "dp=2"},
+        "dp=1 for prompts, dp=1 for decodes": {"prefill_mesh": "dp=1", "decode_mesh": "dp=1"},
+    }.items():
+        llm = LLM(args.model, max_num_seqs=8, max_model_len=2048, prefill_chunk=256, **options)
+        run_load(llm, args, 3)  # compiles what is missing
+        llm.engine.flush_prefix_cache()
+        tokens, first, between, rate = run_load(llm, args, args.prompts)
+        made.append(tokens)
+        shares = [f"{1e3 * quantile(values, q):.1f}" for values in (first, between) for q in (0.5, 0.99)]
+        table.add_row(name, *shares, f"{rate:,.0f}")
+        llm.shutdown()
+    console.print(table)
+    if made[0] != made[1]:
+        raise SystemExit("the engines have made different tokens")
+
+
+def run_load(llm, args, prompts):
+    """Tokens of the prompts, their TTFT, the ITL of the others, and prompt tokens a second."""
+    from dsjax import SamplingParams
+    from dsjax.engine.sampling_params import OutputKind
+
+    choose = random.Random(1)
+    waiting = [[choose.randrange(5, 250) for _ in range(args.prompt_tokens)] for _ in range(prompts)]
+    delta = {"temperature": 0, "ignore_eos": True, "output_kind": OutputKind.DELTA}
+    found, first, between, last, asked = {}, [], [], {}, None
+    began, number, watched = time.perf_counter(), 0, 0
+    while number < prompts or asked is not None:
+        while sum(name.startswith("watch") for name in last) < args.decoding:
+            watched += 1
+            last[f"watch-{watched}"] = None
+            llm.engine.add_request(
+                f"watch-{watched}", {"prompt_token_ids": [7, watched % 200]}, SamplingParams(max_tokens=400, **delta)
+            )
+        if asked is None:
+            asked = time.perf_counter()
+            llm.engine.add_request(
+                f"ask-{number}", {"prompt_token_ids": waiting[number]}, SamplingParams(max_tokens=4, **delta)
+            )
+            number += 1
+        for output in llm.engine.step():
+            now, name = time.perf_counter(), output.request_id
+            if name.startswith("ask"):
+                if name not in found:
+                    first.append(now - asked)
+                found.setdefault(name, []).extend(output.outputs[0].token_ids)
+                asked = None if output.finished else asked
+                continue
+            if last.get(name) is not None:
+                between.append(now - last[name])
+            last[name] = now
+            if output.finished:
+                del last[name]
+    took = time.perf_counter() - began
+    for name in list(last):
+        llm.engine.abort(name)
+    while llm.engine.has_unfinished():
+        llm.engine.step()
+    return found, first, between, prompts * args.prompt_tokens / took
+
+
+def quantile(values, share):
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--part", choices=("bytes", "load", "both"), default="both")
+    parser.add_argument("--prompt-tokens", type=int, default=1000)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--decoding", type=int, default=4, help="requests that decode all the time")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve_parcels(json.loads(args.serve))
+        return
+    from sharding.emulation import emulate_devices
+
+    emulate_devices(2)
+    console = Console(width=140)
+    if args.part != "load":
+        measure_bytes(args, console)
+    if args.part != "bytes":
+        measure_load(args, console)
+
+
+if __name__ == "__main__":
+    main()
