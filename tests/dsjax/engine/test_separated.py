@@ -134,5 +134,5 @@ def test_options_that_cannot_be_are_refused(options, says):
 
 
 def test_more_devices_than_there_are_is_refused_before_anything_is_loaded(checkpoint):
-    with pytest.raises(UserError, match="want 3000 devices"):
-        LLM(str(checkpoint), prefill_mesh="dp=1000", decode_mesh="dp=2000", **SIZES)
+    with pytest.raises(UserError, match="want 6000 devices"):
+        LLM(str(checkpoint), prefill_mesh="dp=3000", decode_mesh="dp=3000", **SIZES)
