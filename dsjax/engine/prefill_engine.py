@@ -229,7 +229,7 @@ class PrefillEngine:
     def _is_done(self, job: _Job) -> bool:
         return (
             job.request.status is Status.FINISHED
-            and not self.core.scheduler.ranks[job.request.rank].has_outgoing(job.sending)
+            and not self.core.scheduler.ranks[job.request.rank].departures.has(job.sending)
             and not self.leases.kept_for(job.sending)
         )
 
@@ -248,7 +248,7 @@ class PrefillEngine:
             if job.request.status is not Status.FINISHED:
                 self.core.abort(job.request.request_id)
             if job.request.rank >= 0:
-                self.core.scheduler.ranks[job.request.rank].forget_sending(job.sending)
+                self.core.scheduler.ranks[job.request.rank].departures.forget(job.sending)
         self.leases.cancel(job.sending)
 
     def _forget(self, name: str) -> _Job | None:
