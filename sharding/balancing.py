@@ -219,18 +219,35 @@ def pack(load_XN: np.ndarray, item_XN: np.ndarray, packs: int) -> tuple[np.ndarr
     if packs == things:  # as published: one in each, in order
         pack_XN[:] = np.arange(things)
         return pack_XN, place_XN
+    order_XN = np.argsort(-load_XN, axis=1, kind="stable")
+    load_NX, item_NX = (np.take_along_axis(array, order_XN, axis=1).T.copy() for array in (load_XN, item_XN))
+    pack_NX, place_NX = np.zeros((2, things, count), np.int64)
     loads, held = np.zeros((count, packs)), np.zeros((count, packs), np.int64)
     has = np.zeros((count, int(item_XN.max()) + 1, packs), bool)
-    for thing_X in np.argsort(-load_XN, axis=1, kind="stable").T:
-        item_X = item_XN[rows, thing_X]
-        room = np.where(held < things // packs, loads, np.inf)
-        least = room == room.min(axis=1, keepdims=True)
-        # The first of the greatest: the least loaded before all others, and of those one without a copy before one with.
-        pack_X = np.argmax(least * (2 - has[rows, item_X]), axis=1)
-        pack_XN[rows, thing_X], place_XN[rows, thing_X] = pack_X, held[rows, pack_X]
-        loads[rows, pack_X] += load_XN[rows, thing_X]
-        held[rows, pack_X] += 1
-        has[rows, item_X, pack_X] = True
+    full, first = things // packs, 0
+    if load_NX.min() > 0:  # while there are empty packs, each thing goes to the first of them
+        first = packs
+        pack_NX[:first] = np.arange(packs)[:, None]
+        loads[:], held[:] = load_NX[:first].T, 1
+        has[rows[:, None], item_NX[:first].T, np.arange(packs)] = True
+    loads[held >= full] = np.inf
+    # Flat views: an index of one number for each row costs a third of one of two.
+    load_XR, held_XR, has_XER, start_X = loads.ravel(), held.ravel(), has.ravel(), rows * packs
+    for thing in range(first, things):
+        pack_X = loads.argmin(axis=1)
+        at_X, item_X = start_X + pack_X, item_NX[thing]
+        least_XR = loads == load_XR.take(at_X)[:, None]
+        if np.count_nonzero(least_XR) > count:
+            # The first of the greatest: the least loaded before all others, and of those one without a copy before one with.
+            pack_X = np.argmax(least_XR * (2 - has[rows, item_X]), axis=1)
+            at_X = start_X + pack_X
+        place_X = held_XR.take(at_X)
+        pack_NX[thing], place_NX[thing] = pack_X, place_X
+        held_XR[at_X] = place_X + 1
+        load_XR[at_X] = np.where(place_X + 1 < full, load_XR.take(at_X) + load_NX[thing], np.inf)
+        has_XER[(rows * has.shape[1] + item_X) * packs + pack_X] = True
+    np.put_along_axis(pack_XN, order_XN, pack_NX.T, axis=1)
+    np.put_along_axis(place_XN, order_XN, place_NX.T, axis=1)
     return pack_XN, place_XN
 
 

@@ -107,6 +107,12 @@ def plan(
     batch: Annotated[
         int | None, typer.Option(help="Static modes: requests of a DP rank; default: all that fit.", min=1)
     ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="--mode static_gen: cached tokens of every request; default: as --input and --output make them.", min=1
+        ),
+    ] = None,
     prefill_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a DP rank in a step.")] = 16384,
     mesh: Annotated[
         str | None, typer.Option(help="Plan with instances of this mesh only: dp=32, or dp=4,tp=8.")
@@ -175,12 +181,9 @@ def plan(
     from dsjax.plan.measured_network import check_device, read_network
     from dsjax.plan.operator_tables import operator_tables
     from dsjax.plan.own_cluster import choose_precision, find_cluster
-    from dsjax.plan.pareto import draw_front, draw_sweep, write_html
-    from dsjax.plan.percentiles import Slo, guide, show_within, within
     from dsjax.plan.recipe import published_beside, recipe
     from dsjax.plan.report import show, show_sweep, show_usages, to_json
     from dsjax.plan.search import Question, instances, search, usages
-    from dsjax.plan.simulation.report import show_simulation, simulations
     from dsjax.plan.skew import read_skew
     from dsjax.plan.static import STATIC_MODES, no_room, show_static, static_of
     from dsjax.plan.sweep import read_sweep
@@ -206,6 +209,10 @@ def plan(
         raise UserError("--request-rate inf starts a fixed number of users at once; give --concurrency, not --rate")
     if batch is not None and mode not in STATIC_MODES:
         raise UserError(f"--batch is for --mode {', '.join(STATIC_MODES)}; with --mode {mode} give --concurrency")
+    if context is not None and mode != "static_gen":
+        raise UserError(
+            f"--context is of decode steps alone, --mode {mode} follows from --input and --output; give --mode static_gen"
+        )
     if mode in STATIC_MODES and (explain or pareto or sweep or recipe_file):
         given = next(
             f
@@ -236,12 +243,20 @@ def plan(
         work = Workload.of_classes([RequestClass.parse(text) for text in classes], **load)
     else:
         work = Workload(Lengths.parse(input_tokens, "--input"), Lengths.parse(output_tokens, "--output"), **load)
-    slos = [Slo.parse(text, work) for text in slo or ()]
+    objective = Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput)
+    if context is not None:
+        work = dataclasses.replace(work, decoding_at=float(context))
+    slos = []
+    if slo:  # what plays requests brings the engine's scheduler in, a third of a second
+        from dsjax.plan.percentiles import Slo, guide, show_within, within
+
+        slos = [Slo.parse(text, work) for text in slo]
+        objective = guide(objective, slos, work)
     question = Question(
         config,
         found.resized(hosts) if hosts else found,
         work,
-        guide(Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput), slos, work),
+        objective,
         Options(
             serving.precision(choose_precision(precision, kv_cache_dtype, modules)),
             mtp,
@@ -291,23 +306,20 @@ def plan(
         beside = published_beside(answer.winner, search(dataclasses.replace(question, options=options)).winner)
     best = answer.winner or (answer.missed[0] if answer.missed else None)
     sweeps = [run_sweep(question, best, *points) for points in swept_points] if best else []
-    outcomes = (
-        simulations(
-            best,
-            question.bounds,
-            burstiness,
-            num_prompts,
-            seed,
-            0 if request_rate and warmup is None else warmup,
-            bool(request_rate),
-        )
-        if simulate and best
-        else []
-    )
+    outcomes = []
+    if simulate and best:
+        from dsjax.plan.simulation.report import show_simulation, simulations
+
+        skipped = 0 if request_rate and warmup is None else warmup
+        outcomes = simulations(best, question.bounds, burstiness, num_prompts, seed, skipped, bool(request_rate))
     if pareto:
+        from dsjax.plan.pareto import draw_front, write_html
+
         with writing(pareto):
             (write_html if pareto.suffix == ".html" else draw_front)(answer, pareto)
     if plots:
+        from dsjax.plan.pareto import draw_sweep
+
         with writing(plots):
             plots.mkdir(parents=True, exist_ok=True)
             for swept in sweeps:

@@ -5,7 +5,9 @@ Nothing here is fitted: the policies that the engine runs (`sharding/balancing.p
 
 from __future__ import annotations
 
+import csv
 import functools
+import importlib.resources
 import math
 import statistics
 from dataclasses import dataclass
@@ -26,6 +28,10 @@ _DRAWS = 24
 
 _MANY_RANKS = 128
 """Above which a third of the layers is placed, and one layer is moved: a layer of so many ranks is as large a sample."""
+
+
+PLACEMENTS = "placements.csv"
+"""Below `configs`: what the default skew comes to, run beforehand by `tools/make_placements.py`: a search asks for hundreds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +57,32 @@ class Slots(NamedTuple):
     physical: int
     groups: int
     hosts: int
+
+    @property
+    def told_apart(self) -> Slots:
+        """The same with groups and hosts of 1 where the balancer does not look at them, so that alike places are placed once."""
+        return self if by_host("auto", self.groups, self.hosts) else self._replace(groups=1, hosts=1)
+
+
+class Placed(NamedTuple):
+    """Busiest rank ÷ mean rank at the middle and at both ends of what is known, and the share of slots that move from window to window."""
+
+    value: float
+    low: float
+    high: float
+    moved: float
+
+
+@functools.cache
+def beforehand() -> dict[tuple[Slots, bool], Placed]:
+    """(slots of 256 experts as `told_apart`, whether experts are placed by their load) → what the default skew makes of them."""
+    text = (importlib.resources.files("configs") / PLACEMENTS).read_text(encoding="utf-8")
+    return {
+        (Slots(*(int(row[name]) for name in Slots._fields)), row["balanced"] == "1"): Placed(
+            *(float(row[name]) for name in Placed._fields)
+        )
+        for row in csv.DictReader(text.splitlines())
+    }
 
 
 @functools.cache
@@ -104,8 +136,7 @@ def moved(loads: Loads, slots: Slots) -> float:
     """Of all slots, the share that gets another expert when experts are placed anew by what was served."""
     few = slice(_DRAWS // 6 if slots.ranks <= _MANY_RANKS else 1)  # some thousand slots are enough for a share
     old_LP, new_LP = _balanced(loads.seen[few], slots), _balanced(loads.served[few], slots)
-    hosts = slots.hosts if by_host("auto", slots.groups, slots.hosts) else 1
-    kept_LP = keep_in_place(old_LP, new_LP, slots.ranks, hosts)
+    kept_LP = keep_in_place(old_LP, new_LP, slots.ranks, slots.told_apart.hosts)
     return float(experts_moved(old_LP, kept_LP).mean()) / slots.physical
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.plan.figure import Figure, exact, smallest
+from dsjax.plan.figure import Figure, Middle, exact, smallest
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
@@ -163,7 +165,7 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
 def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
     """`aggregated` with middle values only, for the search; `in_full` gives what is shown."""
     output, work = instance.workload.output.mean, instance.workload
-    decode = instance.decode_step(batch).value
+    decode = instance.middle.decode_step(batch).value
     others, step = quick_prompts(instance, batch, tokens)
     tpot = decode / instance.options.tokens_a_step.value + others
     busy = min(others / tpot, 0.95)
@@ -172,11 +174,11 @@ def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float
         ttft = step * chunks + step * busy / (2 * (1 - busy)) + decode * (chunks + _passing(instance))
     else:
         under_way = tpot * instance.options.tokens_a_step.value * (_passing(instance) + 0.5)
-        ttft = own_step(instance, batch, tokens).value * chunks + decode * chunks + under_way
+        ttft = own_step(instance.middle, batch, tokens).value * chunks + decode * chunks + under_way
     ttft += _FRONT.value
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
-    ends = (Figure(ttft), Figure(tpot), Figure(throughput))
+    ends = (Middle(ttft), Middle(tpot), Middle(throughput))
     return Candidate("aggregated", instance, count, batch, instance, count, tokens, *ends)
 
 
@@ -222,35 +224,35 @@ class PrefillPool:
         full, alone = self.seconds.value, self.alone.value
         if computed >= self.tokens or full <= alone:
             return None
-        share = seconds = 0.0
+        # Tokens of the fullest rank, from one prompt to a full step. The router spreads prompts evenly, and they are whole, which adds
+        # `(ranks - 1) ÷ 2 ranks` of one on average; the largest of n normal variables is about √(2 ln n) standard deviations above
+        # their mean. Written out: the search settles some hundred thousand steps.
+        ranks, variation, most = self.instance.replicas, self.instance.workload.input.variation, self.tokens
+        rounding, share, seconds = (ranks - 1) / (2 * ranks), 0.0, 0.0
         for _ in range(_SETTLE):
             before, seconds = seconds, alone + share * (full - alone)
             if seconds - before < 1e-3 * alone:
                 break
-            share = (self._fullest(rate * seconds) - computed) / (self.tokens - computed)
+            prompts = rate * seconds
+            each = prompts / ranks
+            longest = 0.0
+            if variation and prompts > 1:
+                longest = math.sqrt(2 * math.log(min(prompts, ranks))) * variation * math.sqrt(max(1.0, each))
+            share = (min(most, computed * (max(1.0, each + rounding) + longest)) - computed) / (most - computed)
         return share
-
-    def _fullest(self, prompts: float) -> float:
-        """Tokens of the rank that has most of so many prompts, which the router spreads evenly: from one prompt to a full step.
-
-        Prompts are whole, which adds `(ranks - 1) ÷ 2 ranks` of one on average; and the largest of n normal variables is about
-        √(2 ln n) standard deviations above their mean.
-        """
-        work, ranks = self.instance.workload, self.instance.replicas
-        each = prompts / ranks
-        longest = (
-            math.sqrt(2 * math.log(max(1.0, min(prompts, ranks)))) * work.input.variation * math.sqrt(max(1.0, each))
-        )
-        tokens = work.computed * (max(1.0, each + (ranks - 1) / (2 * ranks)) + longest)
-        return min(self.tokens, tokens)
 
 
 def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
-    """`static_ctx` as a rate."""
+    """`static_ctx` as a rate; of `instance.middle` with middle values only."""
     rate = (instance.replicas / instance.prompt_seconds(tokens)).named("prompts a second of an instance", "1/s")
     steps = max(1.0, instance.workload.computed / tokens)
     alone = instance.prefill_step(min(instance.workload.computed, tokens)) * steps
     return PrefillPool(instance, tokens, rate, instance.prefill_step(tokens) * steps, alone)
+
+
+def quick_pool(instance: Instance, tokens: float) -> PrefillPool:
+    """`prefill_pool` with middle values only, for the search."""
+    return dataclasses.replace(prefill_pool(instance.middle, tokens), instance=instance)
 
 
 def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
@@ -261,7 +263,7 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     of `batch` requests a rank some decode and the others are at their prompts, and by Little's law all of them are the rate × their stay.
     """
     output, work = instance.workload.output.mean, instance.workload
-    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch)
+    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch, _priced(instance))
     tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
     transfer = _transfer(instance).named("cache transfer", "s")
     passing = instance.decode_step(decoding_at_once) * _passing(instance)
@@ -286,16 +288,24 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     )
 
 
-def quick_separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
-    """`separated` with middle values only, for the search."""
+def quick_separated(
+    pool: PrefillPool,
+    prefill_count: int,
+    instance: Instance,
+    count: int,
+    batch: float,
+    seconds: Callable[[float], float] | None = None,
+) -> Candidate:
+    """`separated` with middle values only, for the search. seconds: of a decode step of a batch, or as it is priced."""
+    seconds = seconds or _priced(instance)
     output, work = instance.workload.output.mean, instance.workload
     closed = work.concurrency is not None
-    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch)
+    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch, seconds)
     exactly = decoding_at_once == batch
-    step = instance.decode_step(batch).value if exactly else instance.decode_curve(decoding_at_once)
+    step = seconds(batch) if exactly else instance.decode_curve(decoding_at_once)
     tpot = step / instance.options.tokens_a_step.value
     users = decoding_at_once * instance.replicas * count
-    room, full = (decoding_at_once, step) if closed else (batch, instance.decode_step(batch).value)
+    room, full = (decoding_at_once, step) if closed else (batch, seconds(batch))
     outputs = max(output - 1, 1.0) / instance.options.tokens_a_step.value
     can_decode = room * instance.replicas * count / (full * outputs)
     can_prefill = pool.rate.value * (prefill_count * (1.0 if closed else _BUSY))
@@ -304,7 +314,7 @@ def quick_separated(pool: PrefillPool, prefill_count: int, instance: Instance, c
         ttft = (batch * instance.replicas * count - users) / rate
     else:
         ttft = _quick_first(pool, prefill_count, instance, step, rate)
-    ends = (Figure(ttft), Figure(tpot), Figure(rate * output))
+    ends = (Middle(ttft), Middle(tpot), Middle(rate * output))
     return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
 
 
@@ -318,7 +328,14 @@ def _quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step
     )
 
 
-def _decoding(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> float:
+def _decoding(
+    pool: PrefillPool,
+    prefill_count: int,
+    instance: Instance,
+    count: int,
+    batch: float,
+    seconds: Callable[[float], float],
+) -> float:
     """Requests of a rank that decode, where it has room for `batch`, or `batch` of each are in a closed loop: by Little's law.
 
     So many that decode leave at a rate that prefill keeps up with; in a closed loop, at one at which prompts take so long that
@@ -327,12 +344,12 @@ def _decoding(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     slots, closed = instance.replicas * count, instance.workload.concurrency is not None
     outputs = max(instance.workload.output.mean - 1, 1.0) / instance.options.tokens_a_step.value
     most = pool.rate.value * prefill_count * (1.0 if closed else _BUSY)
-    if not closed and batch * slots / (outputs * instance.decode_step(batch).value) <= most:
+    if not closed and batch * slots / (outputs * seconds(batch)) <= most:
         return batch
-    low, high, seconds = 0.0, batch, instance.decode_curve
+    low, high, curve = 0.0, batch, instance.decode_curve
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        step = seconds(middle)
+        step = curve(middle)
         rate = middle * slots / (outputs * step)
         full = rate >= most
         if closed and not full:
@@ -340,6 +357,11 @@ def _decoding(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
             full = middle * slots + rate * first > batch * slots
         low, high = (low, middle) if full else (middle, high)
     return low if closed else high
+
+
+def _priced(instance: Instance) -> Callable[[float], float]:
+    """Seconds of a decode step over the batch."""
+    return lambda batch: instance.middle.decode_step(batch).value
 
 
 def _transfer(instance: Instance) -> Figure:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dsjax.hardware import Hardware
 from dsjax.plan.curves import Curve, Grid, doublings
-from dsjax.plan.figure import Figure, Kind, assumed
+from dsjax.plan.figure import Figure, Kind, Middle, assumed
 from dsjax.plan.operations import (
     DEEPGEMM,
     FLASH_MLA,
@@ -68,11 +68,15 @@ def carried(seconds: float, work: Work, there: Hardware, here: Hardware, fixed: 
 
 @dataclass(frozen=True)
 class Chip:
-    """One device and the precision of its weights. operators: tables of operations. known: results, shared by all users."""
+    """One device and the precision of its weights. operators: tables of operations.
+
+    middle: only middle values are worked out. known: results, shared by all users.
+    """
 
     hardware: Hardware
     precision: Precision
     operators: OperatorTables = BUNDLED
+    middle: bool = False
     known: dict = field(default_factory=dict, compare=False, repr=False)
 
     def _once(self, key: tuple, make) -> Figure:
@@ -110,6 +114,8 @@ class Chip:
     def _figure(self, seconds: Sequence[float], spread: float, name: str, source: str) -> Figure:
         """The first with the others as ends, at least `spread` each way; over what carrying to another die adds."""
         value = seconds[0]
+        if self.middle:
+            return Middle(value) / self.carried_over.value
         low, high = min(*seconds, value / (1 + spread)), max(*seconds, value * (1 + spread))
         found = Figure(value, low, high, Kind.MEASURED, name=name, source=source, unit="s")
         factor = self.carried_over
@@ -136,7 +142,7 @@ class Chip:
         return self._product(rows, n, k, "bfloat16")
 
     def _product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
-        return self._once(("product", rows, n, k, dtype), lambda: self._new_product(rows, n, k, dtype))
+        return self._once(("product", rows, n, k, dtype, self.middle), lambda: self._new_product(rows, n, k, dtype))
 
     def _new_product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
         table, readme, spread, best = self._once(("curves", n, k, dtype), lambda: self._product_curves(n, k, dtype))
@@ -188,6 +194,9 @@ class Chip:
         Decode's are in the masked layout of wide EP, prefill's in the contiguous one.
         """
         self.precision.peak(self.hardware, True)
+        if self.middle:
+            value, _, source = self._experts(used, rows.value, received, slots, width, inner, decode)
+            return self._figure([value], 0.0, "experts' products", source)
         seconds = [self._experts(used, end, received, slots, width, inner, decode)
                    for end in (rows.value, rows.low, rows.high)]  # fmt: skip
         (value, spread, source), (low, _, _), (high, _, _) = seconds
@@ -289,13 +298,13 @@ class Chip:
     def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> Figure:
         """Seconds of absorbed attention in one layer: `rows` requests at `context` cached positions of `latent` values each."""
         return self._once(
-            ("decode", heads, rows, context, latent, rank),
+            ("decode", heads, rows, context, latent, rank, self.middle),
             lambda: self._decode_attention(heads, rows, context, latent, rank),
         )
 
     def _decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> Figure:
-        # Drafts make heads a quotient; the same number of drafts is the same table.
-        key = ("decode grid", round(heads, 6), latent, rank)
+        heads = round(heads, 6)  # a quotient of rows: 32.0000001 heads are not 33
+        key = ("decode grid", heads, latent, rank)
         grid, spread, source = self._once(key, lambda: self._decode_grid(heads, latent, rank))
         return self._figure([grid(rows, context)], spread, "attention", source)
 
@@ -338,7 +347,7 @@ class Chip:
         per_pair: key and value widths together. A prompt behind cached positions counts as one whose mean token attends to as many.
         """
         return self._once(
-            ("prefill", heads, tokens, prompts, context, per_pair),
+            ("prefill", heads, tokens, prompts, context, per_pair, self.middle),
             lambda: self._prefill_attention(heads, tokens, prompts, context, per_pair),
         )
 

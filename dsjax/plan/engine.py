@@ -13,8 +13,8 @@ from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 @dataclass(frozen=True)
 class Engine:
     """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode instances.
-    drafts: with the MTP module. fp4: loads FP4 experts. fp8_cache: has an FP8 latent cache. dispatch: of tokens to experts, by default.
-    eager: starts the kernels of a prefill step one by one; otherwise one compiled program does.
+    drafts: with the MTP module. fp4: loads FP4 experts. fp8_cache: bytes a value of its FP8 latent cache, None without one.
+    dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step one by one; otherwise one compiled program does.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Engine:
     transfers: bool
     drafts: bool
     fp4: bool
-    fp8_cache: bool
+    fp8_cache: float | None
     dispatch: str
     eager: bool
 
@@ -34,7 +34,7 @@ class Engine:
             (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
             (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
             (fp4 and not self.fp4, "--precision nvfp4", "does not load FP4 experts"),
-            (fp8_cache and not self.fp8_cache, "an FP8 cache", "has none"),
+            (fp8_cache and self.fp8_cache is None, "an FP8 cache", "has none"),
             (dispatch == "deepep" and self.dispatch != "deepep", "--dispatch deepep", "has dispatches of its own"),
         )
         for wrong, flag, reason in asked:
@@ -45,11 +45,12 @@ class Engine:
 
     def precision(self, chosen: Precision) -> Precision:
         """What was chosen, with an FP8 cache as this engine keeps it."""
-        own = self.name == "dsjax" and chosen.cache < BF16
-        return dataclasses.replace(chosen, cache=FP8_CACHE) if own else chosen
+        if chosen.cache >= BF16 or self.fp8_cache is None:
+            return chosen
+        return dataclasses.replace(chosen, cache=self.fp8_cache)
 
 
-PUBLISHED = Engine("published", True, True, True, True, True, True, "deepep", eager=True)
+PUBLISHED = Engine("published", True, True, True, True, True, 1.0, "deepep", eager=True)
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish."""
 
 
@@ -67,7 +68,7 @@ def dsjax_engine() -> Engine:
         transfers="kv_transfer_config" in fields or "prefill_mesh" in fields or "disaggregation_mode" in fields,
         drafts="speculative_config" in fields,
         fp4="nvfp4" in (fields["weights"].metadata.get("choices") or ()),
-        fp8_cache=any("fp8" in name for name in cache),
+        fp8_cache=FP8_CACHE if any("fp8" in name for name in cache) else None,
         dispatch="auto",
         eager=False,
     )

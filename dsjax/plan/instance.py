@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -26,6 +27,7 @@ _LADDER = sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(10))})
 class Instance:
     """A layout on a cluster, asked about a workload.
 
+    only_middle: times are middle values without intervals and derivations, which the search compares.
     steps: of its unit, shared by the layouts that are made of it; `steps["shared"]`: of all layouts on the cluster.
     """
 
@@ -35,6 +37,15 @@ class Instance:
     options: Options
     workload: Workload
     steps: dict = field(default_factory=dict, compare=False, repr=False)
+    only_middle: bool = False
+
+    @cached_property
+    def middle(self) -> Instance:
+        """The same, of which only the middle values of times are worked out."""
+        if self.only_middle:
+            return self
+        steps = self.steps.setdefault("middle", {"shared": self.steps.setdefault("shared", {})})
+        return dataclasses.replace(self, only_middle=True, steps=steps)
 
     @cached_property
     def memory(self) -> Memory:
@@ -95,6 +106,7 @@ class Instance:
                     host=HOST_TIMES[options.host],
                     eager=options.engine.eager,
                     balancing=self.places_by_load,
+                    middle=self.only_middle,
                 )
                 for overlap in choices
             ]
@@ -112,6 +124,8 @@ class Instance:
     @property
     def decode_curve(self) -> Curve:
         """Seconds of a decode step over the batch, straight between those that are tried."""
+        if not self.only_middle:
+            return self.middle.decode_curve
         if "decode curve" not in self.steps:
             tried = [float(batch) for batch in _LADDER if batch <= max(self.max_batch, 1)]
             self.steps["decode curve"] = Curve((batch, self.decode_step(batch).value) for batch in tried)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dsjax.plan.candidate import Candidate, aggregated, prefill_pool, separated
+from dsjax.plan.candidate import Candidate, in_full
 from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.search import Plan, Question, search
@@ -21,19 +21,27 @@ def on(
     candidate: Candidate, cluster: Cluster, batch: float | None = None, concurrency: float | None = None
 ) -> Candidate:
     """The same deployment on another cluster; optionally with another batch, or with so many requests in flight."""
+    decode, prefill = (_moved(i, cluster, {}, concurrency) for i in (candidate.decode, candidate.prefill))
+    return in_full(_with(candidate, decode, prefill, batch))
+
+
+def quick_on(candidate: Candidate, cluster: Cluster, shared: dict, batch: float | None = None) -> Candidate:
+    """`on` with middle values only. shared: what deployments have in common on that cluster; give them the same dict."""
+    decode, prefill = (_moved(i, cluster, shared).middle for i in (candidate.decode, candidate.prefill))
+    return in_full(_with(candidate, decode, prefill, batch))
+
+
+def _with(candidate: Candidate, decode: Instance, prefill: Instance, batch: float | None) -> Candidate:
     batch = candidate.batch if batch is None else batch
-    decode = _moved(candidate.decode, cluster, concurrency)
-    if candidate.mode == "aggregated":
-        return aggregated(decode, candidate.count, batch, candidate.prefill_tokens)
-    pool = prefill_pool(_moved(candidate.prefill, cluster, concurrency), candidate.prefill_tokens)
-    return separated(pool, candidate.prefill_count, decode, candidate.count, batch)
+    return dataclasses.replace(candidate, decode=decode, prefill=prefill, batch=batch)
 
 
-def _moved(instance: Instance, cluster: Cluster, concurrency: float | None = None) -> Instance:
+def _moved(instance: Instance, cluster: Cluster, shared: dict, concurrency: float | None = None) -> Instance:
     work = instance.workload
     if concurrency is not None:
         work = dataclasses.replace(work, concurrency=concurrency, rate=None)
-    return Instance(instance.config, cluster, instance.layout, instance.options, work)
+    steps = shared.setdefault(("steps", instance.layout.unit), {"shared": shared}) if concurrency is None else {}
+    return Instance(instance.config, cluster, instance.layout, instance.options, work, steps)
 
 
 @dataclass(frozen=True)
@@ -47,15 +55,21 @@ class Bottleneck:
         return f"{self.resource} {self.gain - 1:+.0%}"
 
 
-def bottlenecks(candidate: Candidate) -> list[Bottleneck]:
+def bottlenecks(candidate: Candidate, shared: dict | None = None) -> list[Bottleneck]:
     """Every resource by what doubling it would give, most first.
 
-    Memory is a bottleneck where the batch fills it: twice the memory holds at least twice the batch.
+    Memory is a bottleneck where the batch fills it: twice the memory holds at least twice the batch. shared: what the deployments of
+    one plan have in common; give all of them the same dict.
     """
-    now, cluster = candidate.throughput.value, candidate.decode.cluster
-    found = [Bottleneck(r, on(candidate, cluster.scaled(r, 2)).throughput.value / now) for r in RESOURCES]
+    now, cluster, shared = candidate.throughput.value, candidate.decode.cluster, {} if shared is None else shared
+
+    def gain(resource: str, there: Cluster, batch: float | None = None) -> Bottleneck:
+        moved = quick_on(candidate, there, shared.setdefault(resource, {}), batch)
+        return Bottleneck(resource, moved.throughput.value / now)
+
+    found = [gain(resource, cluster.scaled(resource, 2)) for resource in RESOURCES]
     if candidate.batch >= candidate.decode.max_batch:
-        found.append(Bottleneck("memory", on(candidate, cluster, candidate.batch * 2).throughput.value / now))
+        found.append(gain("memory", cluster, candidate.batch * 2))
     return sorted(found, key=lambda b: -b.gain)
 
 
@@ -125,13 +139,13 @@ def _remedies(plan: Plan, objective: Objective) -> list[Remedy]:
     near = sorted(plan.every, key=lambda c: max(c.misses(objective).values(), default=0))[:_NEAREST]
     for resource in RESOURCES:
         for factor in _FACTORS:
-            cluster = question.cluster.scaled(resource, factor)
-            if any(on(candidate, cluster).meets(objective) for candidate in near):
+            cluster, shared = question.cluster.scaled(resource, factor), {}
+            if any(quick_on(candidate, cluster, shared).meets(objective) for candidate in near):
                 found.append(Remedy(resource, factor))
                 break
     for factor in _FACTORS:
-        cluster = _of_everything(question.cluster, factor)
-        if any(on(candidate, cluster).meets(objective) for candidate in near):
+        cluster, shared = _of_everything(question.cluster, factor), {}
+        if any(quick_on(candidate, cluster, shared).meets(objective) for candidate in near):
             found.append(Remedy("all of these together", factor))
             break
     if question.cluster.num_devices <= 64:

@@ -192,21 +192,29 @@ def _mix(a: Point, b: Point, share: float, logarithms: bool = False) -> tuple[fl
     return tuple((1 - share) * p + share * q for p, q in pairs)
 
 
+def opened(path: str | Path, flag: str, command: str, form: str) -> dict[str, Any]:
+    """The JSON object that `command --json` wrote, whose `format` is `form`; flag: the option that gave the file.
+
+    Raises:
+        UserError: it cannot be read, or is of another kind.
+    """
+    try:
+        body = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {path}: {error}; expected a file that {command} --json wrote") from error
+    if not isinstance(body, dict) or body.get("format") != form:
+        found = body.get("format") if isinstance(body, dict) else type(body).__name__
+        raise UserError(f"{flag} {path}: its format is {found!r}, expected {form!r}, of {command} --json")
+    return body
+
+
 def read_measured(path: str | Path, config: ModelConfig) -> Measured:
     """A file of `dsjax bench modules --json`.
 
     Raises:
         UserError: it cannot be read, is of another kind, or was taken at another model's widths.
     """
-    try:
-        body = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--measured {path}: {error}; expected a file that dsjax bench modules --json wrote") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise UserError(
-            f"--measured {path}: its format is {found!r}, expected {FORMAT!r}, of dsjax bench modules --json"
-        )
+    body = opened(path, "--measured", "dsjax bench modules", FORMAT)
     _check_rows(path, body)
     different = {
         name: (value, body["widths"].get(name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware
 from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.measured import opened
 
 FORMAT = "dsjax network 1"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ragged_all_to_all", "all_reduce")
@@ -129,15 +129,7 @@ def read_network(path: str | Path) -> MeasuredNetwork:
     Raises:
         UserError: it cannot be read, is of another kind, lacks fields, or was a run whose data arrived wrong.
     """
-    try:
-        body = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--network {path}: {error}; expected a file that dsjax bench network --json wrote") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise UserError(
-            f"--network {path}: its format is {found!r}, expected {FORMAT!r}, of dsjax bench network --json"
-        )
+    body = opened(path, "--network", "dsjax bench network", FORMAT)
     rows = body.get("rows")
     missing = sorted({"date", "device", "rows"} - body.keys())
     bad = [

@@ -10,6 +10,7 @@ from dsjax.plan.curves import Curve
 from dsjax.plan.figure import Figure, assumed, exact, largest, measured
 from dsjax.plan.operations import COMBINE_ROW_BYTES, DISPATCH_ROW_BYTES, low_latency_fit, normal_shares
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, as_filed
+from sharding.dispatch import choose_method, default_capacity
 
 _REFERENCE_LATENCY = 2e-6
 """Of the network on which the fixed part was measured: InfiniBand, one way."""
@@ -131,16 +132,11 @@ def own_method(dispatch: str, tokens: float, top_k: int, ranks: int) -> str:
     """The method of dsjax's own dispatch for so many tokens of a device on an accelerator: `auto` is resolved."""
     if dispatch != "auto":
         return dispatch
-    # The package brings JAX in, which a plan with the published kernels does without.
-    from sharding.dispatch.choice import choose_method
-
     return choose_method(max(1, math.ceil(tokens)), top_k, ranks, "gpu")
 
 
 def exchanged_rows(method: str, tokens: float, top_k: int, ranks: int) -> float:
     """Rows of a device to each other rank: all of its (`gather`), the default capacity (`padded`), those needed (`ragged`)."""
-    from sharding.dispatch.config import default_capacity
-
     whole = max(1, math.ceil(tokens))
     if method == "ragged":
         return tokens * (1 - (1 - 1 / ranks) ** top_k)

@@ -52,7 +52,7 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
 
 def quick_prompts(instance: Instance, batch: float, tokens: float) -> tuple[float, float]:
     """The middle values of `prompts_beside_decodes`, without intervals and derivations: the search asks for very many."""
-    work, made = instance.workload, instance.options.tokens_a_step.value
+    work, made, instance = instance.workload, instance.options.tokens_a_step.value, instance.middle
     ranks = instance.layout.unit.mesh.dp_size
     chunks = math.ceil(work.computed / tokens)
     size = work.computed / chunks

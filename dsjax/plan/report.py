@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,23 +15,25 @@ from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import Plan
-from dsjax.plan.simulation.outcome import Outcome
 from dsjax.plan.sweep import Sweep
+
+if TYPE_CHECKING:  # brings the engine's scheduler in, which a plan that plays nothing does without
+    from dsjax.plan.simulation.outcome import Outcome
 
 
 def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
     """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "missed", "frontier", "frontier_late",
     "forbidden", "winner", "sweeps", "simulation", "compiled"}`."""
-    question = plan.question
+    question, shared = plan.question, {}
     return {
         "model": model,
         "cluster": question.cluster.name,
         "devices": question.devices,
         "layouts_considered": len(plan.considered),
         "layouts_too_large": len(plan.too_large),
-        "ranked": [_with_bottleneck(c) for c in plan.ranked[:rows]],
+        "ranked": [_with_bottleneck(c, shared) for c in plan.ranked[:rows]],
         "missed": [
-            {**_with_bottleneck(c), "misses": c.misses(question.bounds)}
+            {**_with_bottleneck(c, shared), "misses": c.misses(question.bounds)}
             for c in plan.missed[: 0 if plan.winner else rows]
         ],
         "frontier": [c.to_json() for c in plan.frontier],
@@ -54,8 +56,8 @@ def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Se
     }
 
 
-def _with_bottleneck(candidate: Candidate) -> dict[str, Any]:
-    first = bottlenecks(candidate)[0]
+def _with_bottleneck(candidate: Candidate, shared: dict) -> dict[str, Any]:
+    first = bottlenecks(candidate, shared)[0]
     return {**candidate.to_json(), "bottleneck": {"resource": first.resource, "gain_if_doubled": first.gain}}
 
 
@@ -102,7 +104,7 @@ def show_usages(console: Console, usages: Sequence[Usage]) -> None:
 
 def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]) -> None:
     device = "GPU" if plan.question.cluster.hardware.platform == "cuda" else "chip"
-    objective = plan.question.bounds
+    objective, shared = plan.question.bounds, {}
     table = Table(title=title, title_justify="left")
     for name in (
         "", "deployment", f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user", "first bottleneck"
@@ -124,7 +126,7 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
             _ranged(candidate.throughput, 1, 0),
             _ranged(candidate.per_device, 1, 0),
             f"{candidate.per_user.value:.1f}",
-            str(bottlenecks(candidate)[0]),
+            str(bottlenecks(candidate, shared)[0]),
         )
     console.print(table)
     holds = (

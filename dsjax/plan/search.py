@@ -12,7 +12,7 @@ from functools import partial
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, PrefillPool, in_full, prefill_pool, quick_aggregated, quick_separated
+from dsjax.plan.candidate import Candidate, PrefillPool, in_full, quick_aggregated, quick_pool, quick_separated
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.dry_runs import Usage, usage
 from dsjax.plan.instance import Instance
@@ -235,7 +235,7 @@ def _sizes(question: Question, instance: Instance) -> list[float]:
     if question.devices <= _FEW_DEVICES:
         return sizes
     bound = question.objective.ttft
-    short = [s for s in sizes if bound is None or instance.prefill_step(s).value <= 0.5 * bound] or sizes[:1]
+    short = [s for s in sizes if bound is None or instance.middle.prefill_step(s).value <= 0.5 * bound] or sizes[:1]
     return [best_step(instance, min(instance.max_batch, _TYPICAL_BATCH), short)]
 
 
@@ -298,14 +298,14 @@ def _separated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     chosen = _pools(question, _pinned(fitting, pins.prefill_mesh, "--prefill-mesh"))
     decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh")
     points = [(i, b) for i in decoding for b in _decode_batches(question, i)]
-    rate = {(id(i), b): b * i.replicas / i.tpot(b).value / i.layout.devices for i, b in points}
+    rate = {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
     if question.devices > _FEW_DEVICES and question.objective.tpot is not None:
         # Bisected for the best only: there are a thousand layouts.
         top = sorted(decoders, key=lambda p: -rate[id(p[0]), p[1]])[:_BISECTED]
         more = [(i, _largest_batch(question, i)) for i in {id(i): i for i, _ in top}.values()]
         points += more
-        rate |= {(id(i), b): b * i.replicas / i.tpot(b).value / i.layout.devices for i, b in more}
+        rate |= {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in more}
     # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
     decoders += _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: p[0].layout.devices, _DECODERS)
     found, tried = [], set()
@@ -351,7 +351,7 @@ def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
     best: dict[int, list[PrefillPool]] = {}
     for instance in fitting:
         for size in instance.prefill_sizes():
-            pool = prefill_pool(instance, size)
+            pool = quick_pool(instance, size)
             if bound is not None and pool.alone.value > bound and size > instance.prefill_sizes()[0]:
                 continue
             best.setdefault(instance.layout.devices, []).append(pool)
@@ -375,16 +375,30 @@ def _relieved(
     """Where prefill is too busy for the TTFT: the same with the most requests that leave it time enough, if any do."""
     if pool.alone.value > ttft:
         return []
-    users = _users(instance, right)
-    low, high, good = 0, math.ceil(batch * users), None
+    users, tried = _users(instance, right), {}
+
+    def keeps(part: int, seconds: Callable[[float], float] | None = None) -> bool:
+        tried[part] = quick_separated(pool, left, instance, right, part / users, seconds)
+        return tried[part].ttft.value <= ttft
+
+    most = math.ceil(batch * users)
+    # Where it is by the curve of a decode step's seconds, which is at hand, so that few steps of other batches have to be priced.
+    near = _last(0, most, lambda part: keeps(part, instance.decode_curve))
+    low, high, far = max(near, 0), min(near + 1, most), 1
+    while low and not keeps(low):
+        low, high, far = max(low - far, 0), low, 2 * far
+    while high < most and keeps(high):
+        low, high, far = high, min(high + far, most), 2 * far
+    found = _last(low, high, keeps)
+    return [quick_separated(pool, left, instance, right, found / users)] if found else []
+
+
+def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The last number from `low`, which holds, before `high`, which does not, that holds; by bisection."""
     while high - low > 1:
         middle = (low + high) // 2
-        found = quick_separated(pool, left, instance, right, middle / users)
-        if found.ttft.value <= ttft:
-            low, good = middle, found
-        else:
-            high = middle
-    return [good] if good else []
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def _users(instance: Instance, count: int) -> int:
@@ -407,7 +421,7 @@ def _decode_batches(question: Question, instance: Instance) -> list[float]:
         return [batch] if batch <= instance.max_batch else []
     if bound is None:
         return [float(b) for b in _rungs(question, instance)]
-    held = [float(b) for b in _rungs(question, instance) if instance.tpot(float(b)).value <= bound]
+    held = [float(b) for b in _rungs(question, instance) if instance.middle.tpot(float(b)).value <= bound]
     if question.devices <= _FEW_DEVICES:
         held.append(_largest_batch(question, instance))
     return sorted(set(held)) or [1.0]
@@ -422,13 +436,13 @@ def _rungs(question: Question, instance: Instance) -> list[int]:
 def _largest_batch(question: Question, instance: Instance) -> float:
     """The largest batch whose decode step alone keeps the TPOT's objective, by bisection; 1 where none does."""
     bound, tried = question.objective.tpot, _rungs(question, instance)
-    low = max((b for b in tried if instance.tpot(float(b)).value <= bound), default=0)
+    low = max((b for b in tried if instance.middle.tpot(float(b)).value <= bound), default=0)
     high = next((b for b in tried if b > low), low + 1)
     ranks = _users(instance, 1)
     low, high = low * ranks, high * ranks
     while low and high - low > 1:
         middle = (low + high) // 2
-        if instance.tpot(middle / ranks).value <= bound:
+        if instance.middle.tpot(middle / ranks).value <= bound:
             low = middle
         else:
             high = middle
@@ -453,7 +467,7 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
     if work.concurrency is not None:
         lefts = {max(1, devices * share // (own * 8)) for share in (1, 2, 4, 6)}
     else:
-        served = batch * instance.replicas / (instance.tpot(batch).value * max(work.output.mean - 1, 1.0))
+        served = batch * instance.replicas / (instance.middle.tpot(batch).value * max(work.output.mean - 1, 1.0))
         needed = served / (0.85 * pool.rate.value)  # prefill instances for each decode instance
         rights = devices / (other + needed * own)
         lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}

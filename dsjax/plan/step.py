@@ -11,7 +11,7 @@ from dsjax.plan.balancing import STEP_INTERVAL, Slots
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.figure import Figure, Kind, assumed, exact, largest, total
+from dsjax.plan.figure import Figure, Kind, Middle, assumed, exact, largest, total
 from dsjax.plan.host_time import OVERLAPPED, HostTime, compiled_layer, eager_layer
 from dsjax.plan.layout import Layout
 from dsjax.plan.memory import expert_bytes
@@ -34,7 +34,7 @@ class StepModel:
     dispatch: `deepep`, DeepEP's kernels as
     published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
     operators: tables of operations. host: what a step waits for its host. eager: the kernels of prefill steps are started one by one
-    from Python, as SGLang and TensorRT-LLM do; otherwise by one compiled program.
+    from Python, as SGLang and TensorRT-LLM do; otherwise by one compiled program. middle: only middle values are worked out.
     shared: results that layouts on one cluster and precision have in common; give the same dict to all of them.
     """
 
@@ -51,13 +51,15 @@ class StepModel:
     operators: OperatorTables = BUNDLED
     host: HostTime = OVERLAPPED
     eager: bool = True
+    middle: bool = False
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
 
     def __post_init__(self):
-        key = ("chip", id(self.operators))
+        key = ("chip", id(self.operators), self.middle)
         if key not in self.shared:
-            self.shared[key] = Chip(self.cluster.hardware, self.precision, self.operators)
+            known = self.shared.setdefault(("tables", id(self.operators)), {})
+            self.shared[key] = Chip(self.cluster.hardware, self.precision, self.operators, self.middle, known)
         object.__setattr__(self, "chip", self.shared[key])
 
     @property
@@ -123,7 +125,7 @@ class StepModel:
         config = self.config
         if self.cluster.hardware.platform != "cuda":
             return exact(0.0)
-        key = ("launches", self.layout.mesh.ep_size > 1, self.eager)
+        key = ("launches", self.layout.mesh.ep_size > 1, self.eager, self.middle)
         if key not in self.shared:
             time = (eager_layer() if self.eager else compiled_layer()) * config.num_hidden_layers
             if not self.eager and config.is_moe and self.layout.mesh.ep_size > 1:
@@ -133,7 +135,7 @@ class StepModel:
                     least * config.num_moe_layers, 0.8 * least * config.num_moe_layers, 1.1 * least * config.num_moe_layers,
                     Kind.MEASURED, name="launches of the experts", unit="s", source=AICONFIGURATOR,
                 )  # fmt: skip
-            self.shared[key] = time.named("launches", "s")
+            self.shared[key] = Middle(time.value) if self.middle else time.named("launches", "s")
         return self.shared[key]
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
@@ -144,7 +146,7 @@ class StepModel:
         """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
         if not (self.places_by_load and self.layout.mesh.ep_size > 1 and self.config.is_moe):
             return {}
-        key = ("moving", self.layout.mesh, self.layout.redundant)
+        key = ("moving", self.layout.mesh, self.layout.redundant, self.middle)
         if key not in self.shared:
             config, mesh, places = self.config, self.layout.mesh, self.expert_slots()
             own = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
@@ -154,7 +156,7 @@ class StepModel:
                 unit="B", source="the policy, run on loads that drift as assumed",
             )  # fmt: skip
             time = moved_bytes(self.cluster, mesh.ep_size, sent) / STEP_INTERVAL
-            self.shared[key] = time.named("moving experts", "s")
+            self.shared[key] = Middle(time.value) if self.middle else time.named("moving experts", "s")
         return {"moving experts": self.shared[key]}
 
     def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, Figure]:
@@ -237,9 +239,7 @@ class StepModel:
         found = dict(self._shared(tokens, read, decode, layers, dense))
         # The rank with the longest contexts reads as much as more rows of the mean one would.
         attention = self.attention(tokens * wait.value, read * wait.value, context, decode) * layers
-        found["attention"] = Figure(
-            attention.value, attention.low, attention.high, attention.kinds, parts=(*attention.parts, *_if_named(wait))
-        )
+        found["attention"] = attention.made_of(wait)
         run = nearest(self.dry_runs, decode, tokens / tp) if layers == config.num_hidden_layers else None
         if run:
             if tp > 1:
@@ -258,7 +258,7 @@ class StepModel:
         """The parts, without attention, that are the same in all layouts of a replica's width, computed once for them."""
         config, chip, mesh = self.config, self.chip, self.layout.mesh
         tp, moe, streamed = mesh.tp_size, layers - dense, self._streamed(tokens, decode)
-        key = (tp, tokens, read, decode, layers, dense, streamed, self.layout.fused)
+        key = (tp, tokens, read, decode, layers, dense, streamed, self.layout.fused, self.middle)
         if key in self.shared:
             return self.shared[key]
         found = {
@@ -354,6 +354,7 @@ class StepModel:
             layers,
             busy,
             fused,
+            self.middle,
         )
         if key in self.shared and not self.dry_runs:
             return self.shared[key]
@@ -361,6 +362,7 @@ class StepModel:
         slots = places.physical // mesh.ep_size
         rows = own * busy * top_k * mesh.expert_width_shards
         slowest = self.skew.slowest(places, config.n_routed_experts, rows, balanced)
+        slowest = Middle(slowest.value) if self.middle else slowest
         arriving = exact(rows, "rows of the mean rank", "rows") * slowest
         everyone = own * busy * devices
         touched = self.skew.touched(everyone, top_k, config.n_routed_experts)
@@ -427,7 +429,7 @@ class StepModel:
     def head(self, tokens: float) -> Figure:
         """Seconds for the logits of so many tokens."""
         config, tp = self.config, self.layout.mesh.tp_size
-        key = ("head", tp, tokens)
+        key = ("head", tp, tokens, self.middle)
         if key not in self.shared:
             logits = self.chip.stream(3 * 4 * tokens * config.vocab_size / tp)
             product = self.chip.bf16_product(tokens, config.vocab_size // tp, config.hidden_size)
@@ -455,10 +457,6 @@ def _longest(ranks: int, batch: float, variation: float) -> Figure:
     if ranks == 1 or variation == 0:
         return Figure(1.0)
     return exact(1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1)), "longest contexts ÷ mean")
-
-
-def _if_named(figure: Figure) -> tuple[Figure, ...]:
-    return (figure,) if figure.name else ()
 
 
 def whole_engine() -> Figure:

@@ -93,7 +93,8 @@ class Workload:
     """Requests. concurrency: in flight at once; rate: requests a second; at most one of them, none asks for the most.
 
     prefix_hit: share of a prompt's tokens that are found in the cache. classes: of which the lengths are a mixture; mean values
-    know its mean and variation, the simulation draws each request from one.
+    know its mean and variation, the simulation draws each request from one. decoding_at: cached positions of every request, for decode
+    steps alone; None: what input and output make of them.
     """
 
     input: Lengths
@@ -102,6 +103,7 @@ class Workload:
     rate: float | None = None
     prefix_hit: float = 0.0
     classes: tuple[RequestClass, ...] = ()
+    decoding_at: float | None = None
 
     @classmethod
     def of_classes(cls, classes: Sequence[RequestClass], **others) -> Workload:
@@ -144,18 +146,20 @@ class Workload:
     @property
     def context(self) -> float:
         """Mean positions that a decoded token attends to."""
-        return self.input.mean + self.output.weighted / 2
+        return self.decoding_at or self.input.mean + self.output.weighted / 2
 
     @property
     def uneven(self) -> float:
         """Coefficient of variation of the contexts in a batch: requests are at any point of their outputs."""
+        if self.decoding_at:
+            return 0.0
         spread = (self.input.mean * self.input.variation) ** 2 + self.output.mean**2 / 12
         return spread**0.5 / self.context
 
     @property
     def held(self) -> float:
         """Tokens that a request's place in the cache must be able to take: its end, not its mean."""
-        return self.input.mean + self.output.mean
+        return self.decoding_at or self.input.mean + self.output.mean
 
 
 @dataclass(frozen=True)
@@ -270,6 +274,10 @@ class Options:
             raise UserError(
                 f"--input and --output are {longest:g} tokens together, but the model has positions for "
                 f"{config.max_position_embeddings}; give shorter ones"
+            )
+        if (workload.decoding_at or 0) > config.max_position_embeddings:
+            raise UserError(
+                f"--context is {workload.decoding_at:g}, but the model has positions for {config.max_position_embeddings}; give fewer"
             )
         if self.drafts and not config.num_nextn_predict_layers:
             raise UserError(

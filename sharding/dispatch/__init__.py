@@ -1,10 +1,10 @@
 """Expert dispatch: sending tokens to the ranks of their experts, and the weighted return."""
 
+import importlib
+from typing import Any
+
 from sharding.dispatch.choice import choose_method
 from sharding.dispatch.config import DispatchConfig, default_capacity
-from sharding.dispatch.cost import Collective, dispatch_collectives
-from sharding.dispatch.entry import dispatch, resolved_method
-from sharding.dispatch.statistics import DispatchStatistics
 
 __all__ = [
     "Collective",
@@ -16,3 +16,18 @@ __all__ = [
     "dispatch_collectives",
     "resolved_method",
 ]
+
+_WITH_JAX = {
+    "Collective": "cost",
+    "DispatchStatistics": "statistics",
+    "dispatch": "entry",
+    "dispatch_collectives": "cost",
+    "resolved_method": "entry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What comes with JAX, which the planner must not import for the rules of `choose_method` and `default_capacity`."""
+    if name in _WITH_JAX:
+        return getattr(importlib.import_module(f"sharding.dispatch.{_WITH_JAX[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -108,11 +108,7 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
     """What all figures of a run hang on."""
     step = setting.step
     return {
-        "format": FORMAT,
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "device": device.to_json(),
+        **origin(FORMAT, command, device),
         "ceilings": ceilings.to_json(),
         "model": model,
         "widths": widths(setting.config),
@@ -124,6 +120,17 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
         "page_size": step.page_size,
         "max_model_len": setting.max_model_len,
         "seed": setting.seed,
+    }
+
+
+def origin(form: str, command: str, device: Device) -> dict[str, Any]:
+    """What every file of `dsjax bench` begins with."""
+    return {
+        "format": form,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "device": device.to_json(),
     }
 
 

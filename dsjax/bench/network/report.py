@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsjax.bench.modules.ceilings import Device
-from dsjax.bench.modules.report import versions
+from dsjax.bench.modules.report import origin
 from dsjax.bench.network.options import GridOptions
 from dsjax.bench.network.run import VERDICTS, Found, Row
 from dsjax.plan.cluster import Cluster
@@ -77,11 +76,7 @@ def to_json(
 ) -> dict[str, Any]:
     """Stable fields, as `docs/bench-network.md` lists them."""
     return {
-        "format": FORMAT,
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "device": device.to_json(),
+        **origin(FORMAT, command, device),
         "mesh": options.mesh,
         "processes": processes,
         "cluster": cluster and cluster.name,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dsjax.plan.unseen import FURTHER, beside_further, further
 from dsjax.plan.validation import leave_one_out, points, rates, score, table
 
 ROOT = Path(__file__).parents[3]
@@ -22,6 +23,13 @@ def test_the_committed_validation_is_what_the_model_says_now():
     page = (ROOT / "docs" / "plan-validation.md").read_text(encoding="utf-8")
     assert table() in page
     assert leave_one_out() in page
+
+
+def test_the_second_ten_are_shown_as_they_were_predicted_and_the_model_has_not_moved_away_from_it():
+    page = (ROOT / "docs" / "plan-validation.md").read_text(encoding="utf-8")
+    assert beside_further() in page
+    (four_users,) = (one for one in further() if one.key == "S")
+    assert four_users.predict().value == pytest.approx(FURTHER["S"][0], rel=0.1)
 
 
 def test_counted_points_are_predicted_within_10_percent_and_nine_of_ten_lie_in_intervals_that_are_not_wide():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.plan.balancing import Slots, busiest, drawn
+from dsjax.plan.balancing import Slots, beforehand, busiest, drawn, moved
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Kind
 from dsjax.plan.layout import parse_layout
@@ -55,6 +55,21 @@ def test_without_a_balancer_redundant_experts_give_what_a_static_placement_gives
     found = balancedness(loads.served, placement, 32).busiest
     assert skewed.slowest(WIDE, 256, MANY, balanced=False).value == pytest.approx(found)
     assert static.decode(256, 2000).part("busiest rank ÷ mean").value > found  # and chance
+
+
+@pytest.mark.parametrize(
+    "slots", [Slots(8, 288, 8, 1), Slots(32, 288, 8, 4), Slots(48, 288, 1, 1), Slots(160, 320, 1, 1)]
+)
+def test_what_was_placed_beforehand_is_what_the_balancer_does_now(slots):
+    """`python tools/make_placements.py` writes the file anew after a change to the balancer or to the default skew."""
+    found = beforehand()[slots, True]
+    ends = zip((DEFAULT_SKEW.variation, DEFAULT_SKEW.low, DEFAULT_SKEW.high), DRIFT, strict=True)
+    loads = tuple(drawn(variation, 256, drift) for variation, drift in ends)
+    assert found[:3] == pytest.approx([one.mean for one in busiest(loads, slots, True)], rel=1e-7)
+    assert found.moved == pytest.approx(moved(loads[0], slots), rel=1e-7)
+    bare = Slots(slots.ranks, 256 + -256 % slots.ranks, 1, 1)
+    static = busiest(tuple(drawn(variation, 256, 0.0) for variation in (1.28, DEFAULT_SKEW.low, 2.19)), bare, False)
+    assert beforehand()[bare, False][:3] == pytest.approx([one.mean for one in static], rel=1e-7)
 
 
 def test_what_a_balancer_leaves_is_its_own_policys_on_a_load_that_drifts():

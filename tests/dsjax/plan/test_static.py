@@ -1,5 +1,7 @@
 """The static modes: one batch, phase by phase."""
 
+import dataclasses
+
 import pytest
 
 from dsjax.plan.static import STATIC_MODES, static
@@ -24,3 +26,16 @@ def test_layouts_without_room_for_the_batch_are_left_out(ask):
     assert all(r.instance.max_batch >= 400 for r in static(question, "static_gen", 400))
     assert len(static(question, "static_gen", 400)) < len(static(question, "static_gen", 1))
     assert all(r.batch == r.instance.max_batch for r in static(question, "static_gen", None))
+
+
+def test_decode_alone_is_priced_at_the_context_that_is_given(ask):
+    question = ask(prompt=1000, output=200)
+    at = dataclasses.replace(question, workload=dataclasses.replace(question.workload, decoding_at=8192.0))
+    found = static(at, "static_gen", 4)
+    assert len(found) > 5
+    for result in found:
+        steps = [model.decode(4, 8192.0).value for model in result.instance.step_models()]
+        assert result.tpot.value == pytest.approx(min(steps))
+    assert max(r.instance.max_batch for r in found) < max(
+        r.instance.max_batch for r in static(question, "static_gen", 4)
+    )
