@@ -18,7 +18,7 @@ from dsjax.config import ModelConfig
 from dsjax.engine import device_state
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.buckets import Buckets
-from dsjax.engine.loading import Layout
+from dsjax.engine.layout import Layout
 from dsjax.engine.memory import weight_bytes
 from dsjax.engine.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.engine.process import enable_compile_cache
