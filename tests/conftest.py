@@ -1,5 +1,6 @@
 """Environment of every test: 32 emulated CPU devices, set before anything imports JAX; and how many processes share the tests."""
 
+import gc
 import itertools
 import math
 import os
@@ -35,6 +36,9 @@ def _set_environment() -> None:
 
 
 _set_environment()
+
+# JAX's traces are large graphs that live as long as their programs; Python would look through them every 700 new objects.
+gc.set_threshold(20_000, 20, 50)
 
 
 MOST_PROCESSES = 8

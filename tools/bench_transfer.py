@@ -42,7 +42,7 @@ def serve_parcels(options: dict) -> None:
     import jax
     import numpy as np
 
-    from dsjax.engine.page_network import JaxCarrier
+    from dsjax.engine.parcel_carrier import JaxCarrier
 
     carrier = JaxCarrier(jax.devices()[0], "127.0.0.1")
     parcel = {name: jax.device_put(np.zeros(shape, dtype)) for name, (shape, dtype) in options["shapes"].items()}
@@ -58,9 +58,9 @@ def measure_bytes(args, console: Console) -> None:
 
     from dsjax import LLM, SamplingParams
     from dsjax.engine.commands import FetchPages, PlacePages, PullPages, SendPages, int32s
-    from dsjax.engine.page_network import JaxCarrier
     from dsjax.engine.page_parcels import move_parcel
     from dsjax.engine.page_transfer import PARCEL_PAGES
+    from dsjax.engine.parcel_carrier import JaxCarrier
 
     llm = LLM(args.model, prefill_mesh="dp=1", decode_mesh="dp=1", max_num_seqs=8, max_model_len=2048)
     executor = llm.executor

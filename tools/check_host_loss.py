@@ -2,6 +2,7 @@
 
     python tools/check_host_loss.py                                            # 4 × 8 devices, 200 sessions, ten processes killed
     python tools/check_host_loss.py --signal STOP --losses 3                   # they hang instead
+    sudo python tools/check_host_loss.py --signal CUT                          # the link of one is cut, and its process lives; Linux
     python tools/check_host_loss.py --at-once 2                                # two of the four at the same moment
     python tools/check_host_loss.py --at-once 2 --apart 10                     # the second while the mesh is being changed
     python tools/check_host_loss.py --processes 2 --devices 2 --sessions 8 --losses 2       # a small one
@@ -20,6 +21,7 @@ where an answer was lost or wrong, a page was left, or a group did not change.
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -34,7 +36,12 @@ from pathlib import Path
 import aiohttp
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("", "dsjax/hosts", "dsjax/engine"))]
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "tools"),
+    *(str(ROOT / "tests" / part) for part in ("", "dsjax/hosts", "dsjax/engine")),
+]
+from network_namespaces import CannotBeError, Namespaces
 from processes import Group
 from worded_checkpoint import write_worded_checkpoint
 
@@ -72,7 +79,7 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--losses", type=int, default=10)
-    parser.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
+    parser.add_argument("--signal", choices=("KILL", "STOP", "CUT"), default="KILL")
     parser.add_argument("--at-once", type=int, default=1, help="processes that get it at the same moment")
     parser.add_argument(
         "--apart", type=float, default=0, help="or within so many seconds, so that the change is hit too"
@@ -88,22 +95,36 @@ def main() -> int:
     parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="more options of dsjax serve")
     args = parser.parse_args()
     args.mesh = args.mesh or f"dp={args.processes * args.devices}"
-    with tempfile.TemporaryDirectory(prefix="check-host-loss-") as folder:
-        group = start(args, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="check-host-loss-") as folder, links(args) as network:
+        group = start(args, Path(folder), network)
         try:
             group.wait_for(0, "serving tiny at", 1800)
-            found = asyncio.run(Check(args, group).run())
+            found = asyncio.run(Check(args, group, network).run())
         except BaseException:
             print(group.last_words(), file=sys.stderr)
             raise
         finally:
             group.end()
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if found["lost"] or found["wrong"] or found["pages_left"] else 0
 
 
-def start(args: argparse.Namespace, folder: Path) -> Group:
+@contextlib.contextmanager
+def links(args: argparse.Namespace):
+    """The network whose links can be cut, where that is asked for; else None: all processes are on one host."""
+    if args.signal != "CUT":
+        yield None
+        return
+    try:
+        network = Namespaces(args.processes)
+    except CannotBeError as error:
+        sys.exit(f"error: {error}")
+    try:
+        yield network
+    finally:
+        network.close()
+
+
+def start(args: argparse.Namespace, folder: Path, network: Namespaces | None) -> Group:
     """A group of servers."""
     rows = -(-args.sessions // (args.processes * args.devices))
     sizes = {
@@ -119,7 +140,11 @@ def start(args: argparse.Namespace, folder: Path) -> Group:
     flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     model = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny"]
     command = ["-m", "dsjax.serve", *model, "--port", "0", "--mesh", args.mesh, *args.serve]
-    return Group(command, args.processes, options=dict.fromkeys(range(args.processes), flags), stuck=600)
+    options = dict.fromkeys(range(args.processes), flags)
+    if network is None:
+        return Group(command, args.processes, options=options, stuck=600)
+    options[0] = [*flags, "--host", network.address(0)]
+    return Group(command, args.processes, options=options, stuck=600, address=network.address(0), before=network.inside)
 
 
 @dataclass
@@ -132,6 +157,7 @@ class Check:
 
     args: argparse.Namespace
     group: Group
+    network: Namespaces | None = None
     arrivals: list[float] = field(default_factory=list)
     answers: int = 0
     lost: list[str] = field(default_factory=list)
@@ -167,6 +193,9 @@ class Check:
             for number in range(self.args.losses):
                 losses.append(await self.lose())
                 print(f"{number + 1}: {json.dumps(losses[-1])}; {self.answers} answers", flush=True)
+                self.write(
+                    {"losses": losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
+                )
                 if self.args.no_return and losses[-1]["devices"] <= self.args.devices:
                     break
             self.going = False
@@ -176,10 +205,16 @@ class Check:
                 pages = sum(load["used_pages"] for load in (await answer.json())["ranks"])
             found = {"losses": losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
             found |= {"pages_left": pages, "resident_bytes": [first, self.resident()]}
+            self.write(found)
             print(json.dumps({name: value for name, value in found.items() if name != "losses"}))
             for text in self.lost[:5]:
                 print(f"lost: {text}")
             return found
+
+    def write(self, found: dict) -> None:
+        """What is known so far, to the file."""
+        if self.args.json:
+            self.args.json.write_text(json.dumps(found, indent=1) + "\n")
 
     async def session(self, index: int, expected: str) -> None:
         """Send one request again and again."""
@@ -226,7 +261,10 @@ class Check:
         compiled = await self.metric("dsjax_compile_ahead_programs_done")
         changes, began = await self.changes(), time.monotonic()
         for index in victims:
-            self.group.processes[index].send_signal(getattr(signal, f"SIG{self.args.signal}"))
+            if self.network is not None:
+                self.network.cut(index)
+            else:
+                self.group.processes[index].send_signal(getattr(signal, f"SIG{self.args.signal}"))
             await asyncio.sleep(self.rng.uniform(0, self.args.apart))
         seconds = await self.until(lambda: self.changed_since(changes))
         found = {"processes": victims, "signal": self.args.signal, "silence": await self.silence(began)}
@@ -236,9 +274,9 @@ class Check:
             await asyncio.sleep(self.rng.uniform(1, 3))
             began, before = time.monotonic(), await self.metric("dsjax_generation_change_seconds_total")
             for index in victims:
-                self.group.processes[
-                    index
-                ].kill()  # one that was stopped: a supervisor would see that it is not healthy
+                self.group.processes[index].kill()  # that it is not healthy a supervisor would see too
+                if self.network is not None:
+                    self.network.mend(index)
                 self.group.start_again(index)
             await self.until(lambda: self.has_devices(wanted))
             found["return_silence"] = await self.silence(began)

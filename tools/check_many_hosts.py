@@ -9,7 +9,7 @@ prints, for each process, the bytes of the checkpoint that it read, the seconds 
 The first run is of one process with the same mesh, for comparison of those three; what all are held to is one device.
 
 `--json FILE` writes `{"reference", "runs": [{"mesh", "dispatch", "processes", "equal", "seconds", "by_process": [{"bytes_read",
-"load_seconds", "peak_bytes"}]}]}`. Exits 1 if any token differs.
+"load_seconds", "peak_bytes"}]}]}`, anew after each run. Meshes and `--dispatch` divide the whole into parts. Exits 1 if any token differs.
 """
 
 import argparse
@@ -65,8 +65,8 @@ def main() -> int:
                     found["equal"] = found.pop("tokens") == reference
                     runs.append({"mesh": mesh, "dispatch": dispatch, "processes": processes, **found})
                     show(runs[-1])
-    if args.json:
-        args.json.write_text(json.dumps({"reference": reference, "runs": runs}, indent=1) + "\n")
+                    if args.json:
+                        args.json.write_text(json.dumps({"reference": reference, "runs": runs}, indent=1) + "\n")
     return 0 if all(found["equal"] for found in runs) else 1
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from dsjax.plan.cluster import bundled_clusters
-from dsjax.plan.dynamo_graph import Graph
+from dsjax.plan.dynamo_graph import Graph, Side
 from dsjax.plan.kubernetes import pod_resources
 
 ROOT = Path(__file__).parents[1]
@@ -20,48 +20,49 @@ HOSTS = {"hosts-1": ("h200-8", "dp=8"), "hosts-2": ("h200-16", "dp=16"), "hosts-
 
 MODEL, VOLUME = "deepseek-ai/DeepSeek-R1", "810Gi"  # 688.6 GB, and a quarter
 LENGTHS = {"--weights": "fp8", "--max-model-len": "16384"}
+TENSOR = {"--max-num-batched-tokens": "8192", "--prefill-chunk": "4096"}
+PREFILL = TENSOR | {"--mesh": "tp=8", "--dispatch-wire": "fp8", "--max-num-seqs": "64"}
 WIDE = {
     "--dispatch-wire": "fp8",
+    "--max-num-seqs": "256",
+    "--max-num-batched-tokens": "4096",
+    "--prefill-chunk": "2048",
+}
+BALANCED = {
     "--enable-eplb": "",
     "--eplb-config": '{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000}',
 }
 GRAPHS = {
     "agg-tp8": (
         "aggregated, TP8: one engine on 8 Hopper GPUs, every expert on each, an eighth wide; for few users",
-        1,
-        {"--mesh": "tp=8,ep=1", "--max-num-seqs": "256", "--max-num-batched-tokens": "8192", "--prefill-chunk": "4096"},
+        (("worker", 1, 1, TENSOR | {"--mesh": "tp=8,ep=1", "--max-num-seqs": "256"}),),
     ),
     "agg-dep16": (
         "aggregated, DEP16: one engine on 2 hosts with 8 Hopper GPUs each, 16 attention replicas, 18 physical experts on each",
-        2,
-        {
-            "--mesh": "dp=16",
-            **WIDE,
-            "--max-num-seqs": "256",
-            "--max-num-batched-tokens": "4096",
-            "--prefill-chunk": "2048",
-        },
+        (("worker", 1, 2, WIDE | BALANCED | {"--mesh": "dp=16"}),),
     ),
     "agg-dep32": (
         "aggregated, DEP32: one engine on 4 hosts with 8 Hopper GPUs each, 32 attention replicas, 9 physical experts on each",
-        4,
-        {
-            "--mesh": "dp=32",
-            **WIDE,
-            "--max-num-seqs": "256",
-            "--max-num-batched-tokens": "4096",
-            "--prefill-chunk": "2048",
-        },
+        (("worker", 1, 4, WIDE | BALANCED | {"--mesh": "dp=32"}),),
+    ),
+    "disagg-16": (
+        "prefill apart from decode on 16 Hopper GPUs: TEP8 on one host computes prompts, DEP8 on another makes tokens",
+        (("prefill", 1, 1, PREFILL), ("decode", 1, 1, WIDE | {"--mesh": "dp=8"})),
+    ),
+    "disagg-32": (
+        "prefill apart from decode on 32 Hopper GPUs: two hosts TEP8 each compute prompts, two hosts DEP8 each make tokens",
+        (("prefill", 2, 1, PREFILL), ("decode", 2, 1, WIDE | {"--mesh": "dp=8"})),
     ),
 }
-"""Of `deploy/dynamo`: name to what it is, hosts, and options of the worker."""
+"""Of `deploy/dynamo`: name to what it is, and its workers: kind, engines, hosts of each, options."""
 
 
 def graph(name: str) -> str:
-    about, hosts, options = GRAPHS[name]
+    about, kinds = GRAPHS[name]
     lines = (f"DeepSeek-R1, {about}.", f"kubectl apply -f deploy/dynamo/{name}.yaml    # made by tools/make_deploy.py")
     resources = pod_resources("cuda", 8)
-    return Graph(f"r1-{name}", lines, MODEL, {**LENGTHS, **options}, 1, hosts, 8, resources, VOLUME, 1024, 1024).text()
+    sides = tuple(Side(kind, LENGTHS | own, engines, hosts, 8, resources) for kind, engines, hosts, own in kinds)
+    return Graph(f"r1-{name}", lines, MODEL, sides, VOLUME, 1024, 1024).text()
 
 
 def command(name: str) -> list[str]:

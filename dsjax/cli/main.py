@@ -27,6 +27,7 @@ COMMANDS = {
     "bench": ("dsjax.bench.command", "bench"),
     "top": ("dsjax.top.command", "top"),
     "kernels": ("dsjax.cli.kernels", "app"),
+    "tune": ("dsjax.cli.tune", "tune"),
     "doctor": ("dsjax.cli.doctor", "doctor"),
 }
 """Command to (module, function, or a `typer.Typer` with commands of its own), in the order of `--help`."""

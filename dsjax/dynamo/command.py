@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -16,17 +16,16 @@ from dsjax.errors import UserError
 from dsjax.serve.command import ServedModelNames, ShutdownTimeout, StepTimeout
 
 if TYPE_CHECKING:
-    from dynamo.common.backend import WorkerConfig
+    from dynamo.common.backend import LLMEngine, WorkerConfig
 
-    from dsjax.dynamo.engine import DsjaxEngine
     from dsjax.engine.tokenizer import Tokenizer
     from dsjax.hosts import HostOptions
 
 TOOL_CALL_PARSERS = {"deepseek_v3": "deepseek_v3", "deepseek_v31": "deepseek_v3_1"}
 """From our name of a form of tool calls to Dynamo's."""
 REASONING_PARSER = "deepseek_r1"
-COMPONENT, ENDPOINT = "backend", "generate"
-"""Where Dynamo's frontends look for a worker, unless `--endpoint` says otherwise."""
+COMPONENT, PREFILL, ENDPOINT = "backend", "prefill", "generate"
+"""Where workers are found, those that only compute prompts apart, unless `--endpoint` says otherwise."""
 
 
 class DynamoCommand(PanelledCommand):
@@ -58,15 +57,30 @@ def dynamo(
     served_model_name: ServedModelNames = None,
     shutdown_timeout: ShutdownTimeout = 10.0,
     step_timeout: StepTimeout = 300.0,
+    bootstrap: Annotated[
+        bool,
+        typer.Option(
+            "--bootstrap",
+            help="Of a prefill worker: frontends send a request to it and to a decode worker at once, not to it first.",
+        ),
+    ] = False,
 ) -> None:
     """Be a worker of NVIDIA Dynamo, whose frontend and router serve the clients."""
-    runtime = runtime_config(context.args)
+    runtime = runtime_config(context.args, PREFILL if args.disaggregation_mode == "prefill" else COMPONENT)
     group = host_options(args)
+    if group is not None and args.disaggregation_mode != "agg":
+        raise UserError(
+            f"--disaggregation-mode {args.disaggregation_mode} is one process so far, and this is one of {group.num_processes}; "
+            "give it a mesh of one host's devices"
+        )
     if group is not None and not group.is_leader:
         _follow(args, group)
         return
-    engine, worker = _prepare(args, runtime, tuple(served_model_name or (args.model,)), shutdown_timeout, step_timeout)
-    serve: Callable[[DsjaxEngine, WorkerConfig], None] = context.obj or _serve
+    if bootstrap and args.disaggregation_mode != "prefill":
+        raise UserError("--bootstrap is a prefill worker's; give --disaggregation-mode prefill too, or leave it out")
+    names = tuple(served_model_name or (args.model,))
+    engine, worker = _prepare(args, runtime, names, shutdown_timeout, step_timeout, bootstrap)
+    serve: Callable[[LLMEngine, WorkerConfig], None] = context.obj or _serve
     serve(engine, worker)
 
 
@@ -90,8 +104,8 @@ def runtime_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def runtime_config(arguments: Sequence[str]) -> Any:
-    """Dynamo's `DynamoRuntimeConfig`, from what of the command line is not ours.
+def runtime_config(arguments: Sequence[str], component: str = "backend") -> Any:
+    """Dynamo's `DynamoRuntimeConfig`, from what of the command line is not ours. component: where no `--endpoint` says it.
 
     Raises:
         UserError: Dynamo is not installed, or an option is unknown or has a value that cannot be.
@@ -103,7 +117,7 @@ def runtime_config(arguments: Sequence[str]) -> Any:
     config = DynamoRuntimeConfig.from_cli_args(parser.parse_args(list(arguments)))
     try:
         config.validate()
-        endpoint = config.endpoint or f"{config.namespace}.{COMPONENT}.{ENDPOINT}"
+        endpoint = config.endpoint or f"{config.namespace}.{component}.{ENDPOINT}"
         config.namespace, config.component, config.endpoint = parse_endpoint(endpoint)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -116,14 +130,21 @@ def runtime_config(arguments: Sequence[str]) -> Any:
 
 
 def _prepare(
-    args: EngineArgs, runtime: Any, names: tuple[str, ...], shutdown_timeout: float, step_timeout: float
-) -> "tuple[DsjaxEngine, WorkerConfig]":
+    args: EngineArgs,
+    runtime: Any,
+    names: tuple[str, ...],
+    shutdown_timeout: float,
+    step_timeout: float,
+    bootstrap: bool,
+) -> "tuple[LLMEngine, WorkerConfig]":
     """The engine, not started, and what Dynamo is to do with it. The model is found first, so that a wrong one is known at once."""
     from dynamo.common.backend import WorkerConfig
+    from dynamo.common.constants import DisaggregationMode
 
     from dsjax.checkpoint.hub import resolve
     from dsjax.config import bundled_models
-    from dsjax.dynamo.engine import DsjaxEngine
+    from dsjax.dynamo.engine import DsjaxEngine, Options
+    from dsjax.dynamo.prefill import DsjaxPrefillEngine
     from dsjax.engine.tokenizer import Tokenizer
 
     directory = resolve(args.model, revision=args.revision)
@@ -131,8 +152,12 @@ def _prepare(
     # Frontends read the tokenizer and the template: from the same path, or from the hub where the model came from there.
     here = args.model in bundled_models() or Path(args.model).expanduser().is_dir() or args.revision is not None
     model = str(directory.resolve()) if here else args.model
-    engine = DsjaxEngine(args, names, model, step_timeout=step_timeout, shutdown_timeout=shutdown_timeout)
-    return engine, WorkerConfig.from_runtime_config(runtime, model_name=model, served_model_name=names[0])
+    options = Options(args, names, model, step_timeout, shutdown_timeout, bootstrap)
+    mode = DisaggregationMode(args.disaggregation_mode)
+    engine = DsjaxPrefillEngine(options) if mode is DisaggregationMode.PREFILL else DsjaxEngine(options)
+    return engine, WorkerConfig.from_runtime_config(
+        runtime, model_name=model, served_model_name=names[0], disaggregation_mode=mode
+    )
 
 
 def choose_parsers(runtime: Any, tokenizer: "Tokenizer") -> None:
@@ -147,7 +172,7 @@ def choose_parsers(runtime: Any, tokenizer: "Tokenizer") -> None:
         runtime.dyn_reasoning_parser = REASONING_PARSER
 
 
-def _serve(engine: "DsjaxEngine", worker: "WorkerConfig") -> None:
+def _serve(engine: "LLMEngine", worker: "WorkerConfig") -> None:
     import uvloop
     from dynamo.common.backend.worker import Worker
 

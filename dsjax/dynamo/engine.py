@@ -7,6 +7,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -20,11 +21,13 @@ from dsjax.dynamo.kv_events import KvEvents
 from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTokens, translate
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.llm import LLM
 from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream, RequestOutput
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
+from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import StepStats
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.errors import UserError
@@ -43,25 +46,65 @@ _FLUSH_SECONDS = 1.0
 """After the engine has failed, answers get this long to tell of it, before the process ends."""
 
 
-class DsjaxEngine(LLMEngine):
-    """One engine as one Dynamo worker, with all DP ranks of its mesh.
+@dataclass(frozen=True)
+class Options:
+    """What a worker is told.
 
-    Args:
+    Attributes:
         args: the engine's options.
         names: for clients; the first is the main one.
         model: what frontends load the tokenizer and the template from: a directory, or a Hugging Face repository.
         step_timeout: seconds after which a step is taken for a hang, which ends the process; 0: never.
         shutdown_timeout: seconds that running requests get to finish when the worker ends.
+        bootstrap: of a prefill worker, whether frontends send a request to both sides at once.
+    """
+
+    args: EngineArgs
+    names: tuple[str, ...]
+    model: str
+    step_timeout: float
+    shutdown_timeout: float
+    bootstrap: bool = False
+
+
+def registration(options: Options, limits: ExecutorLimits, config: SchedulerConfig) -> EngineConfig:
+    """What Dynamo is told of an engine. All of its DP ranks are one worker's; page 0 of each is never given out."""
+    return EngineConfig(
+        model=options.model,
+        served_model_name=options.names[0],
+        model_aliases=list(options.names[1:]),
+        runtime_data={"engine": "dsjax", "mesh": options.args.mesh},
+        llm=LlmRegistration(
+            context_length=config.max_request_len,
+            kv_cache_block_size=limits.page_size,
+            total_kv_blocks=limits.pages_per_rank - 1,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            data_parallel_size=limits.num_ranks,
+            data_parallel_start_rank=0,
+        ),
+    )
+
+
+def engine_from(argv: list[str] | None) -> tuple[LLMEngine, WorkerConfig]:
+    """The engine and the worker of a command line; None: this process's own."""
+    from dsjax.dynamo.command import app
+
+    made: list[tuple[LLMEngine, WorkerConfig]] = []
+    command = typer.main.get_command(app)
+    command.main(argv, "dsjax dynamo", standalone_mode=False, obj=lambda *pair: made.append(pair))
+    return made[0]
+
+
+class DsjaxEngine(LLMEngine):
+    """One engine as one Dynamo worker, with all DP ranks of its mesh: aggregated, or decode.
 
     Attributes:
         mistake: why the start failed, where that is the user's to mend.
     """
 
-    def __init__(
-        self, args: EngineArgs, names: Sequence[str], model: str, *, step_timeout: float, shutdown_timeout: float
-    ):
-        self._args, self._names, self._model_path = args, tuple(names), model
-        self._step_timeout, self._shutdown_timeout = step_timeout, shutdown_timeout
+    def __init__(self, options: Options):
+        self._options, self._args = options, options.args
         self._events = KvEvents()
         self._engine: AsyncEngine | None = None
         self._llm: LLM | None = None
@@ -74,14 +117,9 @@ class DsjaxEngine(LLMEngine):
         self.mistake: ValueError | None = None
 
     @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple["DsjaxEngine", WorkerConfig]:
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
         """From a command line, as `python -m dsjax.dynamo` reads it; for Dynamo's own launchers."""
-        from dsjax.dynamo.command import app
-
-        made: list[tuple[DsjaxEngine, WorkerConfig]] = []
-        command = typer.main.get_command(app)
-        command.main(argv, "dsjax dynamo", standalone_mode=False, obj=lambda *pair: made.append(pair))
-        return made[0]
+        return engine_from(argv)
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Load the model, compile every shape, and say what this worker is. What fails is told in one line, for the user's mistakes."""
@@ -91,7 +129,7 @@ class DsjaxEngine(LLMEngine):
             self.mistake = error
             raise InvalidArgument(str(error)) from error
         facts = self._llm.facts
-        self._metrics = metrics_of(self._llm, self._names[0])
+        self._metrics = metrics_of(self._llm, self._options.names[0])
         self._engine = engine = AsyncEngine(self._llm.engine)
         self._loads = LoadPublisher(facts.dp_ranks, engine)
         engine.observers += [self._metrics, self._loads]
@@ -103,22 +141,7 @@ class DsjaxEngine(LLMEngine):
         engine.start()
         self._loads.start()
         self._watch_steps(asyncio.get_running_loop())
-        limits = self._llm.executor.limits
-        return EngineConfig(
-            model=self._model_path,
-            served_model_name=self._names[0],
-            model_aliases=list(self._names[1:]),
-            runtime_data={"engine": "dsjax", "mesh": facts.mesh},
-            llm=LlmRegistration(
-                context_length=facts.max_model_len,
-                kv_cache_block_size=facts.page_size,
-                total_kv_blocks=limits.pages_per_rank - 1,  # page 0 is never given out
-                max_num_seqs=facts.max_num_seqs,
-                max_num_batched_tokens=self._args.max_num_batched_tokens,
-                data_parallel_size=facts.dp_ranks,
-                data_parallel_start_rank=0,
-            ),
-        )
+        return registration(self._options, self._llm.executor.limits, self._llm.engine.core.scheduler.config)
 
     def _load(self) -> None:
         console = Console()
@@ -163,6 +186,7 @@ class DsjaxEngine(LLMEngine):
                 priority=read.priority,
                 cache_salt=read.cache_salt,
                 dp_rank=read.dp_rank,
+                prefill=read.prefill,
             )
         except (UserError, TypeError) as error:
             raise InvalidArgument(str(error)) from error
@@ -185,7 +209,7 @@ class DsjaxEngine(LLMEngine):
         if engine is None:
             return
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._shutdown_timeout
+        deadline = loop.time() + self._options.shutdown_timeout
         while engine.num_unfinished and loop.time() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
         self._loads.stop()
@@ -221,10 +245,10 @@ class DsjaxEngine(LLMEngine):
         return build_health_check_payload((tokenizer and tokenizer.bos_id) or 0)
 
     def _watch_steps(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._step_timeout:
+        if self._options.step_timeout:
             engine = self._engine
             self._watchdog = Watchdog(
-                self._step_timeout,
+                self._options.step_timeout,
                 step_started=lambda: engine.step_started,
                 running=engine.running_requests,
                 tell_clients=lambda: loop.call_soon_threadsafe(engine.abort_all),

@@ -42,13 +42,21 @@ class ThinkingTokens:
 
 @dataclass(frozen=True)
 class Translated:
-    """A request as `AsyncEngine.submit` takes it. dp_rank: what the router has chosen; None: nothing."""
+    """A request as `AsyncEngine.submit` takes it.
+
+    Attributes:
+        dp_rank: what the router has chosen; None: nothing.
+        prefill: address and transfer of the prefill worker that computes the prompt; None: nobody does.
+        room: the number by which both sides know a request that was sent to both at once.
+    """
 
     token_ids: list[int]
     params: SamplingParams
     dp_rank: int | None
     cache_salt: str | None
     priority: int
+    prefill: dict[str, str] | None = None
+    room: int | None = None
 
 
 def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None) -> Translated:
@@ -88,7 +96,11 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
     salt = routing.get("cache_salt") or _given(extra.get("nvext")).get("cache_salt")
     rank = routing.get("dp_rank")
     # Dynamo runs the highest first, and dsjax, like vLLM, the lowest.
-    return Translated(token_ids, params, None if rank is None else int(rank), salt, -int(routing.get("priority", 0)))
+    priority, rank = -int(routing.get("priority", 0)), None if rank is None else int(rank)
+    bootstrap = _given(request.get("bootstrap_info"))
+    return Translated(
+        token_ids, params, rank, salt, priority, _prefill(request, bootstrap), bootstrap.get("bootstrap_room")
+    )
 
 
 class Chunks:
@@ -205,6 +217,19 @@ def _form(
         return None
     after = thinking.end if thinking and (request.get("require_reasoning") or thinking.is_open(token_ids)) else None
     return StructuredOutputs(**forms, structured_after=after)
+
+
+def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[str, str] | None:
+    """Where a prompt is computed: as its prefill worker has said, or as the frontend has told both sides."""
+    told = _given(_given(request.get("prefill_result")).get("disaggregated_params"))
+    if {"address", "transfer"} <= told.keys():
+        return {"address": told["address"], "transfer": told["transfer"]}
+    if {"bootstrap_host", "bootstrap_port", "bootstrap_room"} <= bootstrap.keys():
+        from dsjax.engine.page_network import handoff
+        from dsjax.hosts.options import joined
+
+        return handoff(joined(bootstrap["bootstrap_host"], bootstrap["bootstrap_port"]), bootstrap["bootstrap_room"])
+    return None
 
 
 def _top(entry: TokenLogprobs) -> list[dict[str, Any]]:

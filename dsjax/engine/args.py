@@ -132,6 +132,9 @@ class EngineArgs:
         None,
         "folder of native kernels that dsjax kernels build made; default: built at first start, kept with compiled programs",
     )
+    kernel_config: str | None = option(
+        None, "file of tile sizes of the Pallas kernels that dsjax tune made; default: reckoned from shapes"
+    )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
     enable_shared_experts_fusion: bool = option(
         False, "the shared expert is one more routed expert, with a copy on each device: one grouped product"

@@ -62,7 +62,7 @@ def make_step(
     platform = mesh.devices.flat[0].platform
     dtype = compute_dtype(args, config, platform)
     weights = weights_format(args, config, dtype, bf16_experts)
-    scheme = activation_scheme(args, config, weights, mesh)
+    scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
     cache_dtype = {"auto": dtype, "fp8": fp8.E4M3}.get(args.kv_cache_dtype) or jnp.dtype(args.kv_cache_dtype)
     cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, cache_dtype)  # that they go together
     check_layout(config, spec, args.num_redundant, weights)
@@ -112,6 +112,7 @@ def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype, s
         devices=min(spec.num_devices, jax.local_device_count()),
         cache=cache_folder() / "native",
         prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
+        tiles=None if args.kernel_config is None else Path(args.kernel_config),
     )
     return dataclasses.replace(found, quantises=scheme.dynamic)
 
@@ -141,7 +142,7 @@ def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_
     return "mixed" if bf16_experts else "f32"
 
 
-def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, mesh: Mesh) -> ActivationScheme:
+def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, device: jax.Device) -> ActivationScheme:
     """Whether activations are quantised for products with FP8 weights: ``auto`` as vLLM and SGLang do where tensor cores multiply FP8.
 
     Raises:
@@ -155,7 +156,6 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, m
                 f"{args.weights}; add --weights fp8, or leave it out"
             )
         return WIDEN
-    device = mesh.devices.flat[0]
     multiplies = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= FIRST_WITH_FP8
     dynamic = multiplies if chosen == "auto" else chosen == "dynamic"
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"

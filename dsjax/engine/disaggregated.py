@@ -11,8 +11,9 @@ import jax
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.loading import LoadedModel, load_model
 from dsjax.engine.page_events import EventSink
-from dsjax.engine.page_network import JaxCarrier, PrefillServer, RemoteLink
+from dsjax.engine.page_network import PrefillServer, RemoteLink
 from dsjax.engine.page_parcels import move_parcel
+from dsjax.engine.parcel_carrier import JaxCarrier
 from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
 from dsjax.errors import UserError
 from sharding import MeshSpec

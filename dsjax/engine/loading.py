@@ -60,6 +60,7 @@ class EngineFacts:
             use another method (docs/dispatch.md).
         mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
         kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
+        activation_scheme: what `--activation-scheme` came to: `dynamic` where activations are quantised for FP8 products, else `none`.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
@@ -96,6 +97,7 @@ class EngineFacts:
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
     prefill_meshes: list[str] = field(default_factory=list)
+    activation_scheme: str = "none"
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object with the same names."""
@@ -443,4 +445,5 @@ def _facts(
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),
         kernels_note=step.kernels.note,
+        activation_scheme=str(step.scheme),
     )

@@ -60,7 +60,6 @@ class PrefillEngine:
 
     Attributes:
         core: scheduler and executor. leases: of the parcels. error: why the thread has ended.
-        served: called after each step, in the engine's thread; whoever watches sets it.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class PrefillEngine:
         )
         executor.send_parcels(self.leases.ready)
         self.error: BaseException | None = None
-        self.served: Callable[[EngineCore], None] = lambda core: None
         self._jobs: dict[str, _Job] = {}
         self._recent: OrderedDict[str, None] = (
             OrderedDict()
@@ -224,12 +222,11 @@ class PrefillEngine:
         for job in self._jobs.values():
             if job.sending.complete and job.request.status is not Status.FINISHED:
                 self.core.abort(job.request.request_id)  # its last token is decode's to compute
-        self.served(self.core)
 
     def _is_done(self, job: _Job) -> bool:
         return (
             job.request.status is Status.FINISHED
-            and not self.core.scheduler.ranks[job.request.rank].has_outgoing(job.sending)
+            and not self.core.scheduler.ranks[job.request.rank].departures.has(job.sending)
             and not self.leases.kept_for(job.sending)
         )
 
@@ -248,7 +245,7 @@ class PrefillEngine:
             if job.request.status is not Status.FINISHED:
                 self.core.abort(job.request.request_id)
             if job.request.rank >= 0:
-                self.core.scheduler.ranks[job.request.rank].forget_sending(job.sending)
+                self.core.scheduler.ranks[job.request.rank].departures.forget(job.sending)
         self.leases.cancel(job.sending)
 
     def _forget(self, name: str) -> _Job | None:

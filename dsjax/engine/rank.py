@@ -1,16 +1,16 @@
 """`Rank`: the requests of one DP rank, waiting and running, and what it computes in the next step."""
 
 import bisect
-from collections import Counter, deque
+from collections import Counter
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 from dsjax.engine.arrivals import Arrivals
+from dsjax.engine.departures import Departures
 from dsjax.engine.incoming import Incoming
-from dsjax.engine.leases import Leases, Sending
+from dsjax.engine.leases import Leases
 from dsjax.engine.page_tiers import PageMoves, TierCounts, TierHits
-from dsjax.engine.page_transfer import PARCEL_PAGES
 from dsjax.engine.pages import PagePool, extend_hashes
 from dsjax.engine.plan import RankPlan, ScheduledRow
 from dsjax.engine.request import Request, Status
@@ -62,7 +62,7 @@ class Rank:
     written cannot reach a page's next owner.
 
     Attributes:
-        arrivals: what waiting requests have under way from below.
+        arrivals: what waiting requests have under way from below. departures: pages that wait to be sent to other engines.
         dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
         load: known tokens of all requests.
         waiting_tokens: known tokens of the waiting ones.
@@ -101,13 +101,7 @@ class Rank:
         self.dirty: list[int] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.arrivals = Arrivals(pool, incoming, index)
-        self._index, self._leases = index, leases
-        self._outgoing: deque[tuple[Sending, int, list[int]]] = deque()
-
-    @property
-    def sends(self) -> bool:
-        """Whether pages wait to be sent, and may be."""
-        return bool(self._outgoing) and self._leases.room(self._index) > 0
+        self.departures = Departures(pool, leases, index)
 
     def uncached(self, request: Request) -> int:
         """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
@@ -181,9 +175,9 @@ class Rank:
         """
         preemptions = self.num_preemptions
         moves = self.arrivals.enter(now)
-        if self._outgoing:
+        if self.departures.waiting:
             moves = moves or PageMoves()
-            self._send(moves)
+            self.departures.send(moves)
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
         budget = self.max_num_batched_tokens - len(decodes)
         plan = RankPlan(decodes, [], [], moves)
@@ -338,42 +332,7 @@ class Rank:
                     request.num_cached_tokens, request.num_host_pages, request.num_disk_pages, self.pool.page_size
                 )
         bisect.insort(self.running, request, key=_by_order)
-        self._have_sent(request)
-
-    def forget_sending(self, sending: Sending) -> None:
-        """Nobody wants pages of a transfer any more that have not been sent."""
-        for own, _, pages in self._outgoing:
-            if own is sending:
-                self.pool.release(pages)
-        self._outgoing = deque(entry for entry in self._outgoing if entry[0] is not sending)
-
-    def has_outgoing(self, sending: Sending) -> bool:
-        """Whether pages of a transfer wait to be sent."""
-        return any(own is sending for own, _, _ in self._outgoing)
-
-    def _have_sent(self, request: Request) -> None:
-        """Keep sealed pages that another engine wants until they are sent, with the next plan or when there is room."""
-        sending = request.sending
-        if sending is None:
-            return
-        if sending.cached is None:
-            sending.cached = request.num_computed_tokens
-        end = min(request.num_sealed_pages, sending.end)
-        if sending.next < end:
-            pages = request.pages[sending.next : end]
-            self.pool.hold(pages)
-            self._outgoing.append((sending, sending.next, pages))
-            sending.next = end
-
-    def _send(self, moves: PageMoves) -> None:
-        """Have pages put into parcels, as far as there is room. They are copied before anything else of this plan happens to them."""
-        while self._outgoing and (room := self._leases.room(self._index)) > 0:
-            sending, first, pages = self._outgoing.popleft()
-            some, rest = pages[: min(PARCEL_PAGES, room)], pages[min(PARCEL_PAGES, room) :]
-            if rest:
-                self._outgoing.appendleft((sending, first + len(some), rest))
-            moves.sends.append(self._leases.begin(self._index, sending, first, some))
-            self.pool.release(some)
+        self.departures.keep(request)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Get a decode pages for so many tokens, preempting newer requests for them.
@@ -439,7 +398,7 @@ class Rank:
             extend_hashes(request, self.pool.page_size)
             self.pool.seal_of(request, sealed, request.pages[sealed:full])
             request.num_sealed_pages = full
-            self._have_sent(request)
+            self.departures.keep(request)
 
     def _take_back(self, request: Request) -> None:
         if request.num_clean_pages is not None:

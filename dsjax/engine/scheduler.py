@@ -111,7 +111,7 @@ class Scheduler:
     @property
     def sends(self) -> bool:
         """Whether pages wait to be sent to another engine, and may be."""
-        return any(rank.sends for rank in self.ranks)
+        return any(rank.departures.due for rank in self.ranks)
 
     def disk_counts(self) -> DiskCounts | None:
         """What the disk has done, and holds; None without one."""

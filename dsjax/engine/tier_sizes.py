@@ -65,6 +65,7 @@ def page_space(args: EngineArgs, step: Step, directory: Path) -> dict[str, Any]:
         "dtype": str(step.dtype),
         "kv_dtype": str(jnp.dtype(step.cache_dtype)),
         "weights": args.weights,
+        "activation_scheme": str(step.scheme),
         "dispatch_wire": args.dispatch_wire,
         "layout": step.attention.layout,
         "page_size": step.page_size,

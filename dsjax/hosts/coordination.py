@@ -5,7 +5,10 @@ Nothing here may start a backend: `join` must come before JAX sees a device.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -107,17 +110,25 @@ def leave() -> None:
 
 
 def on_abort(call: Callable[[], None]) -> None:
-    """Have a function called when C++ code aborts the process, as JAX's client does when the coordination service is gone."""
+    """Have a function, which ends the process, called when C++ code aborts it, as JAX's client does when the coordination service is gone.
+
+    When Python itself is ending no Python can be called any more: a thread of C++ that tries is ended, which aborts again, and so on for
+    ever. An abort then only ends the process.
+    """
+    library, first = ctypes.CDLL(None), threading.Lock()
 
     def handle(_: int) -> None:
+        while not first.acquire(blocking=False):
+            time.sleep(1)  # several threads may abort; the first one ends the process
         call()
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
     _kept.append(handler)
-    signal = ctypes.CDLL(None).signal
+    signal = library.signal
     signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     signal.restype = ctypes.c_void_p
     signal(_ABORT_SIGNAL, ctypes.cast(handler, ctypes.c_void_p))
+    atexit.register(signal, _ABORT_SIGNAL, ctypes.cast(library._exit, ctypes.c_void_p))
 
 
 def _client():

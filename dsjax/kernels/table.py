@@ -16,6 +16,7 @@ from dsjax.errors import UserError
 from dsjax.kernels import build
 from dsjax.kernels.native_calls import NativeKernels
 from dsjax.kernels.pallas import PallasKernels
+from dsjax.kernels.pallas.tile_table import TileTable
 
 CHOICES = ("auto", "plain", "native", "pallas")
 OPERATIONS = ("decode attention", "prefill attention", "experts", "other products")
@@ -101,19 +102,27 @@ def choose_kernels(
     devices: int,
     cache: Path | None,
     prebuilt: Path | None = None,
+    tiles: Path | None = None,
 ) -> Kernels:
     """The kernels for ``--kernels CHOICE`` on devices of ``platform`` that compute in ``dtype``.
 
     devices: that this process drives; each native kernel gets its share of the cores. cache: folder that keeps what is built.
     prebuilt: a folder that ``dsjax kernels build`` filled (``--kernel-cache``); then nothing is built.
+    tiles: a file that ``dsjax tune`` made (``--kernel-config``), for the Pallas kernels.
 
     Raises:
-        UserError: ``native`` or ``pallas`` where it cannot be had. With ``auto`` the plain form is used, and ``note`` says why.
+        UserError: tiles for other kernels, or a file that holds none; ``native`` or ``pallas`` where it cannot be had. With ``auto`` the
+            plain form is used, and ``note`` says why.
     """
+    if tiles is not None and not (choice == "pallas" or (choice == "auto" and platform == "gpu")):
+        raise UserError(
+            f"--kernel-config has tile sizes of the Pallas kernels, which --kernels {choice} does not use on {platform} devices; "
+            "leave it out"
+        )
     if choice == "plain":
         return PLAIN
     if choice == "pallas" or (choice == "auto" and platform == "gpu"):
-        return _pallas(choice, platform, dtype)
+        return _pallas(choice, platform, dtype, tiles)
     if platform != "cpu":
         return _refuse(choice, f"native kernels are for the CPU platform, and these devices are {platform}")
     if dtype != np.float32:
@@ -125,14 +134,15 @@ def choose_kernels(
     return Kernels(NativeKernels.load(found.path, threads), note=found.note)
 
 
-def _pallas(choice: str, platform: str, dtype: np.dtype) -> Kernels:
+def _pallas(choice: str, platform: str, dtype: np.dtype, tiles: Path | None) -> Kernels:
     """Compiled on GPUs. On the CPU platform Pallas's interpreter runs them, which tests use; nobody would serve with it."""
     if platform not in ("gpu", "cpu"):
         return _refuse(choice, f"these kernels are for GPUs, and these devices are {platform}")
     if np.dtype(dtype).name not in ("float32", "bfloat16"):
         return _refuse(choice, f"they compute in float32 and bfloat16, and --dtype is {np.dtype(dtype).name}")
     note = "Pallas kernels run by their interpreter on a CPU: right, and very slow" if platform == "cpu" else ""
-    return Kernels(pallas=PallasKernels(interpret=platform == "cpu"), note=note)
+    table = None if tiles is None else TileTable.read(tiles)
+    return Kernels(pallas=PallasKernels(interpret=platform == "cpu", tiles=table), note=note)
 
 
 def _refuse(choice: str, reason: str) -> Kernels:

@@ -134,7 +134,7 @@ class ExpertProduct:
             groups = Groups(start_X, count_X, own_load)
             x_PD = self._rows(rows_ND, lax.dynamic_slice_in_dim(row_P, first, size + SLACK))
             weights = {name: self._weights(stack, name) for name in ("gate_up", "down")}
-            of_both = {"dtype": rows_ND.dtype, "interpret": interpret}
+            of_both = {"dtype": rows_ND.dtype, "interpret": interpret, "tiles": self.kernels.pallas.tiles}
             hidden_PF = gate_up(*weights["gate_up"], experts.layer, x_PD, groups, powers=self.scheme.powers, **of_both)
             y_PD = down(*weights["down"], experts.layer, hidden_PF, groups, **of_both)
             place = place_NK - first

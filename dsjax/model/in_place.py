@@ -113,7 +113,9 @@ class MatricesInPlace:
                     if quantise:
                         rows = activations.quantise(rows, powers=self.scheme.powers, interpret=interpret)
                     found = arrays["weight"], arrays.get("scale"), info.dtype, layer
-                    out = products.dense(*found, rows, dtype=x.dtype, interpret=interpret)
+                    out = products.dense(
+                        *found, rows, dtype=x.dtype, interpret=interpret, tiles=self.kernels.pallas.tiles
+                    )
                 else:
                     matrix, scale = (
                         jax.lax.dynamic_index_in_dim(arrays[name], layer, keepdims=False)

@@ -16,7 +16,25 @@ from dsjax.plan.recipe import recipe
 from dsjax.plan.search import Question
 
 CONCURRENCIES = (1, 4, 16, 64, 256, 1024)
-_NOT_DYNAMOS = ("--model",)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Workers of one kind.
+
+    Attributes:
+        kind: `worker`, which does both, `prefill` or `decode`: Dynamo's types.
+        options: as `dsjax dynamo` names them.
+        workers: engines. hosts, devices: of each engine, and of each host.
+        resources: of one host's pod.
+    """
+
+    kind: str
+    options: Mapping[str, str]
+    workers: int
+    hosts: int
+    devices: int
+    resources: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -27,20 +45,14 @@ class Graph:
         name: of the deployment; its frontend's service is `NAME-frontend`, port 8000.
         about: lines of comment at the top.
         model: the Hugging Face repository.
-        options: of the worker, as `dsjax dynamo` names them.
-        workers: engines. hosts, devices: of each engine, and of each host.
-        resources: of one host's pod. volume: of the model's, such as `800Gi`.
+        sides: one, or prefill and decode. volume: of the model's, such as `800Gi`.
         input_tokens, output_tokens: of the benchmark's requests.
     """
 
     name: str
     about: tuple[str, ...]
     model: str
-    options: Mapping[str, str]
-    workers: int
-    hosts: int
-    devices: int
-    resources: Mapping[str, Any]
+    sides: tuple[Side, ...]
     volume: str
     input_tokens: int
     output_tokens: int
@@ -102,9 +114,9 @@ spec:
 """
 
     def _deployment(self) -> str:
-        given = {"--model": self.folder, "--served-model-name": self.model, "--shutdown-timeout": "600", **self.options}
-        lines = "\n".join(f"                - {json.dumps(word)}" for word in arguments_of(given))
-        nodes = f"      multinode: {{nodeCount: {self.hosts}}}\n" if self.hosts > 1 else ""
+        return self._frontend() + "".join(self._side(side) for side in self.sides)
+
+    def _frontend(self) -> str:
         return f"""\
 apiVersion: nvidia.com/v1beta1
 kind: DynamoGraphDeployment
@@ -135,9 +147,18 @@ spec:
           volumes: &volumes
             - name: models
               persistentVolumeClaim: {{claimName: {self.name}-models}}
-    - name: Worker
-      type: worker
-      replicas: {self.workers}
+"""
+
+    def _side(self, side: Side) -> str:
+        given = {"--model": self.folder, "--served-model-name": self.model, "--shutdown-timeout": "600", **side.options}
+        if side.kind != "worker":
+            given["--disaggregation-mode"] = side.kind
+        lines = "\n".join(f"                - {json.dumps(word)}" for word in arguments_of(given))
+        nodes = f"      multinode: {{nodeCount: {side.hosts}}}\n" if side.hosts > 1 else ""
+        return f"""\
+    - name: {side.kind.capitalize()}
+      type: {side.kind}
+      replicas: {side.workers}
 {nodes}      sharedMemorySize: 16Gi  # NCCL's, between the devices of a host
       podTemplate:
         spec:
@@ -156,14 +177,14 @@ spec:
                 httpGet: {{path: /live, port: 9090}}
                 periodSeconds: 10
                 failureThreshold: 360
-              resources: {json.dumps(self.resources)}
+              resources: {json.dumps(side.resources)}
               volumeMounts: *mounts
           volumes: *volumes
 """
 
     def _benchmark(self) -> str:
         sweep = ",".join(map(str, CONCURRENCIES))
-        devices = self.workers * self.hosts * self.devices
+        devices = sum(side.workers * side.hosts * side.devices for side in self.sides)
         return f"""\
 # Suspended until asked for: kubectl patch job {self.name}-benchmark -p '{{"spec": {{"suspend": false}}}}'
 # Writes what `dsjax bench serve` writes to /models/benchmarks: TTFT, ITL, tokens a second a user and a GPU for each concurrency.
@@ -228,11 +249,16 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
         name,
         (command, cluster.description, *(f"Note: {note}" for note in made["notes"])),
         repository(model),
-        {flag: value for flag, value in service["options"].items() if flag not in _NOT_DYNAMOS},
-        service["instances"],
-        hosts,
-        devices,
-        pod_resources(cluster.hardware.platform, devices),
+        (
+            Side(
+                "worker",
+                {flag: value for flag, value in service["options"].items() if flag != "--model"},
+                service["instances"],
+                hosts,
+                devices,
+                pod_resources(cluster.hardware.platform, devices),
+            ),
+        ),
         gib(checkpoint_bytes(candidate) * ROOM),
         round(work.input.mean),
         round(work.output.mean),

@@ -36,6 +36,8 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     if facts.kernels:
         names = ", ".join(f"{operation} {name}" for operation, name in facts.kernels.items())
         console.print(f"kernels: {names}{f' ({facts.kernels_note})' if facts.kernels_note else ''}", highlight=False)
+    if facts.activation_scheme == "dynamic":
+        console.print("products with FP8 weights: activations are quantised to FP8, 1 × 128", highlight=False)
 
 
 def _capacity(facts: EngineFacts) -> str:

@@ -42,12 +42,23 @@ def check(document: dict) -> None:
             kubernetes_validate.validate(pod, version, strict=True)
 
 
-def worker_of(found: list[dict]) -> tuple[dict, dict]:
-    """A deployment's worker, and its container that the operator takes for the engine's."""
-    worker = found[2]["spec"]["components"][1]
-    (container,) = worker["podTemplate"]["spec"]["containers"]
-    assert container["name"] == "main"
-    return worker, container
+def workers_of(found: list[dict]) -> list[tuple[dict, dict]]:
+    """A deployment's kinds of workers, each with the container that the operator takes for the engine's."""
+    made = []
+    for worker in found[2]["spec"]["components"][1:]:
+        (container,) = worker["podTemplate"]["spec"]["containers"]
+        assert container["name"] == "main"
+        made.append((worker, container))
+    return made
+
+
+def devices_of(found: list[dict]) -> int:
+    """That all workers have together."""
+    total = 0
+    for worker, container in workers_of(found):
+        hosts = worker.get("multinode", {}).get("nodeCount", 1)
+        total += worker["replicas"] * hosts * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    return total
 
 
 def parsed(arguments: list[str]) -> dict:
@@ -69,7 +80,7 @@ def test_every_file_is_what_the_published_schemas_say(path):
 
 def test_a_wrong_file_is_found():
     found = documents(FILES[0])
-    worker, container = worker_of(found)
+    worker, container = workers_of(found)[0]
     worker["multiNode"] = worker.pop("multinode", {"nodeCount": 2})
     with pytest.raises(jsonschema.ValidationError):
         check(found[2])
@@ -81,24 +92,27 @@ def test_a_wrong_file_is_found():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
-    worker, container = worker_of(documents(path))
-    assert container["command"] == ["dsjax", "dynamo"]
-    options = parsed(container["args"])
     from dsjax.engine.args import EngineArgs
 
-    own = {name: value for name, value in options.items() if name in EngineArgs.__dataclass_fields__}
-    args = EngineArgs(**own)
-    mesh = MeshSpec.parse(args.mesh)
-    hosts = worker.get("multinode", {}).get("nodeCount", 1)
-    assert mesh.num_devices == worker["replicas"] * hosts * int(container["resources"]["limits"]["nvidia.com/gpu"])
-    config = load_config("deepseek-r1")
-    mesh.check_fits(
-        heads=config.num_attention_heads,
-        experts=config.n_routed_experts,
-        expert_width=config.moe_intermediate_size,
-        redundant=args.num_redundant,
-        block=128,
-    )
+    found = documents(path)
+    assert [worker["type"] for worker, _ in workers_of(found)] in (["worker"], ["prefill", "decode"])
+    for worker, container in workers_of(found):
+        assert container["command"] == ["dsjax", "dynamo"]
+        own = {n: v for n, v in parsed(container["args"]).items() if n in EngineArgs.__dataclass_fields__}
+        args = EngineArgs(**own)
+        assert args.disaggregation_mode == {"worker": "agg"}.get(worker["type"], worker["type"])
+        mesh = MeshSpec.parse(args.mesh)
+        hosts = worker.get("multinode", {}).get("nodeCount", 1)
+        assert hosts == 1 or args.disaggregation_mode == "agg", "each side is one process"
+        assert mesh.num_devices == hosts * int(container["resources"]["limits"]["nvidia.com/gpu"])
+        config = load_config("deepseek-r1")
+        mesh.check_fits(
+            heads=config.num_attention_heads,
+            experts=config.n_routed_experts,
+            expert_width=config.moe_intermediate_size,
+            redundant=args.num_redundant,
+            block=128,
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -107,14 +121,14 @@ def test_all_parts_of_a_file_belong_together(path):
     text, name = path.read_text(), graph["metadata"]["name"]
     volumes = {volume["persistentVolumeClaim"]["claimName"] for volume in _volumes(download, graph, benchmark)}
     assert volumes == {claim["metadata"]["name"]}
-    _, container = worker_of([claim, download, graph])
-    folder = parsed(container["args"])["model"]
+    given = [parsed(container["args"]) for _, container in workers_of([claim, download, graph])]
+    (folder,) = {one["model"] for one in given}
     assert f"--local-dir {folder} " in download["spec"]["template"]["spec"]["containers"][0]["args"][0]
     assert text.count(f"{folder}/.complete") == 2, "the download leaves the mark that pods wait for"
     assert f"--tokenizer {folder} " in text
     environment = {one["name"]: one["value"] for one in benchmark["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert environment["URL"] == f"http://{name}-frontend:8000"
-    assert environment["MODEL"] in parsed(container["args"])["served_model_name"]
+    assert all(environment["MODEL"] in one["served_model_name"] for one in given)
     assert benchmark["spec"]["suspend"]
 
 
@@ -133,8 +147,7 @@ def test_the_benchmarks_command_is_one_that_bench_serve_takes(path):
     group = typer.main.get_command(bench)
     flags = {flag for option in group.commands["serve"].params for flag in (*option.opts, *option.secondary_opts)}
     assert {word for word in words if word.startswith("--")} <= flags
-    _, container = worker_of(documents(path))
-    assert words[words.index("--devices") + 1] == str(MeshSpec.parse(parsed(container["args"])["mesh"]).num_devices)
+    assert words[words.index("--devices") + 1] == str(devices_of(documents(path)))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -154,7 +167,7 @@ def test_a_plan_writes_a_file_of_its_own(tmp_path):
     assert [document["kind"] for document in found] == KINDS
     for document in found:
         check(document)
-    worker, container = worker_of(found)
+    ((worker, container),) = workers_of(found)
     assert found[2]["metadata"]["name"] == "my-service"
     assert worker["multinode"] == {"nodeCount": 2}
     options = parsed(container["args"])

@@ -6,10 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsjax.kernels.pallas import PallasKernels, attention, heads, products
+from dsjax.kernels.pallas import PallasKernels, activations, attention, heads, products
 from dsjax.kernels.table import Kernels
 from dsjax.model.experts import ExpertProduct
+from dsjax.model.fp8_product import ActivationScheme, block_product
 from dsjax.model.parameters import dequantise
+from sharding import fp8
 
 pytestmark = pytest.mark.gpu
 
@@ -76,9 +78,13 @@ def test_attention_is_softmax_over_each_rows_pages(R, C, H, context, holes, dtyp
     np.testing.assert_allclose(found, expected, atol=0.02 if dtype == jnp.bfloat16 else 1e-4)
 
 
-@pytest.mark.parametrize("stored", [BF16, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("stored", "scheme"),
+    [(BF16, ActivationScheme()), (FP8, ActivationScheme()), (FP8, ActivationScheme(dynamic=True))],
+    ids=["bfloat16", "FP8 weights", "FP8 activations"],
+)
 @pytest.mark.parametrize(("N", "load"), [(1, 0.1), (128, 4.0), (1024, 32.0), (4096, 512.0)])
-def test_experts_of_v3_are_those_of_the_plain_form(N, load, stored, gpu):
+def test_experts_of_v3_are_those_of_the_plain_form(N, load, stored, scheme, gpu):
     X, D, F, K = 8, 7168, 2048, 8
     rng = np.random.default_rng(N)
     ids = rng.integers(0, round(N * K / load), (N, K)).astype(np.int32)
@@ -92,10 +98,11 @@ def test_experts_of_v3_are_those_of_the_plain_form(N, load, stored, gpu):
         params["gate_up.scale"] = jax.random.uniform(jax.random.key(3), (2, X, D // 128, 2, F // 128)) * D**-0.5
         params["down.scale"] = jax.random.uniform(jax.random.key(4), (2, X, F // 128, D // 128)) * F**-0.5
     arguments = params, drawn(2, N, D), jnp.asarray(ids), jnp.asarray(rng.random((N, K), np.float32))
-    options = {"weight_dtype": stored, "platform": "gpu", "mean_load": load}
+    options = {"weight_dtype": stored, "platform": "gpu", "mean_load": load, "scheme": scheme}
     found = jax.jit(ExpertProduct(kernels=PALLAS, **options))(*arguments).astype(jnp.float32)
     plain = jax.jit(ExpertProduct(**options))(*arguments).astype(jnp.float32)
-    # Hidden values, each expert's result and the sum are rounded to 8 bits; plain rounds dequantised weights too.
+    # Hidden values, each expert's result and the sum are rounded to 8 bits; plain rounds dequantised weights too. A hidden value in the
+    # middle between two FP8 numbers may go either way.
     np.testing.assert_allclose(found, plain, atol=0.03 * float(jnp.abs(plain).max() + 1e-6))
 
 
@@ -109,6 +116,25 @@ def test_dense_matrices_of_v3_are_multiplied_with_in_the_stack(T, K, N, stored, 
     found = jax.jit(lambda w, s, x: products.dense(w, s, stored, jnp.int32(1), x))(weight, scale, x)
     value = weight[1].astype(jnp.float32) if scale is None else dequantise(weight[1], scale[1], jnp.float32)
     np.testing.assert_allclose(found.astype(jnp.float32), x.astype(jnp.float32) @ value, atol=0.03)
+
+
+@pytest.mark.parametrize(("K", "N"), [(7168, 1536), (7168, 576), (1536, 24576), (16384, 7168), (2048, 7168)])
+@pytest.mark.parametrize("T", [1, 32, 2048])
+@pytest.mark.parametrize("powers", [False, True])
+def test_quantised_rows_times_dense_matrices_of_v3_are_the_plain_form_s(T, K, N, powers, gpu):
+    weight, x = drawn(0, 2, K, N, dtype=FP8), drawn(2, T, K, scale=K**-0.5)
+    scale = jax.random.uniform(jax.random.key(1), (2, K // 128, -(-N // 128)))
+    rows = jax.jit(lambda x: activations.quantise(x, powers=powers))(x)
+    exact = fp8.quantise(x, powers=powers)
+    # Division may round the other way: a unit in a scale's last place, and a value on the edge goes to its neighbour.
+    np.testing.assert_allclose(rows.scales, exact.scales, rtol=3e-7)
+    steps = (jax.lax.bitcast_convert_type(q.values, jnp.int8).astype(int) for q in (rows, exact))
+    assert np.abs(np.subtract(*map(np.asarray, steps))).max() <= 1
+    found = jax.jit(lambda w, s, q: products.dense(w, s, FP8, jnp.int32(1), q, dtype=BF16))(weight, scale, rows)
+    with jax.default_matmul_precision("highest"):
+        expected = block_product(rows, weight[1], scale[1], jnp.float32)
+    # FP8 tensor cores of Hopper keep 14 bits of a sum of 32 products (arXiv 2412.19437, section 3.3.2); the result has 8.
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.03)
 
 
 @pytest.mark.parametrize("stored", [BF16, FP8], ids=str)

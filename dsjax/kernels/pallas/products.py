@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from dsjax.kernels.pallas.activations import quantised_tile
 from dsjax.kernels.pallas.attention import CORES
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
+from dsjax.kernels.pallas.tile_table import Product, TileTable
 from sharding import fp8
 
 BLOCK = 128
@@ -71,6 +72,14 @@ class ProductTiles:
         splits = max(1, min(CORES // programs, depth // (4 * found.depth)))
         return replace(found, spread=spread, splits=splits)
 
+    def tuned(self, table: TileTable | None, product: Product) -> ProductTiles:
+        """With the sizes that a table has for a product; these, where it has none."""
+        found = table and table.find(product)
+        if not found:
+            return self
+        tiles = replace(self, **found)
+        return replace(tiles, spread=max(1, math.ceil(self.rows * self.spread / tiles.rows)))
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -92,7 +101,7 @@ def gate_up(
     dtype: np.dtype | None = None,
     powers: bool = False,
     interpret: bool = False,
-    tiles: ProductTiles | None = None,
+    tiles: ProductTiles | TileTable | None = None,
 ) -> Float[Array, "P F"] | fp8.Quantised:
     """``silu(x · gate) × (x · up)`` of each sorted pair, in the dtype of ``x_PD``, whose last ``SLACK`` rows are no pairs.
 
@@ -116,7 +125,7 @@ def down(
     *,
     dtype: np.dtype | None = None,
     interpret: bool = False,
-    tiles: ProductTiles | None = None,
+    tiles: ProductTiles | TileTable | None = None,
 ) -> Float[Array, "P D"]:
     """``hidden · down`` of each sorted pair, as ``gate_up``; ``dtype``: of the result, where rows are quantised.
 
@@ -145,7 +154,7 @@ def dense(
     *,
     dtype: np.dtype | None = None,
     interpret: bool = False,
-    tiles: ProductTiles | None = None,
+    tiles: ProductTiles | TileTable | None = None,
 ) -> Float[Array, "T *n"]:
     """``x · weight[layer]``, in the dtype of ``x_TK``, or of quantised rows in ``dtype``.
 
@@ -156,7 +165,9 @@ def dense(
     (T, _), K = x_TK.values.shape if quantised else x_TK.shape, weight.shape[1]
     flat = weight.reshape(weight.shape[0], 1, K, -1)
     scales = None if scale is None else scale.reshape(scale.shape[0], 1, scale.shape[1], -1)
-    tiles = tiles or ProductTiles.dense(T, K, flat.shape[-1])
+    if not isinstance(tiles, ProductTiles):
+        own = Product("dense" + "_fp8" * quantised, K, flat.shape[-1], np.dtype(weight_dtype).name, T)
+        tiles = ProductTiles.dense(T, K, flat.shape[-1]).tuned(tiles, own)
     x = jax.tree.map(lambda array: jnp.pad(array, ((0, -T % tiles.rows), (0, 0))), x_TK)
     dtype = dtype if quantised else x.dtype
     one = Groups(jnp.zeros((1,), jnp.int32), jnp.full((1,), T, jnp.int32), T)
@@ -185,8 +196,11 @@ def takes(weight: Array, scale: Array | None) -> bool:
 def _product(
     weight, scale, weight_dtype, layer, x, groups: Groups, *, fused: bool, dtype, interpret: bool, tiles, name="", powers=False
 ):  # fmt: skip
-    tiles = tiles or ProductTiles.for_load(groups.mean_load)
     quantised = isinstance(x, fp8.Quantised)
+    name = (name or ("experts_gate_up" if fused else "experts_down")) + "_fp8" * quantised
+    if not isinstance(tiles, ProductTiles):
+        own = Product(name, weight.shape[2], weight.shape[-1], np.dtype(weight_dtype).name, groups.mean_load)
+        tiles = ProductTiles.for_load(groups.mean_load).tuned(tiles, own)
     if quantised:
         # Whole blocks of the depth, so that nothing is masked: the weights' last row stands for those that are not there, times 0.
         x = fp8.Quantised(jnp.pad(x.values, ((0, 0), (0, -x.values.shape[1] % BLOCK))), x.scales)
@@ -217,7 +231,7 @@ def _product(
         cost_estimate=cost.estimate,
         metadata=cost.metadata,
         interpret=interpret,
-        name=(name or ("experts_gate_up" if fused else "experts_down")) + ("_fp8" if quantised else ""),
+        name=name,
     )(*arrays)
     return fp8.Quantised(*out) if len(out) == 2 else out[0]
 

@@ -186,3 +186,16 @@ def test_a_cancelled_answer_ends_with_a_chunk_that_says_so():
     list(chunks.of(output([8, 9])))
     assert chunks.cancelled()["finish_reason"] == "cancelled"
     assert chunks.cancelled()["completion_usage"]["completion_tokens"] == 2
+
+
+def test_a_prompt_that_is_computed_elsewhere_is_named_as_its_prefill_worker_or_the_frontend_has_said():
+    told = {"address": "10.0.0.7:9000", "transfer": "abc", "worker_id": None}
+    assert translate(request(prefill_result={"disaggregated_params": told})).prefill == {
+        "address": "10.0.0.7:9000",
+        "transfer": "abc",
+    }
+    both = {"bootstrap_host": "fd00::7", "bootstrap_port": 9000, "bootstrap_room": 77}
+    read = translate(request(bootstrap_info=both))
+    assert read.room == 77
+    assert read.prefill == {"address": "[fd00::7]:9000", "transfer": "room-77"}, "as `PrefillServer.prefill` names it"
+    assert translate(request(prefill_result={"disaggregated_params": {}})).prefill is None

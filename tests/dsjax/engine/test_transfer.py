@@ -456,7 +456,7 @@ class TransferMachine(RuleBasedStateMachine):
                     page for request in [*rank.running, *rank.waiting] for page in request.pages + request.held_pages
                 )
                 held.update(page for arrival in rank.arrivals.under_way if arrival.request for page in arrival.pages)
-                held.update(page for _, _, pages in rank._outgoing for page in pages)
+                held.update(page for _, _, pages in rank.departures.waiting for page in pages)
                 leaving = pool.num_used - len(held)  # of requests that ended while a step has a row of them
                 assert leaving == 0 or core._under_way
                 if not core._under_way:

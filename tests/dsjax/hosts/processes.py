@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from quick_compilation import QUICK_COMPILATION
@@ -32,7 +33,8 @@ def free_port() -> int:
 class Group:
     """`command`, an argument list of Python's, started once for each process with the options of a group behind it.
 
-    options: more options of each process. stuck: seconds after which a collective of one process's devices aborts it.
+    options: more options of each process. stuck: seconds after which a collective of one process's devices aborts it. address: of
+    process 0. before: what stands before a process's command.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Group:
         options: dict[int, list[str]] | None = None,
         timeout: int = 20,
         stuck: int = 40,
+        address: str = "127.0.0.1",
+        before: Callable[[int], list[str]] = lambda index: [],
     ):
         port = free_port()
         self._environment = environment = {
@@ -57,9 +61,9 @@ class Group:
         self.output = [""] * count
         self.processes, self._arguments, self._threads = [], [], []
         for index in range(count):
-            own = ["--coordinator-address", f"127.0.0.1:{port}", "--num-processes", str(count)]
+            own = ["--coordinator-address", f"{address}:{port}", "--num-processes", str(count)]
             own += ["--process-id", str(index), "--start-timeout", str(timeout), "--heartbeat-timeout", "5"]
-            arguments = [sys.executable, *command, *own, *(options or {}).get(index, [])]
+            arguments = [*before(index), sys.executable, *command, *own, *(options or {}).get(index, [])]
             self._arguments.append(arguments)
             self.processes.append(self._start(index))
             self._threads.append(self._reader(index))

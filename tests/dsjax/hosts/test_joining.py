@@ -1,6 +1,7 @@
 """What an engine's options say must be alike in all processes of its group."""
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,3 +54,19 @@ def test_a_mesh_with_fewer_devices_than_processes_is_refused(checkpoint):
 def test_the_engines_options_name_the_group(monkeypatch):
     args = EngineArgs(coordinator_address="127.0.0.1:77", num_processes=3, process_id=2, heartbeat_timeout=4)
     assert host_options(args) == HostOptions(("127.0.0.1", 77), 3, 2, "127.0.0.1", 300, 4)
+
+
+@pytest.mark.parametrize(("moment", "code", "said"), [("now", 1, "last words"), ("at the end", 6, "")])
+def test_a_process_that_is_aborted_says_its_last_words_once_and_none_when_python_has_ended(moment, code, said):
+    # When Python has ended, a handler of Python's that is called all the same aborts the process again, and so on for ever.
+    script = """
+import ctypes, os, sys
+from dsjax.hosts.coordination import on_abort
+library = ctypes.CDLL(None)
+on_abort(lambda: (os.write(2, b"last words"), os._exit(1)))
+if sys.argv[1] == "now":
+    library.abort()
+library.__cxa_atexit(ctypes.cast(library.abort, ctypes.c_void_p), None, None)  # runs behind all of Python's
+"""
+    found = subprocess.run([sys.executable, "-c", script, moment], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr) == (code, said)

@@ -225,6 +225,13 @@ def test_the_start_up_screen_says_what_is_drafted(given, line):
     assert facts.to_json()["speculation"] == config
 
 
+def test_the_start_up_screen_says_that_activations_are_quantised():
+    for scheme, said in (("dynamic", True), ("none", False)):
+        console = Console(file=io.StringIO(), width=160)
+        show_facts(console, dataclasses.replace(FACTS, activation_scheme=scheme))
+        assert ("activations are quantised" in console.file.getvalue()) == said
+
+
 @pytest.mark.parametrize(
     ("shape", "devices"), [((1, 4, 8), 32), ((1, 32, 1), 32), ((8, 1, 4), 32), ((1, 1, 1), 1), ((1, 144, 1), 144)]
 )

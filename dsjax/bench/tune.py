@@ -1,0 +1,170 @@
+"""Tile sizes of the Pallas products, chosen by timing them on the device at hand: what ``dsjax tune`` does.
+
+Each product of a model's layers, as one device of a mesh has it, is timed with the default tile sizes and with each other that fits. The
+table is written after every product, so that an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsjax.bench.modules.timing import Budget, device_loop
+from dsjax.config import ModelConfig
+from dsjax.errors import UserError
+from dsjax.kernels.pallas import products
+from dsjax.kernels.pallas.cost import power
+from dsjax.kernels.pallas.products import BLOCK, SLACK, Groups, ProductTiles
+from dsjax.kernels.pallas.tile_table import Product, TileTable, Tuned
+from dsjax.model.parameters import ParameterInfo
+from sharding import MeshSpec, Rules, fp8
+from sharding.mesh import AXES
+from sharding.rules import axes_of
+
+STACK_BYTES = 2**30
+"""Of the matrices that timing goes round, so that none is still in the device's cache (50 MB in an H200) when its turn comes again."""
+NEAR = 0.99
+"""Other sizes than the default ones must take at most this share of their time: less is noise."""
+Timer = Callable[[Product, ProductTiles], float | None]
+"""Seconds of a product with such tiles; None where the device cannot run them."""
+
+
+def find_products(
+    config: ModelConfig, infos: dict[str, ParameterInfo], spec: MeshSpec, rules: Rules, tokens: Iterable[int], *,
+    n_physical: int, quantises: bool,
+) -> list[Product]:  # fmt: skip
+    """The products of a device's layers with so many tokens of a DP rank in a step, each once.
+
+    infos: of all parameters. n_physical: physical experts. quantises: whether rows are FP8 where weights are.
+    """
+    ways = dict(zip(AXES, spec.shape, strict=True))
+    found: dict[Product, None] = {}
+    for path, info in infos.items():
+        layer, name = path.startswith(("dense_layers.", "moe_layers.")), path.split(".")[-2]
+        if not (layer and path.endswith(".weight") and name in ("q", "q_a", "q_b", "kv_a", "o", "gate_up", "down")):
+            continue
+        split = rules.spec(info.logical_axes)
+        local = [
+            size // math.prod(ways[axis] for axis in axes_of(entry))
+            for size, entry in zip(info.shape, split, strict=True)
+        ]
+        suffix = "_fp8" * (info.quantised and quantises)
+        for count in tokens:
+            if ".experts." in path:
+                load = count * spec.dp_size / spec.num_devices * spec.ep_size * config.num_experts_per_tok / n_physical
+                found[Product(f"experts_{name}{suffix}", local[2], local[-1], info.dtype.name, load)] = None
+            else:
+                found[Product(f"dense{suffix}", local[1], math.prod(local[2:]), info.dtype.name, count)] = None
+    return list(found)
+
+
+def candidates(product: Product) -> Iterator[ProductTiles]:
+    """The default tiles of a product, and then all others that are worth a try."""
+    default = default_tiles(product)
+    yield default
+    pairs = product.rows + 2 * product.rows**0.5 if product.kernel.startswith("experts") else product.rows
+    columns = (BLOCK,) if product.kernel == "experts_gate_up_fp8" else (64, 128)
+    splits = sorted({1, default.splits, 2 * default.splits}) if product.kernel.startswith("dense") else [1]
+    rows = [size for size in (16, 32, 64, 128) if size <= 2 * power(pairs)]
+    for own in itertools.product(rows, columns, (64, 128), (4, 8), (2, 3, 4), splits):
+        sizes = dict(zip(("rows", "columns", "depth", "warps", "stages", "splits"), own, strict=True))
+        if sizes["splits"] * sizes["depth"] > max(product.depth, sizes["depth"]):
+            continue
+        tiles = replace(default, **sizes, spread=max(1, math.ceil(pairs / sizes["rows"])))
+        if tiles != default:
+            yield tiles
+
+
+def default_tiles(product: Product) -> ProductTiles:
+    """What a product has without a table."""
+    if product.kernel.startswith("dense"):
+        return ProductTiles.dense(int(product.rows), product.depth, product.columns)
+    return ProductTiles.for_load(product.rows)
+
+
+def tune(
+    table: TileTable, todo: Iterable[Product], path: Path, timer: Timer, on_start: Callable[[Product], None]
+) -> TileTable:
+    """Time each product that the table lacks, and write the table after each."""
+    done = {entry.product for entry in table.entries}
+    for product in todo:
+        on_start(product)
+        if product in done:
+            continue
+        default, *others = candidates(product)
+        default_seconds = timer(product, default)
+        if default_seconds is None:
+            raise UserError(
+                f"{product.title}: the device does not run the kernel with its default sizes; see dsjax doctor"
+            )
+        best, seconds = default, default_seconds
+        for tiles in others:
+            own = timer(product, tiles)
+            if own is not None and own < min(seconds, NEAR * default_seconds):
+                best, seconds = tiles, own
+        sizes = tuple(sorted((name, size) for name, size in vars(best).items() if name != "spread"))
+        table = table.with_entry(Tuned(product, sizes, seconds, default_seconds))
+        table.write(path)
+    return table
+
+
+def device_timer(dtype: np.dtype, experts: int, budget: Budget, *, interpret: bool = False) -> Timer:
+    """Times products on the first device, with random values. dtype: of computation; experts: physical ones of a device."""
+    kept: dict[Product, tuple] = {}
+
+    def timer(product: Product, tiles: ProductTiles) -> float | None:
+        if product not in kept:
+            kept.clear()
+            kept[product] = _arrays(product, dtype, experts)
+        weight, scale, x, groups = kept[product]
+        kind, options = product.kernel.removesuffix("_fp8"), {"dtype": dtype, "interpret": interpret, "tiles": tiles}
+
+        def apply(inputs, layer, total):
+            weight, scale, x = inputs
+            arguments = (weight, scale, weight.dtype, layer, x)
+            if kind == "dense":
+                out = products.dense(*arguments, **options)
+            else:
+                out = (products.gate_up if kind == "experts_gate_up" else products.down)(*arguments, groups, **options)
+            leaf = jax.tree.leaves(out)[-1]
+            return total + leaf.reshape(-1)[0].astype(jnp.float32)
+
+        try:
+            prepared = device_loop(apply, (weight, scale, x), jnp.float32(0), depth=weight.shape[0])
+            prepared.warm_up(budget)
+            return prepared.take(budget).median
+        except jax.errors.JaxRuntimeError:
+            return None  # such tiles do not fit a core
+
+    return timer
+
+
+def _arrays(product: Product, dtype: np.dtype, experts: int) -> tuple:
+    """A stack of weights with its scales, rows, and under even routing the experts' groups."""
+    stored, quantised = jnp.dtype(product.weights), product.kernel.endswith("_fp8")
+    dense, fused = product.kernel.startswith("dense"), product.kernel.startswith("experts_gate_up")
+    K, N, X = product.depth, product.columns, 1 if dense else experts
+    lead = () if dense else (X,)
+    shape = (*lead, K, *((2,) if fused else ()), N)
+    layers = min(64, max(2, STACK_BYTES // (math.prod(shape) * stored.itemsize)))
+    key = jax.random.key(0)
+    # Layer by layer: a whole stack exists once, in the dtype that it is kept in.
+    one = lambda layer: jax.random.normal(jax.random.fold_in(key, layer), shape, jnp.bfloat16).astype(stored)  # noqa: E731
+    weight = jax.lax.map(one, jnp.arange(layers))
+    scale = None
+    if stored == fp8.E4M3:
+        scale = jnp.full(
+            (layers, *lead, -(-K // BLOCK), *((2,) if fused else ()), -(-N // BLOCK)), K**-0.5, jnp.float32
+        )
+    load = max(1, round(product.rows))
+    rows = load if dense else X * load + SLACK
+    x = jax.random.normal(key, (rows, K), jnp.float32).astype(dtype)
+    groups = Groups(jnp.arange(X) * load, jnp.full((X,), load), product.rows)
+    return weight, scale, fp8.quantise(x) if quantised else x, groups

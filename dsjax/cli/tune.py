@@ -1,0 +1,88 @@
+"""`dsjax tune`: the command. JAX is imported when it runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dsjax.cli.options import engine_options
+from dsjax.engine.args import EngineArgs
+from dsjax.errors import UserError
+
+_INTERRUPTED = 130
+
+
+@engine_options
+def tune(
+    args: EngineArgs,
+    output: Annotated[Path, typer.Option(help="File to write, and to go on with where it exists; give it to serve as --kernel-config.")],
+    tokens: Annotated[str, typer.Option(help="Tokens of a DP rank in a step, separated by commas.")] = "1,8,32,128,512,2048",
+    seconds: Annotated[float, typer.Option(help="How long each choice of sizes is timed.")] = 0.1,
+    progress: Annotated[bool, typer.Option(help="Show how far it is.")] = True,
+) -> None:  # fmt: skip
+    """Time the Pallas products of a model on this GPU with tile sizes of all kinds, and keep the fastest.
+
+    The products are those that one device of --mesh has; the mesh itself is not needed. The file is written after each product: after
+    Ctrl-C the same command goes on where it stopped. Needs no checkpoint.
+    """
+    counts = _numbers(tokens)
+    if not seconds > 0:
+        raise UserError(f"--seconds is {seconds:g}; expected more than 0")
+    import jax
+
+    from dsjax.bench import tune as tuning
+    from dsjax.bench.modules.report import case_progress
+    from dsjax.bench.modules.timing import Budget
+    from dsjax.config import load_config
+    from dsjax.engine import assembly
+    from dsjax.engine.process import enable_compile_cache
+    from dsjax.kernels.pallas.tile_table import TileTable
+    from dsjax.model.transformer import parameter_table
+    from sharding import MeshSpec
+
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise UserError(
+            f"dsjax tune times the Pallas kernels for GPUs, and this machine's devices are {device.platform}: there is nothing to tune. "
+            "Native kernels on a CPU have no sizes to choose"
+        )
+    enable_compile_cache()
+    config, spec = load_config(args.model), MeshSpec.parse(args.mesh)
+    dtype = assembly.compute_dtype(args, config, device.platform)
+    weights = assembly.weights_format(args, config, dtype)
+    assembly.check_layout(config, spec, args.num_redundant, weights)
+    scheme = assembly.activation_scheme(args, config, weights, device)
+    n_physical = config.n_routed_experts + args.num_redundant
+    infos = parameter_table(config, weights=weights, platform=device.platform, num_physical=n_physical, mtp=False).infos
+    rules = assembly.model_rules(config, spec)
+    todo = tuning.find_products(config, infos, spec, rules, counts, n_physical=n_physical, quantises=scheme.dynamic)
+    table = TileTable.read(output) if output.exists() else TileTable(device.device_kind)
+    if table.device != device.device_kind:
+        raise UserError(
+            f"{output} is of {table.device}, and this machine has {device.device_kind}; choose another --output"
+        )
+    timer = tuning.device_timer(dtype, max(1, n_physical // spec.ep_size), Budget(seconds, samples=5))
+    console = Console(stderr=True)
+    try:
+        with case_progress(console, progress, len(todo)) as on_start:
+            table = tuning.tune(table, todo, output, timer, on_start)
+    except KeyboardInterrupt:
+        done = TileTable.read(output).entries if output.exists() else ()
+        left = sum(product not in {entry.product for entry in done} for product in todo)
+        console.print(
+            f"interrupted: {left} of {len(todo)} products are left; the same command goes on", highlight=False
+        )
+        raise typer.Exit(_INTERRUPTED) from None
+    faster = [entry.default_seconds / entry.seconds for entry in table.entries]
+    mean = sum(faster) / len(faster) if faster else 1.0
+    typer.echo(
+        f"{output}: {len(faster)} products, on the mean {mean:.2f} times as fast as with default sizes; use it with --kernel-config"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise UserError(f"--tokens is {text!r}; expected whole numbers above 0, separated by commas")
+    return sorted({int(part) for part in parts})

@@ -1,0 +1,153 @@
+"""`DsjaxPrefillEngine`: a Dynamo worker that computes prompts for decode workers, and makes no text."""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from dynamo.common.backend import EngineConfig, LLMEngine, WorkerConfig
+from dynamo.common.backend.health_check import build_health_check_payload, is_probe
+from dynamo.common.backend.publisher import KvEventSource, PushSource
+from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
+from rich.console import Console
+
+from dsjax.dynamo.engine import Options, engine_from, registration, snapshot
+from dsjax.dynamo.kv_events import KvEvents
+from dsjax.dynamo.translation import Chunk, Chunks, translate
+from dsjax.engine.core import EngineCore
+from dsjax.engine.page_network import PrefillServer, split_address
+from dsjax.errors import UserError
+from dsjax.serve.startup_screen import warm_up_bar
+
+_log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.05
+
+
+class DsjaxPrefillEngine(LLMEngine):
+    """Answers each request at once with where its pages can be had, while they are computed; decode workers take them as they come.
+
+    Attributes:
+        mistake: why the start failed, where that is the user's to mend.
+    """
+
+    def __init__(self, options: Options):
+        self._options, self._args = options, options.args
+        self._events = KvEvents()
+        self._server: PrefillServer | None = None
+        self._publisher: Any = None
+        self.mistake: ValueError | None = None
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
+        """From a command line, as `python -m dsjax.dynamo` reads it; for Dynamo's own launchers."""
+        return engine_from(argv)
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Load the model, compile every shape, and say what this worker is."""
+        try:
+            await asyncio.to_thread(self._load)
+        except ValueError as error:  # a `UserError` or a `MeshError`: Dynamo would make a traceback of it
+            self.mistake = error
+            raise InvalidArgument(str(error)) from error
+        engine = self._server.engine
+        engine.served = self._publish
+        found = registration(self._options, engine.core.executor.limits, engine.core.scheduler.config)
+        if self._options.bootstrap:
+            found.llm.bootstrap_host, found.llm.bootstrap_port = split_address(self._server.address)
+        return found
+
+    def _load(self) -> None:
+        from dsjax.engine.process import size_memory_pool
+        from sharding.emulation import emulate_devices
+        from sharding.mesh import MeshSpec
+
+        emulate_devices(MeshSpec.parse(self._args.mesh).num_devices)
+        from dsjax.engine.disaggregated import load_prefill
+
+        size_memory_pool(self._args.gpu_memory_utilization)
+        self._server = load_prefill(self._args, event_sink=self._events, show_progress=True)
+        console = Console()
+        with warm_up_bar(console) as progress:
+            self._server.engine.core.executor.warm_up(progress)
+        console.print(f"computes prompts for decode workers, which reach it at {self._server.address}", highlight=False)
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
+        """Begin to compute a prompt, and say where its pages can be had."""
+        server = self._server
+        if server is None or server.engine.error is not None:
+            self._die()
+            raise EngineShutdown("the engine has failed")
+        try:
+            read = translate(request)
+            self._check(read.token_ids)
+        except (UserError, TypeError) as error:
+            raise InvalidArgument(str(error)) from error
+        # Another reason would tell the frontend that the answer is whole, and no decode worker would be asked.
+        last = {**Chunks(len(read.token_ids)).cancelled(), "finish_reason": "length"}
+        if is_probe(request):
+            yield last
+            return
+        if context.is_stopped():
+            yield {**last, "finish_reason": "cancelled"}
+            return
+        params = server.prefill(read.token_ids, salt=read.cache_salt, priority=read.priority, room=read.room)
+        yield {**last, "disaggregated_params": params}
+
+    def _check(self, token_ids: list[int]) -> None:
+        limits = self._server.engine.core.executor.limits
+        if not token_ids or len(token_ids) > limits.max_model_len:
+            raise UserError(f"the prompt has {len(token_ids)} tokens, expected 1 to {limits.max_model_len}")
+        if not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+            raise UserError(f"the prompt has token ids outside the vocabulary, which ends at {limits.vocab_size - 1}")
+
+    async def is_quiescent(self) -> bool:
+        """Whether no prompt is computed any more and no page waits to be taken."""
+        return self._server is None or not (self._server.engine.num_jobs or self._server.engine.leases.num_kept)
+
+    async def cleanup(self) -> None:
+        """Let decode workers take what is theirs for `shutdown_timeout` seconds; then end. Also after a failed start, and twice."""
+        server = self._server
+        if server is None:
+            return
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._options.shutdown_timeout
+        while not await self.is_quiescent() and server.engine.error is None and loop.time() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._server = self._publisher = None
+        self._events.close()
+        await asyncio.to_thread(server.shutdown)
+
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        """One for each DP rank."""
+        return [
+            PushSource(on_ready=lambda publisher, rank=rank: self._events.connect(rank, publisher), dp_rank=rank)
+            for rank in self.component_metrics_dp_ranks()
+        ]
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        """All ranks of the mesh."""
+        return list(range(self._server.engine.core.executor.limits.num_ranks))
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        """Tell this publisher of each rank's pages."""
+        self._publisher = publisher
+
+    async def health_check_payload(self) -> dict[str, Any]:
+        """A prompt of one token, for which nothing is computed."""
+        return build_health_check_payload(0)
+
+    def _publish(self, core: EngineCore) -> None:
+        publisher = self._publisher
+        if publisher is not None:
+            for load in core.loads():
+                publisher.publish(load.rank, snapshot(load))
+
+    def _die(self) -> None:
+        """End the process, so that the frontend forgets it and Kubernetes starts another."""
+        _log.error("the prefill engine has failed: %s", self._server and self._server.engine.error)
+        timer = threading.Timer(1.0, os._exit, (1,))
+        timer.daemon = True
+        timer.start()

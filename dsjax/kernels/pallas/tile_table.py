@@ -1,0 +1,125 @@
+"""Tile sizes of products that were timed on a device: what ``dsjax tune`` writes and ``--kernel-config`` reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsjax.errors import UserError
+
+FORMAT = 1
+FARTHEST = 2.0
+"""An entry serves products of up to so many times its rows, or a part of them; others have the default sizes."""
+SIZES = {
+    "rows": (16, 32, 64, 128), "columns": (16, 32, 64, 128), "depth": (16, 32, 64, 128), "warps": (1, 2, 4, 8, 16),
+    "stages": tuple(range(1, 9)), "splits": tuple(range(1, 133)),
+}  # fmt: skip
+"""What each field of a tile may be: powers of two that Triton takes and that divide a block of 128."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product, as one device has it.
+
+    kernel: its name in profiles (``dense``, ``experts_gate_up``, ``experts_down``; with FP8 rows ``…_fp8``). depth, columns: of its matrix.
+    weights: dtype that they are kept in. rows: of the product, or pairs of one expert on the mean.
+    """
+
+    kernel: str
+    depth: int
+    columns: int
+    weights: str
+    rows: float
+
+    @property
+    def title(self) -> str:
+        """For a progress bar."""
+        return f"{self.kernel} {self.depth} × {self.columns}, {self.weights}, {self.rows:g} rows"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The fastest tile sizes of a product that were found, what it took with them, and with the default ones, in seconds."""
+
+    product: Product
+    tiles: tuple[tuple[str, int], ...]
+    seconds: float
+    default_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of the file."""
+        times = {"seconds": self.seconds, "default_seconds": self.default_seconds}
+        return {**asdict(self.product), "tiles": dict(self.tiles), **times}
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """Tuned products of one kind of device. device: as JAX names it (``NVIDIA H200``)."""
+
+    device: str
+    entries: tuple[Tuned, ...] = ()
+
+    def find(self, product: Product) -> Mapping[str, int] | None:
+        """Tile sizes for a product: those of the same matrix with the nearest rows, if these are near enough."""
+        same = [e for e in self.entries if (e.product.kernel, e.product.depth, e.product.columns, e.product.weights)
+                == (product.kernel, product.depth, product.columns, product.weights)]  # fmt: skip
+        apart = lambda entry: abs(math.log(max(entry.product.rows, 1) / max(product.rows, 1)))  # noqa: E731
+        nearest = min(same, key=apart, default=None)
+        return dict(nearest.tiles) if nearest is not None and apart(nearest) <= math.log(FARTHEST) else None
+
+    def with_entry(self, entry: Tuned) -> TileTable:
+        """A table that has this entry, in place of one of the same product."""
+        return TileTable(self.device, (*(e for e in self.entries if e.product != entry.product), entry))
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's body."""
+        return {"format": FORMAT, "device": self.device, "products": [entry.to_json() for entry in self.entries]}
+
+    def write(self, path: Path) -> None:
+        """Write the file whole: one that is read meanwhile, or after an interrupt, is the one before or this one."""
+        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> TileTable:
+        """Read a file that ``dsjax tune`` wrote.
+
+        Raises:
+            UserError: there is none, or it is no such file, naming the entry and what it should have.
+        """
+        try:
+            body = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot read {path} ({error.strerror}); dsjax tune --output {path} makes it") from error
+        except ValueError as error:
+            raise UserError(f"{path} is no JSON ({error}); dsjax tune --output FILE makes such a file") from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT or not isinstance(body.get("products"), list):
+            raise UserError(f"{path} is no file of tile sizes of format {FORMAT}; dsjax tune --output FILE makes one")
+        return cls(str(body.get("device")), tuple(_entry(path, i, given) for i, given in enumerate(body["products"])))
+
+
+def _entry(path: str | Path, number: int, given: Any) -> Tuned:
+    try:
+        product = Product(
+            str(given["kernel"]),
+            int(given["depth"]),
+            int(given["columns"]),
+            str(given["weights"]),
+            float(given["rows"]),
+        )
+        tiles = {name: int(size) for name, size in given["tiles"].items()}
+        seconds, default_seconds = float(given["seconds"]), float(given["default_seconds"])
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{path}: product {number} lacks or misstates {error}; make the file anew with dsjax tune"
+        ) from error
+    for name, size in tiles.items():
+        if size not in SIZES.get(name, ()):
+            expected = f"one of {', '.join(map(str, SIZES[name]))}" if name in SIZES else f"only {', '.join(SIZES)}"
+            raise UserError(f"{path}: product {number} has {name} {size}; expected {expected}")
+    return Tuned(product, tuple(sorted(tiles.items())), seconds, default_seconds)

@@ -1,0 +1,127 @@
+"""`dsjax tune`: which products it times, what it keeps, and how an interrupted run goes on."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.bench import tune as tuning
+from dsjax.bench.modules.timing import Budget
+from dsjax.cli.main import app
+from dsjax.config import load_config
+from dsjax.errors import UserError
+from dsjax.kernels.pallas import products
+from dsjax.kernels.pallas.products import ProductTiles
+from dsjax.kernels.pallas.tile_table import Product, TileTable, Tuned
+from dsjax.kernels.table import choose_kernels
+from dsjax.model.transformer import parameter_table
+from sharding import MeshSpec, Rules
+
+ONE, TWO = Product("dense", 256, 512, "bfloat16", 32), Product("experts_down_fp8", 128, 256, "float8_e4m3fn", 4.0)
+SIZES = (("columns", 64), ("depth", 64), ("rows", 32), ("splits", 1), ("stages", 2), ("warps", 4))
+
+
+def test_the_products_of_v3_on_dp_32_are_found_once_each():
+    config, spec = load_config("deepseek-v3"), MeshSpec.parse("dp=32")
+    infos = parameter_table(config, weights="fp8", platform="gpu", mtp=False).infos
+    found = tuning.find_products(config, infos, spec, Rules.for_mesh(spec), [32], n_physical=256, quantises=True)
+    shapes = {(p.kernel, p.depth, p.columns): p.rows for p in found}
+    assert shapes == {
+        ("dense_fp8", 7168, 1536): 32, ("dense_fp8", 1536, 24576): 32, ("dense_fp8", 7168, 576): 32,
+        ("dense_fp8", 16384, 7168): 32, ("dense_fp8", 7168, 2 * 18432): 32, ("dense_fp8", 18432, 7168): 32,
+        ("dense_fp8", 7168, 2 * 2048): 32, ("dense_fp8", 2048, 7168): 32,
+        ("experts_gate_up_fp8", 7168, 2048): 32, ("experts_down_fp8", 2048, 7168): 32,
+    }  # fmt: skip
+    half = tuning.find_products(
+        config, infos, MeshSpec.parse("dp=1,tp=2"), Rules.for_mesh(MeshSpec.parse("dp=1,tp=2")), [32],
+        n_physical=256, quantises=False,
+    )  # fmt: skip
+    assert ("dense", 8192, 7168) in {(p.kernel, p.depth, p.columns) for p in half}, "W^O of half the heads"
+    assert {p.rows for p in half if p.kernel.startswith("experts")} == {1.0}
+
+
+def test_the_fastest_is_kept_and_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+    path, timed = tmp_path / "tiles.json", []
+
+    def timer(product, tiles):
+        timed.append(product)
+        if tiles.warps == 8 and tiles.stages == 4:
+            return None  # does not fit
+        return (
+            1.0 if tiles == tuning.default_tiles(product) else 1.5 - 0.001 * tiles.columns - 0.5 * (tiles.stages == 2)
+        )
+
+    def stop(product):
+        if product == TWO:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tuning.tune(TileTable("a GPU"), [ONE, TWO], path, timer, stop)
+    table = TileTable.read(path)
+    assert [entry.product for entry in table.entries] == [ONE]
+    assert dict(table.entries[0].tiles)["stages"] == 2
+    assert table.entries[0].seconds < 0.99 * table.entries[0].default_seconds
+    timed.clear()
+    tuning.tune(table, [ONE, TWO], path, timer, lambda product: None)
+    assert set(timed) == {TWO}
+    assert [entry.product for entry in TileTable.read(path).entries] == [ONE, TWO]
+
+
+def test_sizes_serve_products_of_like_rows_and_others_keep_the_default():
+    table = TileTable("a GPU", (Tuned(ONE, SIZES, 1.0, 2.0),))
+    default = ProductTiles.dense(40, 256, 512)
+    tuned = default.tuned(table, Product("dense", 256, 512, "bfloat16", 40))
+    assert (tuned.rows, tuned.columns, tuned.warps, tuned.spread) == (32, 64, 4, 2)
+    for other in (Product("dense", 256, 512, "bfloat16", 65), Product("dense", 256, 512, "float32", 40)):
+        assert default.tuned(table, other) == default
+
+
+def test_a_product_with_tuned_sizes_gives_the_same_numbers():
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((32, 256), (2, 256, 512)))
+    run = lambda tiles: products.dense(weight, None, weight.dtype, jnp.int32(1), x, interpret=True, tiles=tiles)  # noqa: E731
+    found = run(TileTable("a GPU", (Tuned(ONE, SIZES, 1.0, 2.0),)))
+    np.testing.assert_allclose(found.astype(jnp.float32), run(None).astype(jnp.float32), rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "experts_gate_up_fp8", "experts_down"])
+def test_the_timer_runs_every_kind_of_product(kernel, monkeypatch):
+    monkeypatch.setattr(tuning, "STACK_BYTES", 0)
+    dtype = "float8_e4m3fn" if kernel.endswith("fp8") else "float32"
+    product = Product(kernel, 128, 64, dtype, 3)
+    timer = tuning.device_timer(np.dtype(np.float32), 2, Budget(1e-9, samples=1), interpret=True)
+    assert timer(product, tuning.default_tiles(product)) > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("{", "is no JSON"),
+        ('{"format": 7}', "of format 1"),
+        ('{"format": 1, "device": "x", "products": [{}]}', "product 0 lacks"),
+        (None, "rows 48; expected one of 16, 32, 64, 128"),
+    ],
+)
+def test_a_wrong_file_is_told_what_is_wrong(tmp_path, body, expected):
+    path = tmp_path / "tiles.json"
+    wrong = TileTable("x", (Tuned(ONE, (("rows", 48),), 1.0, 1.0),)).to_json()
+    path.write_text(body or json.dumps(wrong))
+    with pytest.raises(UserError, match=expected):
+        TileTable.read(path)
+
+
+def test_a_file_is_for_pallas_kernels_alone(tmp_path):
+    path = tmp_path / "tiles.json"
+    TileTable("a GPU", (Tuned(ONE, SIZES, 1.0, 2.0),)).write(path)
+    choose = lambda *args: choose_kernels(*args, devices=1, cache=None, tiles=path)  # noqa: E731
+    assert choose("auto", "gpu", jnp.dtype("bfloat16")).pallas.tiles.find(ONE) == dict(SIZES)
+    with pytest.raises(UserError, match="--kernels auto does not use on cpu devices"):
+        choose("auto", "cpu", np.dtype(np.float32))
+
+
+def test_without_a_gpu_the_command_says_that_there_is_nothing_to_tune(tmp_path):
+    found = CliRunner().invoke(app, ["tune", "--output", str(tmp_path / "tiles.json")])
+    assert isinstance(found.exception, UserError)
+    assert "there is nothing to tune" in str(found.exception)
