@@ -20,8 +20,8 @@ from dsjax.engine.buckets import Rectangle
 from dsjax.engine.device_state import DeviceState
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.process import without_compile_cache
-from dsjax.engine.programs import Programs
 from dsjax.engine.slots import LaunchShape
+from dsjax.engine.traced_programs import TracedPrograms
 from dsjax.errors import UserError
 from dsjax.model.step import Step
 from sharding import MeshSpec
@@ -112,7 +112,7 @@ def compile_step(
     moved = experts_per_exchange(engine, step)
     params = step.abstract_parameters()
     state = device_state.describe(step, limits, most_drafts, counts_loads=moved > 0)
-    programs = Programs(step, params, state, limits)
+    programs = TracedPrograms(step, params, state, limits)
     rectangle = Rectangle(args.rows, args.chunk)
     shape = programs.shape(rectangle, None) if args.step == "decode" else programs.shape(None, rectangle)
     main = _compile(lambda: programs.lower_step(shape), args.target, mesh)

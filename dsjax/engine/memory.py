@@ -15,7 +15,7 @@ from dsjax.engine.buckets import Buckets
 from dsjax.engine.cache import Pool
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.process import available_bytes
-from dsjax.engine.programs import Programs
+from dsjax.engine.traced_programs import TracedPrograms
 from dsjax.errors import UserError
 from dsjax.model.parameters import device_bytes
 from dsjax.model.step import Step
@@ -71,7 +71,7 @@ def beside_the_cache(
     cache. ``limits`` may have any number of pages: none of this depends on it.
     """
     state = device_state.describe(step, limits, num_drafts)
-    programs = Programs(step, params, state, limits)
+    programs = TracedPrograms(step, params, state, limits)
     shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
     largest = max(shapes, key=lambda shape: shape.tokens)
     stats = programs.lower_step(largest).compile().memory_analysis()

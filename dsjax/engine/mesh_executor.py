@@ -51,8 +51,9 @@ from dsjax.engine.page_parcels import PageParcels
 from dsjax.engine.page_transfer import Parcel, PrefillLink
 from dsjax.engine.process import explained_out_of_memory
 from dsjax.engine.program_library import ProgramLibrary
-from dsjax.engine.programs import COPIES, Programs
+from dsjax.engine.programs import Programs
 from dsjax.engine.slot_rules import RowRules, SlotTable
+from dsjax.engine.traced_programs import COPIES
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
 from sharding.arrays import put

@@ -90,10 +90,10 @@ class NewRequest(msgspec.Struct, array_like=True):
                 seed,
                 stop_ids,
                 self.arrival_time,
-                self.priority,
-                salt,
-                session,
-                rules[k],
+                priority=self.priority,
+                cache_salt=salt,
+                session=session,
+                rules=rules[k],
                 page_hashes=list(self.page_hashes),
             )
             for k, (_, request_id, seed) in enumerate(self.completions)

@@ -403,6 +403,11 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, decode, mixed):
         warm.warm_up()
         assert warm.executor.programs.compiled == programs
         warm.executor.programs.drop()
+        told = []
+        warm.warm_up(lambda done, total, label: told.append(done))
+        assert told == [0, len(programs)], "the process has kept them"
+        warm.executor.programs.drop()
+        warm.executor.programs._shelf = None  # as on one device, where nothing is kept
         traced = []
 
         def stop_at_the_third(done, total, label):

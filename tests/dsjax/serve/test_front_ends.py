@@ -253,11 +253,18 @@ def test_a_front_end_that_starts_after_the_mesh_has_grown_knows_every_rank(start
     scheduler = server.llm_engine.core.scheduler
     monkeypatch.setattr(scheduler, "ranks", scheduler.ranks * 3)
     (link,) = server.serving.front_ends.links
-    told = []
-    monkeypatch.setattr(FrontEnd, "send", lambda self, message: told.append(message))
+    told, send = [], FrontEnd.send
+
+    def recorded(self, message):
+        told.append(message)
+        send(self, message)
+
+    monkeypatch.setattr(FrontEnd, "send", recorded)
     link.process.kill()
-    wait_until(lambda: any(isinstance(message, Welcome) for message in told), 30)
-    assert told[0].num_ranks == 3
+    wait_until(
+        lambda: link not in server.serving.front_ends.links and server.serving.front_ends.links[0].listens.is_set(), 30
+    )
+    assert [message.num_ranks for message in told if isinstance(message, Welcome)] == [3]
 
 
 SCRIPT = """
