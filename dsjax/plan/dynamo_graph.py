@@ -11,6 +11,7 @@ from typing import Any
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
+from dsjax.plan.cluster import Cluster
 from dsjax.plan.kubernetes import ROOM, arguments_of, checkpoint_bytes, gib, pod_resources, repository
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import Question
@@ -228,41 +229,48 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
     """The winner of a plan. command: what it was planned with, for the first line.
 
     Raises:
-        UserError: a worker cannot run it: prefill and decode apart, or no NVIDIA GPUs.
+        UserError: a worker cannot run it: prefill or decode over several hosts, or no NVIDIA GPUs.
     """
     made = recipe(model, question, candidate)
     cluster = question.cluster
-    if len(made["services"]) > 1:
+    if len(made["services"]) > 1 and any(_hosts(one, cluster) > 1 for one in made["services"]):
         raise UserError(
-            "--recipe FILE.yaml writes what dsjax dynamo can run, and the winner has prefill and decode apart; add --mode aggregated"
+            "--recipe FILE.yaml writes what dsjax dynamo can run, which has each side of a separated service on one host, and the winner "
+            "has one on several; give --engine dsjax, or add --mode aggregated"
         )
     if cluster.hardware.platform != "cuda":
         raise UserError(
             f"--recipe FILE.yaml is for Dynamo, whose operator places NVIDIA GPUs, and {cluster.name} has {cluster.hardware.platform}; "
             "give a folder for LeaderWorkerSet's manifests"
         )
-    service = made["services"][0]
-    hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)
-    devices = math.ceil(service["devices_each"] / hosts)
     work = question.workload
     return Graph(
         name,
         (command, cluster.description, *(f"Note: {note}" for note in made["notes"])),
         repository(model),
-        (
-            Side(
-                "worker",
-                {flag: value for flag, value in service["options"].items() if flag != "--model"},
-                service["instances"],
-                hosts,
-                devices,
-                pod_resources(cluster.hardware.platform, devices),
-            ),
-        ),
+        tuple(_side(service, cluster) for service in made["services"]),
         gib(checkpoint_bytes(candidate) * ROOM),
         round(work.input.mean),
         round(work.output.mean),
     )
+
+
+def _side(service: Mapping[str, Any], cluster: Cluster) -> Side:
+    """Of a recipe's service."""
+    hosts = _hosts(service, cluster)
+    devices = math.ceil(service["devices_each"] / hosts)
+    return Side(
+        service["role"] if service["role"] in ("prefill", "decode") else "worker",
+        {flag: value for flag, value in service["options"].items() if flag not in ("--model", "--disaggregation-mode")},
+        service["instances"],
+        hosts,
+        devices,
+        pod_resources(cluster.hardware.platform, devices),
+    )
+
+
+def _hosts(service: Mapping[str, Any], cluster: Cluster) -> int:
+    return math.ceil(service["devices_each"] / cluster.devices_per_host)
 
 
 def write_graph(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:

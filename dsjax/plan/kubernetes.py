@@ -45,7 +45,8 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     made = recipe(model, question, candidate)
     if len(made["services"]) > 1:
         raise UserError(
-            "--recipe FOLDER writes what dsjax serve can run, and the winner has prefill and decode apart; add --mode aggregated"
+            "--recipe FOLDER writes what dsjax serve can run, and the winner has prefill and decode apart; give FILE.yaml for NVIDIA "
+            "Dynamo, or add --mode aggregated"
         )
     service, cluster = made["services"][0], question.cluster
     hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)

@@ -1,4 +1,4 @@
-"""The winner as something to run: `dsjax serve` commands and a recipe file."""
+"""The winner as something to run: commands and a recipe file."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def serve_options(
 
 
 def command(options: dict[str, str]) -> str:
-    """One line for a shell; an option without a value is a flag."""
-    return shlex.join(["dsjax", "serve", *(word for pair in options.items() for word in pair if word)])
+    """One line for a shell; an option without a value is a flag. Sides of a separated service are workers of NVIDIA Dynamo."""
+    program = "dynamo" if "--disaggregation-mode" in options else "serve"
+    return shlex.join(["dsjax", program, *(word for pair in options.items() for word in pair if word)])
 
 
 def notes(candidate: Candidate) -> list[str]:
@@ -75,10 +76,11 @@ def notes(candidate: Candidate) -> list[str]:
             "The estimate has DeepEP's kernels for dispatch; --dispatch auto reckons with dsjax serve's own instead."
         )
     found += _contradicted(candidate)
-    if candidate.mode == "separated" and not able.transfers:
-        found.append(
-            "Prefill and decode are separate services: moving the cache between them is not an option of dsjax serve."
-        )
+    if candidate.mode == "separated":
+        found.append("Prefill and decode find each other through NVIDIA Dynamo's frontend: docs/dynamo.md.")
+        host = candidate.decode.cluster.devices_per_host
+        if able.on_one_host and max(candidate.decode.layout.devices, candidate.prefill.layout.devices) > host:
+            found.append("A side spans several hosts in this plan; dsjax runs each side of a separated service on one.")
     if candidate.decode.overlapped(candidate.batch) and not able.overlaps:
         found.append("The estimate overlaps two half batches, which is not an option of dsjax serve.")
     if candidate.decode.options.drafts and not able.drafts:
@@ -126,11 +128,12 @@ def _contradicted(candidate: Candidate) -> list[str]:
 
 def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, Any]:
     """Everything needed to run and to check the winner again: the question, the services, the expected figures."""
-    services = [_service(model, candidate.decode, candidate.batch, candidate.prefill_tokens, candidate.count)]
-    services[0]["role"] = "prefill and decode" if candidate.mode == "aggregated" else "decode"
-    if candidate.mode == "separated":
-        other = _service(model, candidate.prefill, 1, candidate.prefill_tokens, candidate.prefill_count, True)
-        services.insert(0, {**other, "role": "prefill"})
+    apart = candidate.mode == "separated"
+    role = "decode" if apart else "prefill and decode"
+    services = [_service(model, role, candidate.decode, candidate.batch, candidate.prefill_tokens, candidate.count)]
+    if apart:
+        other = candidate.prefill, 1, candidate.prefill_tokens, candidate.prefill_count
+        services.insert(0, _service(model, "prefill", *other))
     work, objective = question.workload, question.objective
     return {
         "model": model,
@@ -157,11 +160,12 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     }
 
 
-def _service(
-    model: str, instance: Instance, batch: float, tokens: float, count: int, prefill_only: bool = False
-) -> dict[str, Any]:
-    options = serve_options(model, instance, batch, tokens, prefill_only)
+def _service(model: str, role: str, instance: Instance, batch: float, tokens: float, count: int) -> dict[str, Any]:
+    options = serve_options(model, instance, batch, tokens, role == "prefill")
+    if role in ("prefill", "decode"):
+        options["--disaggregation-mode"] = role
     return {
+        "role": role,
         "instances": count,
         "devices_each": instance.layout.devices,
         "command": command(options),

@@ -174,6 +174,20 @@ def test_a_plan_writes_a_file_of_its_own(tmp_path):
     assert (options["mesh"], options["weights"], options["model"]) == ("dp=16", "fp8", "/models/deepseek-v3")
 
 
+def test_a_separated_plan_writes_prefill_and_decode_workers(tmp_path):
+    path = tmp_path / "apart.yaml"
+    ask = ["plan", "--cluster", "h200-32", "--mode", "separated", "--concurrency", "64", "--recipe", str(path)]
+    result = CliRunner().invoke(app, ask)
+    assert result.exit_code == 0, result.output
+    found = documents(path)
+    for document in found:
+        check(document)
+    for worker, container in workers_of(found):
+        assert f"--disaggregation-mode={worker['type']}" in container["args"]
+    assert {worker["type"] for worker, _ in workers_of(found)} == {"prefill", "decode"}
+    assert devices_of(found) == 32
+
+
 @pytest.mark.dynamo
 @pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed")
 def test_the_frontends_options_are_dynamos():

@@ -86,7 +86,7 @@ def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     for service in made["services"]:
         words = shlex.split(service["command"])
-        assert words[:2] == ["dsjax", "serve"]
+        assert words[:2] == ["dsjax", "serve" if service["role"] == "prefill and decode" else "dynamo"]
         given = {}
         for flag, value in itertools.pairwise([*words[2:], "--end"]):
             if flag.startswith("--"):
