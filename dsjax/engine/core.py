@@ -1,11 +1,8 @@
 """`EngineCore`: the loop body. Plan a step, have it computed, enter its results: one step ahead of the device."""
 
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.commands import Flush, Step
@@ -14,8 +11,9 @@ from dsjax.engine.executor import Executor, RankResults
 from dsjax.engine.incoming import Incoming
 from dsjax.engine.leases import Leases
 from dsjax.engine.page_events import AllBlocksCleared, EventSink
-from dsjax.engine.page_transfer import Forget, PrefillLink, ToDecode
+from dsjax.engine.page_transfer import PrefillLink
 from dsjax.engine.plan import RankPlan, StepPlan
+from dsjax.engine.prefill_links import PrefillLinks
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import Request, Status
 from dsjax.engine.scheduler import Scheduler, Update
@@ -101,15 +99,10 @@ class EngineCore:
         self.scheduler = Scheduler(
             scheduler_config, limits.num_ranks, page_events=publisher is not None, incoming=incoming, leases=leases
         )
-        self._prefills: list[PrefillLink] = []
-        self._connect_prefill = connect_prefill
-        self._addresses: dict[str, int] = {}
-        self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
-        self._wake = threading.Event()
-        if prefills is not None:
-            executor.pull_parcels(self._prefills, self._wake.set)
-            for link in prefills:
-                self._add_link(link)
+        self._prefills: PrefillLinks | None = None
+        if incoming is not None:
+            self._prefills = PrefillLinks(incoming, prefills, connect_prefill)
+            executor.pull_parcels(self._prefills.links, self._prefills.wake.set)
         self._publisher = publisher
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
@@ -130,19 +123,20 @@ class EngineCore:
     @property
     def is_separated(self) -> bool:
         """Whether prompts are computed elsewhere."""
-        return self.scheduler.incoming is not None
+        return self._prefills is not None
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        if request.prefill is not None and self.scheduler.incoming is not None:
-            request.prefill_link = self._link_to(request.prefill["address"])
+        if request.prefill is not None and self._prefills is not None:
+            request.prefill_link = self._prefills.number_of(request.prefill["address"])
             request.prefill_transfer = request.prefill["transfer"]
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Update | None:
         """End a request; None where it is unknown or has ended. Its pages are free when no step has a row of it any more."""
         update = self.scheduler.abort(request_id, time.monotonic())
-        self._send_messages()
+        if self._prefills is not None:
+            self._prefills.send()
         return update
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Update]:
@@ -159,7 +153,7 @@ class EngineCore:
             if self.scheduler.waits_for_disk:
                 self._enter_pages(DISK_WAIT)  # there is nothing else to do
             elif self.scheduler.waits_for_pages:
-                self._wake.wait(TRANSFER_WAIT)
+                self._prefills.wake.wait(TRANSFER_WAIT)
             return []
         if meanwhile is not None:
             meanwhile()
@@ -286,9 +280,8 @@ class EngineCore:
         Where nothing is under way, the cache's memory is zeroed too.
         """
         self.scheduler.flush_prefix_cache()
-        self._send_messages()
-        for link in self._prefills:
-            link.send(Forget())
+        if self._prefills is not None:
+            self._prefills.forget()
         if self.scheduler.disk is not None:
             self.executor.launch(drop_command(*self.scheduler.disk.take_dropped()))
         self._publish()
@@ -308,12 +301,13 @@ class EngineCore:
     def _launch(self) -> bool:
         """Plan and launch one step, and what goes before it; False where there is nothing to compute now."""
         began = time.monotonic()
-        if self._prefills:
-            self._enter_messages()
-        if self.scheduler.disk is not None or self.is_separated:
+        if self._prefills is not None:
+            self._prefills.enter(began)
+        if self.scheduler.disk is not None or self._prefills is not None:
             self._enter_pages()
         plan = self.scheduler.schedule(began)
-        self._send_messages()
+        if self._prefills is not None:
+            self._prefills.send()
         self._publish()
         self._clear_dirty()  # pages of a request that was preempted or aborted
         planned = time.monotonic()
@@ -335,33 +329,6 @@ class EngineCore:
         self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic())))
         return True
 
-    def _receive(self, link: int, message: ToDecode) -> None:
-        """A prefill side has said something; from any thread."""
-        self._inbox.put((link, message))
-        self._wake.set()
-
-    def _add_link(self, link: PrefillLink) -> None:
-        self._prefills.append(link)
-        link.connect(partial(self._receive, len(self._prefills) - 1))
-
-    def _link_to(self, address: str) -> int:
-        """The number of the prefill side at an address."""
-        if address not in self._addresses:
-            link = self._connect_prefill(address)
-            self._addresses[address] = self.scheduler.incoming.add_link()
-            self._add_link(link)
-        return self._addresses[address]
-
-    def _enter_messages(self) -> None:
-        self._wake.clear()  # what comes from now on ends the next wait at once
-        while not self._inbox.empty():
-            self.scheduler.incoming.receive(*self._inbox.get(), time.monotonic())
-
-    def _send_messages(self) -> None:
-        if self._prefills:
-            for link, message in self.scheduler.incoming.take_messages():
-                self._prefills[link].send(message)
-
     def _enter_pages(self, seconds: float = 0.0) -> None:
         """Enter what came of pages and the disk; wait so long for the first of it."""
         self.scheduler.enter_pages(self.executor.page_reports(seconds), time.monotonic())
@@ -377,8 +344,8 @@ class EngineCore:
             self._leave()
         if self._publisher is not None:
             self._publisher.close()
-        for link in self._prefills:
-            link.close()
+        if self._prefills is not None:
+            self._prefills.close()
         self.executor.shutdown()
 
     def _leave(self) -> None:

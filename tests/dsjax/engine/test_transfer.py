@@ -81,7 +81,7 @@ class Pair:
             for engine in self.engines:
                 engine.core.executor.move_parcels()
                 engine.turn(wait=False)
-        self.core._wake.set()  # nobody else runs: there is nothing to wait for
+        self.core._prefills.wake.set()  # nobody else runs: there is nothing to wait for
         updates = self.core.step()
         self.steps += 1
         return updates

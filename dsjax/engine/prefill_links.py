@@ -1,0 +1,72 @@
+"""`PrefillLinks`: the prefill sides that a decode engine reaches, and what they and its scheduler tell each other. Plain Python."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from dsjax.engine.incoming import Incoming
+from dsjax.engine.page_transfer import Forget, PrefillLink, ToDecode
+
+
+class PrefillLinks:
+    """Belongs to the engine's thread. The sides answer from threads of their own, and what they say waits until `enter`.
+
+    Args:
+        incoming: the scheduler's account of transfers, which gives and takes the messages.
+        links: those that are there from the start.
+        connect: makes further ones, by the address that a request names.
+
+    Attributes:
+        links: by their numbers.
+        wake: set when a side has said something, or the executor has pulled something.
+    """
+
+    def __init__(
+        self, incoming: Incoming, links: Sequence[PrefillLink], connect: Callable[[str], PrefillLink] | None = None
+    ):
+        self._incoming, self._connect = incoming, connect
+        self._addresses: dict[str, int] = {}
+        self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
+        self.links: list[PrefillLink] = []
+        self.wake = threading.Event()
+        for link in links:
+            self._add(link)
+
+    def number_of(self, address: str) -> int:
+        """The number of the side at an address."""
+        if address not in self._addresses:
+            link = self._connect(address)
+            self._addresses[address] = self._incoming.add_link()
+            self._add(link)
+        return self._addresses[address]
+
+    def enter(self, now: float) -> None:
+        """Hand the scheduler what the sides have said."""
+        self.wake.clear()  # what comes from now on ends the next wait at once
+        while not self._inbox.empty():
+            self._incoming.receive(*self._inbox.get(), now)
+
+    def send(self) -> None:
+        """Send the sides what the scheduler has for them."""
+        for link, message in self._incoming.take_messages():
+            self.links[link].send(message)
+
+    def forget(self) -> None:
+        """Have all sides let no page be found that they have computed."""
+        self.send()
+        for link in self.links:
+            link.send(Forget())
+
+    def close(self) -> None:
+        """Ask and pull nothing more."""
+        for link in self.links:
+            link.close()
+
+    def _add(self, link: PrefillLink) -> None:
+        self.links.append(link)
+        link.connect(partial(self._receive, len(self.links) - 1))
+
+    def _receive(self, number: int, message: ToDecode) -> None:
+        self._inbox.put((number, message))
+        self.wake.set()
