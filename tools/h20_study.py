@@ -21,7 +21,8 @@ from dsjax.plan.memory import cache_bytes_per_token, memory, weight_bytes
 from dsjax.plan.pareto import draw_front, draw_sweep
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.prompts import best_step
-from dsjax.plan.search import Question, search
+from dsjax.plan.question import Question
+from dsjax.plan.search import search
 from dsjax.plan.sweep import sweep
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
 

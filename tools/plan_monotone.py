@@ -20,7 +20,8 @@ from dsjax.config import load_config
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import RESOURCES, bundled_clusters, load_cluster
 from dsjax.plan.precision import precision
-from dsjax.plan.search import Question, search
+from dsjax.plan.question import Question
+from dsjax.plan.search import search
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
 
 CONFIG = load_config("deepseek-v3")

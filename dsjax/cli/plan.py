@@ -181,9 +181,10 @@ def plan(
     from dsjax.plan.measured_network import check_device, read_network
     from dsjax.plan.operator_tables import operator_tables
     from dsjax.plan.own_cluster import choose_precision, find_cluster
+    from dsjax.plan.question import Question
     from dsjax.plan.recipe import published_beside, recipe
     from dsjax.plan.report import show, show_sweep, show_usages, to_json
-    from dsjax.plan.search import Question, instances, search, usages
+    from dsjax.plan.search import instances, search, usages
     from dsjax.plan.skew import read_skew
     from dsjax.plan.static import STATIC_MODES, no_room, show_static, static_of
     from dsjax.plan.sweep import read_sweep

@@ -13,8 +13,8 @@ from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.kubernetes import ROOM, arguments_of, checkpoint_bytes, gib, pod_resources, repository
+from dsjax.plan.question import Question
 from dsjax.plan.recipe import recipe
-from dsjax.plan.search import Question
 
 CONCURRENCIES = (1, 4, 16, 64, 256, 1024)
 

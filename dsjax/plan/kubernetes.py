@@ -14,8 +14,8 @@ from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.memory import weight_bytes
+from dsjax.plan.question import Question
 from dsjax.plan.recipe import recipe
-from dsjax.plan.search import Question
 
 REPOSITORIES = {
     "deepseek-r1": "deepseek-ai/DeepSeek-R1",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from dsjax.plan.candidate import Candidate, in_full
 from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
-from dsjax.plan.search import Plan, Question, search
+from dsjax.plan.question import Question
+from dsjax.plan.search import Plan, search
 from dsjax.plan.workload import Objective
 
 _FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)

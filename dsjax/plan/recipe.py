@@ -12,7 +12,7 @@ from dsjax.plan.cold_start import cold_start, host_bytes
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
 from dsjax.plan.precision import BF16, FP8_BLOCK
-from dsjax.plan.search import Question
+from dsjax.plan.question import Question
 
 
 def serve_options(

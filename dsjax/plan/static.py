@@ -10,7 +10,8 @@ from rich.table import Table
 
 from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
-from dsjax.plan.search import Question, instances
+from dsjax.plan.question import Question
+from dsjax.plan.search import instances
 
 STATIC_MODES = ("static", "static_ctx", "static_gen")
 

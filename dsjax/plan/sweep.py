@@ -12,7 +12,8 @@ from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.limits import on
-from dsjax.plan.search import Question, search
+from dsjax.plan.question import Question
+from dsjax.plan.search import search
 
 SWEEPS = ("latency", "bandwidth", "loss-of-hosts")
 _LATENCIES_US = (1, 2, 5, 10, 20, 50, 100)

@@ -4,7 +4,7 @@ import pytest
 
 from dsjax.config import load_config
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.search import Question
+from dsjax.plan.question import Question
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
 
 

@@ -11,7 +11,8 @@ from dsjax.plan.candidate import aggregated, prefill_pool, quick_aggregated, qui
 from dsjax.plan.cluster import RESOURCES, bundled_clusters, load_cluster
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
-from dsjax.plan.search import Question, search
+from dsjax.plan.question import Question
+from dsjax.plan.search import search
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
 

@@ -11,7 +11,8 @@ from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.percentiles import Slo, guide, within
-from dsjax.plan.search import Question, search
+from dsjax.plan.question import Question
+from dsjax.plan.search import search
 from dsjax.plan.simulation.load import Load, requests
 from dsjax.plan.workload import Objective, Options, RequestClass, Workload
 

@@ -1,0 +1,53 @@
+"""`Question`: all that a plan is asked, and which batches are tried to answer it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from dsjax.config import ModelConfig
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.instance import Instance
+from dsjax.plan.layout import Layout
+from dsjax.plan.workload import Objective, Options, Workload
+
+FEW_DEVICES = 64
+"""Up to which every size of a prefill instance is paired and every batch is tried; among more the best are enough."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that a plan is asked."""
+
+    config: ModelConfig
+    cluster: Cluster
+    workload: Workload
+    objective: Objective
+    options: Options
+
+    @property
+    def devices(self) -> int:
+        """Devices that may be used."""
+        return min(self.cluster.num_devices, self.options.max_devices or self.cluster.num_devices)
+
+    @property
+    def bounds(self) -> Objective:
+        """The objectives, with the throughput that the rate asks for."""
+        rate, wanted = self.workload.rate, self.objective.throughput
+        if rate is None:
+            return self.objective
+        return dataclasses.replace(self.objective, throughput=max(rate * self.workload.output.mean, wanted or 0))
+
+    def instance(self, layout: Layout, steps: dict) -> Instance:
+        """A layout, asked about this workload; steps: shared by all layouts of the same unit."""
+        return Instance(self.config, self.cluster, layout, self.options, self.workload, steps)
+
+    def rungs(self, instance: Instance) -> list[int]:
+        """Batches to try: on many devices powers of two and the largest, between which the best are bisected."""
+        tried = instance.batches()
+        return tried if self.devices <= FEW_DEVICES else [b for b in tried if b & (b - 1) == 0 or b == tried[-1]]
+
+
+def users_told_apart(instance: Instance, count: int) -> int:
+    """Parts of a batch that are told apart where one is bisected: single users of the whole service, at most 64."""
+    return min(64, instance.replicas * count)

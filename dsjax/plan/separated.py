@@ -1,0 +1,213 @@
+"""Separated services: prefill pools and decode instances, and how many of each share the devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from dsjax.errors import UserError
+from dsjax.plan.candidate import Candidate, PrefillPool, quick_pool, quick_separated
+from dsjax.plan.instance import Instance
+from dsjax.plan.question import FEW_DEVICES, Question, users_told_apart
+from sharding.mesh import MeshSpec
+
+_POOLS, _DECODERS = 6, 400
+"""Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
+_BISECTED = 60
+"""On many devices, decode instances whose batch is bisected."""
+
+
+def separated_candidates(question: Question, fitting: list[Instance]) -> list[Candidate]:
+    """Every way to pair prefill pools with decode instances that may be the best, with middle values only.
+
+    fitting: instances that fit into memory.
+
+    Raises:
+        UserError: a mesh was given that is none of theirs.
+    """
+    if question.devices < 2:
+        return []
+    pins = question.options.pins
+    where = ""
+    if question.options.engine.on_one_host:
+        where = ", on one host, where dsjax runs each side of a separated service"
+        fitting = [one for one in fitting if one.layout.devices <= question.cluster.devices_per_host]
+    chosen = _pools(question, _pinned(fitting, pins.prefill_mesh, "--prefill-mesh", where))
+    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh", where)
+    points = [(i, b) for i in decoding for b in _decode_batches(question, i)]
+    rate = {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in points}
+    decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
+    if question.devices > FEW_DEVICES and question.objective.tpot is not None:
+        # Bisected for the best only: there are a thousand layouts.
+        top = sorted(decoders, key=lambda p: -rate[id(p[0]), p[1]])[:_BISECTED]
+        more = [(i, _largest_batch(question, i)) for i in {id(i): i for i, _ in top}.values()]
+        points += more
+        rate |= {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in more}
+    # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
+    decoders += _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: p[0].layout.devices, _DECODERS)
+    found, tried = [], set()
+    for pool in chosen:
+        for instance, batch in decoders:
+            for left, right in _splits(question, pool, instance, batch):
+                users = question.workload.concurrency
+                here = batch if users is None else users / (instance.replicas * right)
+                key = (id(pool), left, id(instance), right, here)
+                if here > instance.max_batch or key in tried:
+                    continue
+                tried.add(key)
+                found.append(quick_separated(pool, left, instance, right, here))
+                bound = question.objective.ttft
+                if users is None and bound is not None and found[-1].ttft.value > bound:
+                    found += _relieved(pool, left, instance, right, here, bound)
+    return found
+
+
+def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str, where: str) -> list[Instance]:
+    """Those of the mesh that was given. where: what the layouts are bound to, for the message.
+
+    Raises:
+        UserError: no layout that fits has it.
+    """
+    if mesh is None:
+        return fitting
+    found = [instance for instance in fitting if instance.layout.mesh == mesh]
+    if not found:
+        near = sorted(
+            {i.layout.mesh for i in fitting},
+            key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size),
+        )
+        raise UserError(
+            f"{flag} {mesh} is no layout that fits here{where}; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
+        )
+    return found
+
+
+def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
+    """For each size of an instance those that no other beats: in prompts a second, and in a prompt's time alone and in full steps."""
+    bound = question.objective.ttft
+    best: dict[int, list[PrefillPool]] = {}
+    for instance in fitting:
+        for size in instance.prefill_sizes():
+            pool = quick_pool(instance, size)
+            if bound is not None and pool.alone.value > bound and size > instance.prefill_sizes()[0]:
+                continue
+            best.setdefault(instance.layout.devices, []).append(pool)
+    kept = []
+    for pools in best.values():
+        pools.sort(key=lambda p: -p.rate.value)
+        front: list[PrefillPool] = []
+        for pool in pools:
+            better = (p for p in front if p.seconds.value <= pool.seconds.value and p.alone.value <= pool.alone.value)
+            if next(better, None) is None:
+                front.append(pool)
+        # Without a bound on the TTFT only the rate counts; with one, slower but sooner ones too.
+        kept += front[:1] if bound is None else front[:_POOLS] + front[max(_POOLS, len(front) - _POOLS) :]
+    kept.sort(key=lambda p: -p.rate.value / p.instance.layout.devices)
+    return kept if question.devices <= FEW_DEVICES else kept[: 4 * _POOLS]
+
+
+def _relieved(
+    pool: PrefillPool, left: int, instance: Instance, right: int, batch: float, ttft: float
+) -> list[Candidate]:
+    """Where prefill is too busy for the TTFT: the same with the most requests that leave it time enough, if any do."""
+    if pool.alone.value > ttft:
+        return []
+    users, tried = users_told_apart(instance, right), {}
+
+    def keeps(part: int, seconds: Callable[[float], float] | None = None) -> bool:
+        tried[part] = quick_separated(pool, left, instance, right, part / users, seconds)
+        return tried[part].ttft.value <= ttft
+
+    most = math.ceil(batch * users)
+    # Where it is by the curve of a decode step's seconds, which is at hand, so that few steps of other batches have to be priced.
+    near = _last(0, most, lambda part: keeps(part, instance.decode_curve))
+    low, high, far = max(near, 0), min(near + 1, most), 1
+    while low and not keeps(low):
+        low, high, far = max(low - far, 0), low, 2 * far
+    while high < most and keeps(high):
+        low, high, far = high, min(high + far, most), 2 * far
+    found = _last(low, high, keeps)
+    return [quick_separated(pool, left, instance, right, found / users)] if found else []
+
+
+def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The last number from `low`, which holds, before `high`, which does not, that holds; by bisection."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _rung(batch: float) -> int:
+    """Batches that are compared with each other: within a factor of the square root of two."""
+    return round(2 * math.log2(batch))
+
+
+def _decode_batches(question: Question, instance: Instance) -> list[float]:
+    """Batches that keep the objective, the largest of all among them, found by bisection between two that were tried."""
+    bound = question.objective.tpot
+    wanted = question.workload.concurrency
+    if wanted is not None:
+        most = max(1, 3 * question.devices // (4 * instance.layout.devices))
+        batch = wanted / (instance.replicas * most)
+        return [batch] if batch <= instance.max_batch else []
+    if bound is None:
+        return [float(b) for b in question.rungs(instance)]
+    held = [float(b) for b in question.rungs(instance) if instance.middle.tpot(float(b)).value <= bound]
+    if question.devices <= FEW_DEVICES:
+        held.append(_largest_batch(question, instance))
+    return sorted(set(held)) or [1.0]
+
+
+def _largest_batch(question: Question, instance: Instance) -> float:
+    """The largest batch whose decode step alone keeps the TPOT's objective, by bisection; 1 where none does."""
+    bound, tried = question.objective.tpot, question.rungs(instance)
+    low = max((b for b in tried if instance.middle.tpot(float(b)).value <= bound), default=0)
+    high = next((b for b in tried if b > low), low + 1)
+    ranks = users_told_apart(instance, 1)
+    low, high = low * ranks, high * ranks
+    while low and high - low > 1:
+        middle = (low + high) // 2
+        if instance.middle.tpot(middle / ranks).value <= bound:
+            low = middle
+        else:
+            high = middle
+    return max(low / ranks, 1.0)
+
+
+def _best(items: list, rate, group, most: int) -> list:
+    """The item with the highest rate of each group; of those the `most` best."""
+    best: dict = {}
+    for item in sorted(items, key=rate, reverse=True):
+        best.setdefault(group(item), item)
+    return sorted(best.values(), key=rate, reverse=True)[:most]
+
+
+def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: float) -> list[tuple[int, int]]:
+    """(prefill instances, decode instances) that balance both sides, rounded both ways, on the devices at hand."""
+    own, other = pool.instance.layout.devices, instance.layout.devices
+    devices = question.devices
+    if own + other > devices:
+        return []
+    work = question.workload
+    if work.concurrency is not None:
+        lefts = {max(1, devices * share // (own * 8)) for share in (1, 2, 4, 6)}
+    else:
+        served = batch * instance.replicas / (instance.middle.tpot(batch).value * max(work.output.mean - 1, 1.0))
+        needed = served / (0.85 * pool.rate.value)  # prefill instances for each decode instance
+        rights = devices / (other + needed * own)
+        lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
+    # Where the TTFT forbids prefill to be as busy, one or two more instances of it relieve the rest.
+    lefts |= {left + more for left in tuple(lefts) for more in (1, 2)}
+    pins = question.options.pins
+    if pins.prefill_count is not None:
+        lefts = {pins.prefill_count}
+    elif pins.decode_count is not None:
+        lefts |= {max(1, (devices - pins.decode_count * other) // own)}
+    found = []
+    for left in sorted(lefts):
+        room = (devices - left * own) // other
+        right = room if pins.decode_count is None else min(pins.decode_count, room + 1)
+        if 1 <= right <= room and right == (pins.decode_count or right):
+            found.append((left, right))
+    return found
