@@ -40,7 +40,14 @@ class DynamoCommand(PanelledCommand):
             except UserError:
                 formatter.write_text("Dynamo's own options are listed here where it is installed.")
                 return
-            formatter.write_dl([(", ".join(one.option_strings), " ".join((one.help or "").split())) for one in options])
+            formatter.write_dl([_described(one) for one in options])
+
+
+def _described(option: argparse.Action) -> tuple[str, str]:
+    """A row of the help: other names of an option stand in its text, since two of the long ones do not fit into 80 columns."""
+    name, *others = option.option_strings
+    aliases = [f"(or {other})" for other in others]
+    return name, " ".join([*(option.help or "").split(), *aliases])
 
 
 app = typer.Typer(
@@ -143,8 +150,9 @@ def _prepare(
 
     from dsjax.checkpoint.hub import resolve
     from dsjax.config import bundled_models
-    from dsjax.dynamo.engine import DsjaxEngine, Options
+    from dsjax.dynamo.engine import DsjaxEngine
     from dsjax.dynamo.prefill import DsjaxPrefillEngine
+    from dsjax.dynamo.worker import Options
     from dsjax.engine.tokenizer import Tokenizer
 
     directory = resolve(args.model, revision=args.revision)

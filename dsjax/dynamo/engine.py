@@ -3,31 +3,23 @@
 import asyncio
 import dataclasses
 import logging
-import os
-import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import typer
-from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend import EngineConfig
 from dynamo.common.backend.health_check import build_health_check_payload
-from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
 from dynamo.llm.exceptions import Cancelled, EngineShutdown, InvalidArgument, Unknown
 from rich.console import Console
 
-from dsjax.dynamo.kv_events import KvEvents
 from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTokens, translate
-from dsjax.engine.args import EngineArgs
+from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.llm import LLM
 from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream, RequestOutput
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.scheduler import Update
-from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import StepStats
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.errors import UserError
@@ -42,70 +34,13 @@ _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05
 _IDLE_SECONDS = 1.0
 """How often loads are asked for while no step tells them, until a rank holds nothing."""
-_FLUSH_SECONDS = 1.0
-"""After the engine has failed, answers get this long to tell of it, before the process ends."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a worker is told.
-
-    Attributes:
-        args: the engine's options.
-        names: for clients; the first is the main one.
-        model: what frontends load the tokenizer and the template from: a directory, or a Hugging Face repository.
-        step_timeout: seconds after which a step is taken for a hang, which ends the process; 0: never.
-        shutdown_timeout: seconds that running requests get to finish when the worker ends.
-        bootstrap: of a prefill worker, whether frontends send a request to both sides at once.
-    """
-
-    args: EngineArgs
-    names: tuple[str, ...]
-    model: str
-    step_timeout: float
-    shutdown_timeout: float
-    bootstrap: bool = False
-
-
-def registration(options: Options, limits: ExecutorLimits, config: SchedulerConfig) -> EngineConfig:
-    """What Dynamo is told of an engine. All of its DP ranks are one worker's; page 0 of each is never given out."""
-    return EngineConfig(
-        model=options.model,
-        served_model_name=options.names[0],
-        model_aliases=list(options.names[1:]),
-        runtime_data={"engine": "dsjax", "mesh": options.args.mesh},
-        llm=LlmRegistration(
-            context_length=config.max_request_len,
-            kv_cache_block_size=limits.page_size,
-            total_kv_blocks=limits.pages_per_rank - 1,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            data_parallel_size=limits.num_ranks,
-            data_parallel_start_rank=0,
-        ),
-    )
-
-
-def engine_from(argv: list[str] | None) -> tuple[LLMEngine, WorkerConfig]:
-    """The engine and the worker of a command line; None: this process's own."""
-    from dsjax.dynamo.command import app
-
-    made: list[tuple[LLMEngine, WorkerConfig]] = []
-    command = typer.main.get_command(app)
-    command.main(argv, "dsjax dynamo", standalone_mode=False, obj=lambda *pair: made.append(pair))
-    return made[0]
-
-
-class DsjaxEngine(LLMEngine):
-    """One engine as one Dynamo worker, with all DP ranks of its mesh: aggregated, or decode.
-
-    Attributes:
-        mistake: why the start failed, where that is the user's to mend.
-    """
+class DsjaxEngine(Worker):
+    """One engine as one Dynamo worker, with all DP ranks of its mesh: aggregated, or decode."""
 
     def __init__(self, options: Options):
-        self._options, self._args = options, options.args
-        self._events = KvEvents()
+        super().__init__(options)
         self._engine: AsyncEngine | None = None
         self._llm: LLM | None = None
         self._metrics: Any = None
@@ -114,20 +49,8 @@ class DsjaxEngine(LLMEngine):
         self._loads: LoadPublisher | None = None
         self._streams: dict[str, set[OutputStream]] = defaultdict(set)  # by the context's id
         self._count = 0
-        self.mistake: ValueError | None = None
 
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
-        """From a command line, as `python -m dsjax.dynamo` reads it; for Dynamo's own launchers."""
-        return engine_from(argv)
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        """Load the model, compile every shape, and say what this worker is. What fails is told in one line, for the user's mistakes."""
-        try:
-            await asyncio.to_thread(self._load)
-        except ValueError as error:  # a `UserError` or a `MeshError`: Dynamo would make a traceback of it
-            self.mistake = error
-            raise InvalidArgument(str(error)) from error
+    def _begin(self) -> EngineConfig:
         facts = self._llm.facts
         self._metrics = metrics_of(self._llm, self._options.names[0])
         self._engine = engine = AsyncEngine(self._llm.engine)
@@ -218,15 +141,6 @@ class DsjaxEngine(LLMEngine):
         if self._watchdog is not None:
             self._watchdog.stop()
 
-    async def kv_event_sources(self) -> list[KvEventSource]:
-        """One for each DP rank; none without a prefix cache, where there is nothing to find."""
-        if not self._args.enable_prefix_caching:
-            return []
-        return [
-            PushSource(on_ready=lambda publisher, rank=rank: self._events.connect(rank, publisher), dp_rank=rank)
-            for rank in range(self._llm.facts.dp_ranks)
-        ]
-
     def component_metrics_dp_ranks(self) -> list[int]:
         """All ranks of the mesh of the start."""
         return list(range(self._llm.facts.dp_ranks))
@@ -259,9 +173,7 @@ class DsjaxEngine(LLMEngine):
         """The engine has failed: end the process, so that the frontend forgets it and Kubernetes starts another."""
         if self._llm.group is not None:
             self._llm.group.leave("its engine has failed")
-        timer = threading.Timer(_FLUSH_SECONDS, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
+        self._end_process()
 
 
 class LoadPublisher:
@@ -324,17 +236,6 @@ class LoadPublisher:
 
     def on_rejected(self, reason: str) -> None:
         """Nothing to tell."""
-
-
-def snapshot(load: RankLoad) -> ComponentSnapshot:
-    """A rank's load in Dynamo's words. The hit rate is that of all prompts so far, in tokens; None before the first."""
-    return ComponentSnapshot(
-        kv_used_blocks=load.used_pages,
-        kv_total_blocks=load.usable_pages,
-        gpu_cache_usage=load.used_pages / load.usable_pages if load.usable_pages else 0.0,
-        dp_rank=load.rank,
-        kv_cache_hit_rate=sum(load.hits) / load.queried if load.queried else None,
-    )
 
 
 def thinking_tokens(tokenizer: Tokenizer | None) -> ThinkingTokens | None:

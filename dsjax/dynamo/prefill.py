@@ -2,20 +2,16 @@
 
 import asyncio
 import logging
-import os
-import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dynamo.common.backend import EngineConfig, LLMEngine, WorkerConfig
+from dynamo.common.backend import EngineConfig
 from dynamo.common.backend.health_check import build_health_check_payload, is_probe
-from dynamo.common.backend.publisher import KvEventSource, PushSource
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 from rich.console import Console
 
-from dsjax.dynamo.engine import Options, engine_from, registration, snapshot
-from dsjax.dynamo.kv_events import KvEvents
 from dsjax.dynamo.translation import Chunk, Chunks, translate
+from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.core import EngineCore
 from dsjax.engine.page_network import PrefillServer, split_address
 from dsjax.errors import UserError
@@ -26,32 +22,15 @@ _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05
 
 
-class DsjaxPrefillEngine(LLMEngine):
-    """Answers each request at once with where its pages can be had, while they are computed; decode workers take them as they come.
-
-    Attributes:
-        mistake: why the start failed, where that is the user's to mend.
-    """
+class DsjaxPrefillEngine(Worker):
+    """Answers each request at once with where its pages can be had, while they are computed; decode workers take them as they come."""
 
     def __init__(self, options: Options):
-        self._options, self._args = options, options.args
-        self._events = KvEvents()
+        super().__init__(options)
         self._server: PrefillServer | None = None
         self._publisher: Any = None
-        self.mistake: ValueError | None = None
 
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
-        """From a command line, as `python -m dsjax.dynamo` reads it; for Dynamo's own launchers."""
-        return engine_from(argv)
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        """Load the model, compile every shape, and say what this worker is."""
-        try:
-            await asyncio.to_thread(self._load)
-        except ValueError as error:  # a `UserError` or a `MeshError`: Dynamo would make a traceback of it
-            self.mistake = error
-            raise InvalidArgument(str(error)) from error
+    def _begin(self) -> EngineConfig:
         engine = self._server.engine
         engine.served = self._publish
         found = registration(self._options, engine.core.executor.limits, engine.core.scheduler.config)
@@ -120,13 +99,6 @@ class DsjaxPrefillEngine(LLMEngine):
         self._events.close()
         await asyncio.to_thread(server.shutdown)
 
-    async def kv_event_sources(self) -> list[KvEventSource]:
-        """One for each DP rank."""
-        return [
-            PushSource(on_ready=lambda publisher, rank=rank: self._events.connect(rank, publisher), dp_rank=rank)
-            for rank in self.component_metrics_dp_ranks()
-        ]
-
     def component_metrics_dp_ranks(self) -> list[int]:
         """All ranks of the mesh."""
         return list(range(self._server.engine.core.executor.limits.num_ranks))
@@ -146,8 +118,5 @@ class DsjaxPrefillEngine(LLMEngine):
                 publisher.publish(load.rank, snapshot(load))
 
     def _die(self) -> None:
-        """End the process, so that the frontend forgets it and Kubernetes starts another."""
         _log.error("the prefill engine has failed: %s", self._server and self._server.engine.error)
-        timer = threading.Timer(1.0, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
+        self._end_process()

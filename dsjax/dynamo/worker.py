@@ -1,0 +1,131 @@
+"""`Worker`: what all dsjax workers of Dynamo have in common, and what Dynamo is told of them."""
+
+import asyncio
+import os
+import threading
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import typer
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
+from dynamo.llm.exceptions import InvalidArgument
+
+from dsjax.dynamo.kv_events import KvEvents
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.rank import RankLoad
+from dsjax.engine.scheduler_config import SchedulerConfig
+
+_FLUSH_SECONDS = 1.0
+"""After the engine has failed, answers get this long to tell of it, before the process ends."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a worker is told.
+
+    Attributes:
+        args: the engine's options.
+        names: for clients; the first is the main one.
+        model: what frontends load the tokenizer and the template from: a directory, or a Hugging Face repository.
+        step_timeout: seconds after which a step is taken for a hang, which ends the process; 0: never.
+        shutdown_timeout: seconds that running requests get to finish when the worker ends.
+        bootstrap: of a prefill worker, whether frontends send a request to both sides at once.
+    """
+
+    args: EngineArgs
+    names: tuple[str, ...]
+    model: str
+    step_timeout: float
+    shutdown_timeout: float
+    bootstrap: bool = False
+
+
+def registration(options: Options, limits: ExecutorLimits, config: SchedulerConfig) -> EngineConfig:
+    """What Dynamo is told of an engine. All of its DP ranks are one worker's; page 0 of each is never given out."""
+    return EngineConfig(
+        model=options.model,
+        served_model_name=options.names[0],
+        model_aliases=list(options.names[1:]),
+        runtime_data={"engine": "dsjax", "mesh": options.args.mesh},
+        llm=LlmRegistration(
+            context_length=config.max_request_len,
+            kv_cache_block_size=limits.page_size,
+            total_kv_blocks=limits.pages_per_rank - 1,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            data_parallel_size=limits.num_ranks,
+            data_parallel_start_rank=0,
+        ),
+    )
+
+
+class Worker(LLMEngine):
+    """A kind of worker loads its engine in `_load`, in a thread, and then begins to serve in `_begin`.
+
+    Attributes:
+        mistake: why the start failed, where that is the user's to mend.
+    """
+
+    def __init__(self, options: Options):
+        self._options, self._args = options, options.args
+        self._events = KvEvents()
+        self.mistake: ValueError | None = None
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
+        """From a command line, as `python -m dsjax.dynamo` reads it, or this process's own; for Dynamo's launchers."""
+        from dsjax.dynamo.command import app
+
+        made: list[tuple[LLMEngine, WorkerConfig]] = []
+        command = typer.main.get_command(app)
+        command.main(argv, "dsjax dynamo", standalone_mode=False, obj=lambda *pair: made.append(pair))
+        return made[0]
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Load the model, compile every shape, and say what this worker is. What fails is told in one line, for the user's mistakes."""
+        try:
+            await asyncio.to_thread(self._load)
+        except ValueError as error:  # a `UserError` or a `MeshError`: Dynamo would make a traceback of it
+            self.mistake = error
+            raise InvalidArgument(str(error)) from error
+        return self._begin()
+
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        """One for each DP rank; none without a prefix cache, where there is nothing to find."""
+        if not self._args.enable_prefix_caching:
+            return []
+        return [
+            PushSource(on_ready=lambda publisher, rank=rank: self._events.connect(rank, publisher), dp_rank=rank)
+            for rank in self.component_metrics_dp_ranks()
+        ]
+
+    @abstractmethod
+    def component_metrics_dp_ranks(self) -> list[int]:
+        """All ranks of the mesh of the start."""
+
+    @abstractmethod
+    def _load(self) -> None:
+        """Load the model and compile every shape; it runs in a thread."""
+
+    @abstractmethod
+    def _begin(self) -> EngineConfig:
+        """Begin to serve, and say what this worker is."""
+
+    def _end_process(self) -> None:
+        """The engine has failed: end the process, so that the frontend forgets it and Kubernetes starts another."""
+        timer = threading.Timer(_FLUSH_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+
+def snapshot(load: RankLoad) -> ComponentSnapshot:
+    """A rank's load in Dynamo's words. The hit rate is that of all prompts so far, in tokens; None before the first."""
+    return ComponentSnapshot(
+        kv_used_blocks=load.used_pages,
+        kv_total_blocks=load.usable_pages,
+        gpu_cache_usage=load.used_pages / load.usable_pages if load.usable_pages else 0.0,
+        dp_rank=load.rank,
+        kv_cache_hit_rate=sum(load.hits) / load.queried if load.queried else None,
+    )
