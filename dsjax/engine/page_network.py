@@ -58,6 +58,13 @@ class PrefillServer:
         """Nobody wants a prompt any more; the name as `prefill` gave it."""
         self.engine.post(Cancel(transfer), None)
 
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every shape before the first prompt, in all processes."""
+        core = self.engine.core
+        core.executor.warm_up(progress)
+        if core.generations is not None:
+            core.generations.has_warmed_up()
+
     def shutdown(self) -> None:
         """End the connections and the engine."""
         self.listener.close()

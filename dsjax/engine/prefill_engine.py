@@ -133,6 +133,10 @@ class PrefillEngine:
         """Transfers that have not ended."""
         return len(self._jobs)
 
+    def running_requests(self) -> list[list[Request]]:
+        """Of every rank, from any thread."""
+        return [list(rank.running) for rank in self.core.scheduler.ranks]
+
     @property
     def _reason(self) -> str:
         return "the prefill engine has ended" + (f": {self.error}" if self.error else "")

@@ -35,8 +35,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 class PrefillProcess:
     def __init__(self, checkpoint, **options):
-        script = Path(__file__).with_name("prefill_process.py")
-        given = {"model": str(checkpoint), "mesh": "tp=2", **SIZES, **OPTIONS, **options}
+        script = Path(__file__).with_name("side_process.py")
+        given = {
+            "disaggregation_mode": "prefill",
+            "model": str(checkpoint),
+            "mesh": "tp=2",
+            **SIZES,
+            **OPTIONS,
+            **options,
+        }
         root = str(Path(__file__).parents[3])
         environment = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         self.process = subprocess.Popen(
