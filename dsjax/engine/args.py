@@ -21,6 +21,7 @@ _OF_THE_HOST = (
     "async_scheduling",
     "enable_prefix_caching",
     "seed",
+    "stream_interval",
     "record_steps",
     "record_steps_bytes",
     "coordinator_address",
@@ -148,6 +149,12 @@ class EngineArgs:
     init_expert_location: str | None = option(
         None,
         "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
+    )
+    stream_interval: int = option(
+        1,
+        "tokens after which a stream is sent its next piece; its first token and its end are sent at once. More costs less of the "
+        "processor, and comes in larger pieces",
+        least=1,
     )
     seed: int = option(0, "from which requests without a seed draw theirs", least=0)
     speculative_config: str | dict[str, Any] | None = option(

@@ -104,6 +104,7 @@ class LLM:
             local_prefill_tokens=self.args.local_prefill_tokens,
             transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,
+            stream_interval=self.args.stream_interval,
         )
         self._facts = loaded.facts
         self._generations = None if self.args.separated else Generations(self.args, group, loaded, library)

@@ -41,8 +41,9 @@ class Engine:
         )
         for wrong, flag, reason in asked:
             if wrong:
+                who = "dsjax serve" if self.name == "dsjax" else self.name
                 raise UserError(
-                    f"{flag} is asked for, but dsjax serve {reason}; leave it out, or give --engine published for engines that can"
+                    f"{flag} is asked for, but {who} {reason}; leave it out, or give --engine published for engines that can"
                 )
 
     def precision(self, chosen: Precision) -> Precision:
@@ -54,6 +55,12 @@ class Engine:
 
 PUBLISHED = Engine("published", True, True, True, True, True, 1.0, "deepep", eager=True)
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish."""
+_OTHERS = {
+    "vllm": dataclasses.replace(PUBLISHED, name="vllm"),
+    "sglang": dataclasses.replace(PUBLISHED, name="sglang"),
+    "tensorrt-llm": dataclasses.replace(PUBLISHED, name="tensorrt-llm", overlaps=False),
+}
+"""One engine of them: the published kernels, the layouts that it can be asked for (`launch.unfit`), and its own commands."""
 
 
 @functools.cache
@@ -77,7 +84,7 @@ def dsjax_engine() -> Engine:
     )
 
 
-ENGINES = ("dsjax", "published")
+ENGINES = ("dsjax", "published", *_OTHERS)
 
 
 def find_engine(name: str) -> Engine:
@@ -88,4 +95,4 @@ def find_engine(name: str) -> Engine:
     """
     if name not in ENGINES:
         raise UserError(f"--engine is {name!r}, expected one of {', '.join(ENGINES)}")
-    return PUBLISHED if name == "published" else dsjax_engine()
+    return dsjax_engine() if name == "dsjax" else _OTHERS.get(name, PUBLISHED)

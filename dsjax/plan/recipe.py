@@ -5,14 +5,29 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from pathlib import Path
 from typing import Any
 
+from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, host_bytes
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
+from dsjax.plan.launch import LAUNCHED, Launch, script
+from dsjax.plan.launch_flags import launch
 from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
+
+REPOSITORIES = {
+    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
+    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
+}
+"""Where the weights of bundled configurations are; a service has to load some."""
 
 
 def serve_options(
@@ -126,14 +141,39 @@ def _contradicted(candidate: Candidate) -> list[str]:
     return found
 
 
-def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, Any]:
-    """Everything needed to run and to check the winner again: the question, the services, the expected figures."""
+def launches(engine: str, model: str, candidate: Candidate) -> list[Launch]:
+    """The services of a plan as another engine starts them, prefill first."""
+    return [launch(engine, REPOSITORIES.get(model, model), *service) for service in _roles(candidate)]
+
+
+def _roles(candidate: Candidate) -> list[tuple[Instance, float, float, str, int]]:
+    """(instance, batch, prompt tokens of a step, role, how many) of each service."""
     apart = candidate.mode == "separated"
     role = "decode" if apart else "prefill and decode"
-    services = [_service(model, role, candidate.decode, candidate.batch, candidate.prefill_tokens, candidate.count)]
+    found = [(candidate.decode, candidate.batch, candidate.prefill_tokens, role, candidate.count)]
     if apart:
-        other = candidate.prefill, 1, candidate.prefill_tokens, candidate.prefill_count
-        services.insert(0, _service(model, "prefill", *other))
+        found.insert(0, (candidate.prefill, 1, candidate.prefill_tokens, "prefill", candidate.prefill_count))
+    return found
+
+
+def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, Any]:
+    """Everything needed to run and to check the winner again: the question, the services, the expected figures.
+
+    Commands are dsjax's, or those of the engine that was planned for; of `published` each service has those of all engines beside them.
+    """
+    engine = question.options.engine.name
+    services = [_service(model, *service) for service in _roles(candidate)]
+    said = notes(candidate)
+    others = LAUNCHED if engine == "published" else (engine,) if engine in LAUNCHED else ()
+    for name in others:
+        for service, one in zip(services, launches(name, model, candidate), strict=True):
+            service.setdefault("launches", {})[name] = one.to_json()
+            if name == engine:
+                service |= {"command": one.commands()[0], "options": one.flags | (one.each_host or [{}])[0]}
+                service |= {"instances": one.instances, "devices_each": one.devices}
+    if engine in LAUNCHED:
+        every = (note for one in launches(engine, model, candidate) for note in one.lacks)
+        said = list(dict.fromkeys([*_contradicted(candidate), *every]))
     work, objective = question.workload, question.objective
     return {
         "model": model,
@@ -156,11 +196,11 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
         },
         "services": services,
         "expected": candidate.to_json(),
-        "notes": notes(candidate),
+        "notes": said,
     }
 
 
-def _service(model: str, role: str, instance: Instance, batch: float, tokens: float, count: int) -> dict[str, Any]:
+def _service(model: str, instance: Instance, batch: float, tokens: float, role: str, count: int) -> dict[str, Any]:
     options = serve_options(model, instance, batch, tokens, role == "prefill")
     if role in ("prefill", "decode"):
         options["--disaggregation-mode"] = role
@@ -173,3 +213,29 @@ def _service(model: str, role: str, instance: Instance, batch: float, tokens: fl
         "weight_bytes_per_host": host_bytes(instance),
         "cold_start_s": cold_start(instance).to_json(),
     }
+
+
+def check_recipe(file: Path | None, engine: str) -> None:
+    """Whether a recipe of that kind can be written for an engine.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if file is None or file.suffix == ".json":
+        return
+    if file.suffix == ".sh" and engine not in LAUNCHED:
+        raise UserError(
+            f"--recipe {file} holds the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "
+            f"{LAUNCHED[-1]}, or FILE.json, which has those of all of them with --engine published"
+        )
+    if file.suffix != ".sh" and engine in LAUNCHED:
+        raise UserError(
+            f"--recipe {file} is a deployment of dsjax, and --engine is {engine}; give FILE.sh or FILE.json for its own commands"
+        )
+
+
+def write_script(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
+    """The winner as a shell script of the engine that it was planned for. command: what it was planned with."""
+    engine = question.options.engine.name
+    made, services = recipe(model, question, candidate), launches(engine, model, candidate)
+    file.write_text(script(made, engine, services, command), encoding="utf-8")

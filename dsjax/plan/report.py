@@ -195,6 +195,11 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     for service in made["services"]:
         console.print(f"{service['instances']} × {service['role']}:", highlight=False)
         console.print(Text("  " + service["command"], "green"), soft_wrap=True)
+        hosts = max((len(one["commands"]) for one in service.get("launches", {}).values()), default=1)
+        if hosts > 1 and plan.question.options.engine.name in service["launches"]:
+            console.print(
+                f"  … and on its {hosts - 1} other host{'s' * (hosts > 2)}: --recipe FILE.sh has each", highlight=False
+            )
         start = service["cold_start_s"]
         console.print(
             f"  cold start: a host reads {service['weight_bytes_per_host'] / 1e9:,.0f} GB of weights in {start['value']:,.0f} s "
