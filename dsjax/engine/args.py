@@ -250,6 +250,11 @@ class EngineArgs:
         return self.prefill_mesh is not None
 
     @property
+    def is_side(self) -> bool:
+        """Whether this engine is one side of two that hand pages over, and the other one is in other processes."""
+        return self.disaggregation_mode != "agg"
+
+    @property
     def num_devices(self) -> int:
         """Devices of all meshes together."""
         from sharding.mesh import MeshSpec
@@ -322,12 +327,14 @@ class EngineArgs:
 
     def _check_separated(self) -> None:
         """Whether the options of prefill apart from decode go together, and with all others."""
-        if self.disaggregation_mode != "agg":
+        if self.is_side:
             if self.separated:
                 raise UserError(
                     f"--disaggregation-mode {self.disaggregation_mode} is one side of two, and --prefill-mesh has both; leave one out"
                 )
             self._check_transfers(f"--disaggregation-mode {self.disaggregation_mode}")
+            if self.disaggregation_mode == "prefill":
+                self._check_prefills_alone()
         if self.prefill_mesh is None and self.decode_mesh is None:
             if self.prefill_instances > 1:
                 raise UserError("--prefill-instances is given without --prefill-mesh and --decode-mesh; give them too")
@@ -344,6 +351,11 @@ class EngineArgs:
                 f"--mesh {self.mesh} is given with --prefill-mesh and --decode-mesh, which name all devices; leave one out"
             )
         self._check_transfers("--prefill-mesh")
+        if self.coordinator_address is not None or (self.num_processes or 1) > 1:
+            raise UserError(
+                "--prefill-mesh and --decode-mesh are meshes of one process; leave --num-processes out, or give each side processes of its "
+                "own (dsjax dynamo --disaggregation-mode)"
+            )
 
     def _check_transfers(self, flag: str) -> None:
         """Whether this engine's pages can go to others, or theirs come here."""
@@ -359,8 +371,15 @@ class EngineArgs:
             raise UserError(
                 f"--record-steps does not go with {flag}: a recording would lack what pages from elsewhere held; leave one of them out"
             )
-        if self.coordinator_address is not None or (self.num_processes or 1) > 1:
-            raise UserError(f"{flag} is for engines of one process each; leave --num-processes out")
+
+    def _check_prefills_alone(self) -> None:
+        """Whether an engine that computes prompts for other processes has what only a decode side has."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("host_cache_bytes", "disk_cache", "kv_events_config", "enable_eplb"):
+            if getattr(self, name) != fields[name]:
+                raise UserError(
+                    f"--{name.replace('_', '-')} is not for --disaggregation-mode prefill, only for decode; leave it out there"
+                )
 
     def _check_disk_cache(self) -> None:
         if self.disk_cache is None:

@@ -165,7 +165,7 @@ class LLMEngine:
             raise generations.failure
 
     def _generations(self) -> "Generations":
-        if self.core.is_separated:
+        if self.prefills:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")

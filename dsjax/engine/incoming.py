@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dsjax.engine.commands import int32s
 from dsjax.engine.disk_tier import Pause
 from dsjax.engine.page_tiers import PageMoves
-from dsjax.engine.page_transfer import Ask, Cancel, Failed, Offer, PulledPages, Release, ToDecode, ToPrefill
+from dsjax.engine.page_transfer import Ask, Cancel, Failed, Offer, PulledPages, Release, Source, ToDecode, ToPrefill
 from dsjax.engine.pages import PagePool
 from dsjax.engine.request import Request
 
@@ -232,6 +232,11 @@ class Incoming:
         for transfer in [one for one in self._transfers.values() if one.rank == rank]:
             self._give_up(transfer)
 
+    def void(self) -> None:
+        """Give up every transfer: nobody knows what became of what was being pulled, as the executor that did is gone."""
+        for transfer in list(self._transfers.values()):
+            self._give_up(transfer)
+
     def num_cached_elsewhere(self, request: Request) -> int:
         """Of the pages that have come for a request, how many its prefill side had cached."""
         transfer = self._of.get(request)
@@ -278,7 +283,7 @@ class Incoming:
             transfer.pulling[number] = name
             self._pulling[rank, number] = transfer
             pulled.append((place, number))
-        moves.pulls.append(PulledPages(transfer.link, offer.number, pulled))
+        moves.pulls.append(PulledPages(Source(transfer.link, offer.address), offer.number, pulled))
         return True
 
     def _names_on_their_way(self, rank: int) -> set[bytes]:

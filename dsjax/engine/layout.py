@@ -97,6 +97,7 @@ def _sizes(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
         num_ranks=step.spec.dp_size,
         max_model_len=max_model_len,
         vocab_size=step.config.vocab_size,
+        transfers=args.is_side,
     )
 
 

@@ -152,7 +152,9 @@ class TiersBelow:
             return
         landed = self._landed.pop(name)
         del self._by_number[number]
-        if not landed.pulled:
+        if landed.pulled:
+            self._drops.append(number)  # another process may have its part of it
+        else:
             self.disk.read_failed(name)
 
     def give_up(self, numbers: Iterable[int]) -> None:
