@@ -93,6 +93,11 @@ def notes(candidate: Candidate) -> list[str]:
     found += _contradicted(candidate)
     if candidate.mode == "separated":
         found.append("Prefill and decode find each other through NVIDIA Dynamo's frontend: docs/dynamo.md.")
+        if candidate.decode.cluster.prefill is not None:
+            sides = candidate.prefill.cluster.hardware.name, candidate.decode.cluster.hardware.name
+            found.append(
+                f"Prefill belongs on the hosts of {sides[0]} and decode on those of {sides[1]}: start them there."
+            )
         host = candidate.decode.cluster.devices_per_host
         if able.on_one_host and max(candidate.decode.layout.devices, candidate.prefill.layout.devices) > host:
             found.append("A side spans several hosts in this plan; dsjax runs each side of a separated service on one.")
