@@ -28,12 +28,8 @@ def separated_candidates(question: Question, fitting: list[Instance]) -> list[Ca
     if question.devices < 2:
         return []
     pins = question.options.pins
-    where = ""
-    if question.options.engine.on_one_host:
-        where = ", on one host, where dsjax runs each side of a separated service"
-        fitting = [one for one in fitting if one.layout.devices <= question.cluster.devices_per_host]
-    chosen = _pools(question, _pinned(fitting, pins.prefill_mesh, "--prefill-mesh", where))
-    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh", where)
+    chosen = _pools(question, _pinned(fitting, pins.prefill_mesh, "--prefill-mesh"))
+    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh")
     points = [(i, b) for i in decoding for b in _decode_batches(question, i)]
     rate = {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
@@ -62,8 +58,8 @@ def separated_candidates(question: Question, fitting: list[Instance]) -> list[Ca
     return found
 
 
-def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str, where: str) -> list[Instance]:
-    """Those of the mesh that was given. where: what the layouts are bound to, for the message.
+def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
+    """Those of the mesh that was given.
 
     Raises:
         UserError: no layout that fits has it.
@@ -77,7 +73,7 @@ def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str, where: st
             key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size),
         )
         raise UserError(
-            f"{flag} {mesh} is no layout that fits here{where}; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
+            f"{flag} {mesh} is no layout that fits here; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
         )
     return found
 
