@@ -251,7 +251,7 @@ class EngineArgs:
 
     @property
     def is_side(self) -> bool:
-        """Whether this engine is one side of two that hand pages over, and the other one is in other processes."""
+        """Whether this engine is one side of two that hand pages over."""
         return self.disaggregation_mode != "agg"
 
     @property

@@ -45,12 +45,13 @@ _LOOK_SECONDS = 1.0
 
 def decode_args(args: EngineArgs) -> EngineArgs:
     """The options of the side that makes tokens."""
-    return replace(args, mesh=args.decode_mesh, prefill_mesh=None, decode_mesh=None, prefill_instances=1)
+    own = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
+    return replace(args, **own, prefill_mesh=None, decode_mesh=None, prefill_instances=1)
 
 
 def prefill_args(args: EngineArgs) -> EngineArgs:
     """The options of a prefill instance."""
-    own = {"mesh": args.prefill_mesh, "redundant_experts": args.num_redundant}
+    own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill", "redundant_experts": args.num_redundant}
     return replace(decode_args(args), **own, **_DECODES_ALONE)
 
 
@@ -66,11 +67,11 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[Lo
     for instance in range(args.prefill_instances):
         start = decode.num_devices + instance * prefill.num_devices
         groups.append(devices[start : start + prefill.num_devices])
-    loaded = load_model(decode_args(args), mesh=decode.arrange(groups[0]), transfers=True, show_progress=show_progress)
+    loaded = load_model(decode_args(args), mesh=decode.arrange(groups[0]), show_progress=show_progress)
     own = prefill_args(args)
     links = []
     for group in groups[1:]:
-        model = load_model(own, mesh=prefill.arrange(group), is_later=True, transfers=True, show_progress=show_progress)
+        model = load_model(own, mesh=prefill.arrange(group), is_later=True, show_progress=show_progress)
         engine = PrefillEngine(
             model.executor,
             own.scheduler_config(model.executor.limits),

@@ -21,6 +21,7 @@ class TransferCounts(NamedTuple):
     Attributes:
         asked, completed, given_up: transfers; those that are neither completed nor given up are under way or were not wanted any more.
         pages: that have come. under_way: transfers.
+        landed: pages that lie on the devices beside the cache, or are being pulled there, of all ranks.
     """
 
     asked: int = 0
@@ -28,6 +29,7 @@ class TransferCounts(NamedTuple):
     given_up: int = 0
     pages: int = 0
     under_way: int = 0
+    landed: int = 0
 
 
 @dataclass(eq=False)
@@ -107,7 +109,8 @@ class Incoming:
     @property
     def counts(self) -> TransferCounts:
         """What has come of transfers so far."""
-        return self._counts._replace(under_way=len(self._transfers))
+        landed = sum(pool.below.num_pulled for pool in self.pools)
+        return self._counts._replace(under_way=len(self._transfers), landed=landed)
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
         """(prefill side, message) that are to be sent; each is given once."""

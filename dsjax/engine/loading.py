@@ -119,7 +119,6 @@ def load_model(
     *,
     mesh: Mesh | None = None,
     is_later: bool = False,
-    transfers: bool = False,
     library: ProgramLibrary | None = None,
     show_progress: bool = False,
 ) -> LoadedModel:
@@ -130,8 +129,7 @@ def load_model(
     group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
     mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. is_later: no tokenizer is read, for there
         is one already.
-    transfers: pages go to other engines, or come from them, also where ``args`` do not say so. library: of programs that this process
-        has compiled before.
+    library: of programs that this process has compiled before.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -184,7 +182,6 @@ def load_model(
         return library.settled(str(spec), layout.limits(args, library, params, None))
 
     limits = find_limits() if group is None else _common_limits(group, find_limits)
-    limits = replace(limits, transfers=limits.transfers or transfers)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
         executor: Executor = MeshExecutor(
             step,

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -37,7 +36,7 @@ class Side:
     """The processes of one side, each with one device."""
 
     def __init__(self, count, **options):
-        self.answers, port = tempfile.TemporaryFile("w+"), free_port()
+        port = free_port()
         environment = os.environ | {
             "PYTHONPATH": str(Path(__file__).parents[3]),
             "JAX_PLATFORMS": "cpu",
