@@ -20,7 +20,7 @@ from dsjax.engine.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parce
 from dsjax.engine.parcel_carrier import ParcelCarrier, Shapes
 from dsjax.engine.prefill_engine import PrefillEngine, Receive
 from dsjax.errors import UserError
-from dsjax.hosts.wire import exactly
+from dsjax.hosts.wire import receive_frame, send_frame
 
 if TYPE_CHECKING:
     from dsjax.engine.executor import Progress
@@ -107,8 +107,7 @@ class Channel:
 
 def write(connection: socket.socket, message: Any) -> None:
     """Send a message in a frame with its length."""
-    data = msgspec.msgpack.encode(message)
-    connection.sendall(len(data).to_bytes(4, "little") + data)
+    send_frame(connection, msgspec.msgpack.encode(message))
 
 
 def read(connection: socket.socket) -> Any:
@@ -117,10 +116,7 @@ def read(connection: socket.socket) -> Any:
     Raises:
         EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
     """
-    length = int.from_bytes(exactly(connection, 4), "little")
-    if length > _MOST_BYTES:
-        raise msgspec.DecodeError(f"a frame of {length:,} bytes")
-    return _decoder.decode(exactly(connection, length))
+    return _decoder.decode(receive_frame(connection, _MOST_BYTES))
 
 
 class PrefillServer:
