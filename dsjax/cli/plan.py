@@ -56,7 +56,10 @@ def plan(
         typer.Option(help="JSON of dsjax bench network: its times of collectives in place of assumptions about links."),
     ] = None,
     precision: Annotated[
-        str, typer.Option(help="fp8, bf16 or nvfp4; auto: fp8, or what --measured was taken with.")
+        str,
+        typer.Option(
+            help="fp8, bf16, int8, nvfp4 or nvfp4-bf16 (bf16 attention); auto: fp8, or what --measured was taken with."
+        ),
     ] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="Latent cache: auto, bf16 or fp8.")] = "auto",
     mtp: Annotated[int, typer.Option(help="Tokens drafted by the MTP module a step.")] = 0,

@@ -27,13 +27,24 @@ class Engine:
     dispatch: str
     eager: bool
 
-    def check(self, *, separated: bool, overlap: bool, drafts: bool, fp4: bool, fp8_cache: bool, dispatch: str) -> None:
+    def check(
+        self,
+        *,
+        separated: bool,
+        overlap: bool,
+        drafts: bool,
+        fp4: bool,
+        fp8_cache: bool,
+        dispatch: str,
+        int8: bool = False,
+    ) -> None:
         """Raise `UserError` where something is asked for that this engine cannot do."""
         asked = (
             (separated and not self.transfers, "--mode separated", "does not move caches between instances"),
             (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
             (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
-            (fp4 and not self.fp4, "--precision nvfp4", "does not load FP4 experts"),
+            (fp4 and not self.fp4, "--precision nvfp4 or nvfp4-bf16", "does not load FP4 experts"),
+            (int8 and self.name == "dsjax", "--precision int8", "does not load INT8 weights"),
             (fp8_cache and self.fp8_cache is None, "an FP8 cache", "has none"),
             (dispatch == "deepep" and self.dispatch != "deepep", "--dispatch deepep", "has dispatches of its own"),
         )

@@ -40,6 +40,8 @@ def _common(made: Launch, instance: Instance) -> Iterator[str]:
         yield "The weights are bf16 in the estimate; the command needs a checkpoint in bf16, and DeepSeek's is FP8."
     if precision.expert < 1:
         yield "The experts are FP4 in the estimate; the command needs an NVFP4 checkpoint, such as nvidia/DeepSeek-R1-0528-FP4."
+    if precision.name == "int8":
+        yield "The weights are INT8 in the estimate; the command needs such a checkpoint, as meituan/DeepSeek-R1-Block-INT8 is."
     if made.devices < cluster.devices_per_host:
         yield (
             f"An instance takes {made.devices} of a host's {cluster.devices_per_host} devices: give each its own CUDA_VISIBLE_DEVICES and "
@@ -83,10 +85,6 @@ def _vllm(made: Launch, instance: Instance, limits: Limits) -> None:
             made.lacks.append(
                 "DeepEP's normal kernels are priced for prompts and its low-latency kernels for decodes; vLLM takes one for both."
             )
-    elif spread:
-        made.lacks.append(
-            "DeepEP's exchange is priced; vLLM with tensor parallelism alone sums each layer's output over all devices instead."
-        )
     if limits.overlaps:
         made.put("--enable-dbo")
     if instance.layout.redundant:
@@ -137,11 +135,11 @@ def _sglang(made: Launch, instance: Instance, limits: Limits) -> None:
             made.put("--node-rank", rank, rank)
     if mesh.ep_size > 1:
         made.put("--ep-size", mesh.ep_size)
-    if mesh.ep_size == made.devices > 1:
+    if mesh.ep_size == made.devices > 1 and dp > 1:
         made.put("--moe-a2a-backend", "deepep")
         mode = {"prefill": "normal", "decode": "low_latency"}.get(made.role, "auto")
         made.put("--deepep-mode", mode)
-    elif mesh.ep_size > 1:
+    elif mesh.ep_size > 1 and dp > 1:
         made.lacks.append(
             "DeepEP's exchange is priced; SGLang has it where experts are whole, and sums or gathers over all devices where they are cut."
         )
@@ -168,6 +166,8 @@ def _sglang(made: Launch, instance: Instance, limits: Limits) -> None:
         made.put("--kv-cache-dtype", "fp8_e4m3")
     if options.precision.expert < 1:
         made.put("--quantization", "modelopt_fp4")
+    elif options.precision.name == "int8":
+        made.put("--quantization", "w8a8_int8")
     if options.drafts:
         made.put("--speculative-algorithm", "NEXTN")
         made.put("--speculative-num-steps", options.drafts)

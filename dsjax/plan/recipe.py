@@ -93,6 +93,11 @@ def notes(candidate: Candidate) -> list[str]:
     found += _contradicted(candidate)
     if candidate.mode == "separated":
         found.append("Prefill and decode find each other through NVIDIA Dynamo's frontend: docs/dynamo.md.")
+        if candidate.decode.cluster.prefill is not None:
+            sides = candidate.prefill.cluster.hardware.name, candidate.decode.cluster.hardware.name
+            found.append(
+                f"Prefill belongs on the hosts of {sides[0]} and decode on those of {sides[1]}: start them there."
+            )
     if candidate.decode.overlapped(candidate.batch) and not able.overlaps:
         found.append("The estimate overlaps two half batches, which is not an option of dsjax serve.")
     if candidate.decode.options.drafts and not able.drafts:

@@ -150,7 +150,7 @@ def _search(question: Question) -> Plan:
     if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
     if "separated" in question.options.possible_modes:
-        candidates += separated_candidates(question, fitting)
+        candidates += separated_candidates(question, fitting, _of_prefill(question, fitting))
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]
@@ -164,6 +164,14 @@ def _search(question: Question) -> Plan:
     late = [] if bound is None else [c for c in frontier(candidates) if c.ttft.value > bound]
     full = ([in_full(c) for c in some] for some in (front, late))
     return Plan(question, ranked, missed, *full, found, fitting, too_large, every)
+
+
+def _of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
+    """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two."""
+    if question.cluster.prefill is None:
+        return fitting
+    # A mesh that is given is of every instance; one that those hosts are too few for is no answer.
+    return instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
 
 
 def _shown(candidates: list[Candidate]) -> list[Candidate]:
