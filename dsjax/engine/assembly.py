@@ -16,6 +16,7 @@ from dsjax.engine.args import EngineArgs
 from dsjax.engine.expert_location import ExpertLocation
 from dsjax.engine.process import cache_folder
 from dsjax.errors import UserError
+from dsjax.kernels.pallas import tpu_attention
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
@@ -98,13 +99,15 @@ def make_step(
         prefill_form=args.mla_prefill,
         decode_form=args.mla_decode,
         page_size=args.page_size,
-        kernels=_kernels(args, spec, platform, dtype, scheme),
+        kernels=_kernels(args, spec, platform, dtype, cache_dtype, scheme),
         shared_experts_fusion=fusion,
         scheme=scheme,
     )
 
 
-def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype, scheme: ActivationScheme) -> Kernels:
+def _kernels(
+    args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype, cache_dtype: np.dtype, scheme: ActivationScheme
+) -> Kernels:
     found = choose_kernels(
         args.kernels,
         platform,
@@ -114,7 +117,9 @@ def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype, s
         prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
         tiles=None if args.kernel_config is None else Path(args.kernel_config),
     )
-    return dataclasses.replace(found, quantises=scheme.dynamic)
+    found = dataclasses.replace(found, quantises=scheme.dynamic)
+    reason = found.pallas and found.pallas.platform == "tpu" and tpu_attention.refuses(args.page_size, cache_dtype)
+    return dataclasses.replace(found, plain_attention=True, note=reason) if reason else found
 
 
 def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dtype:

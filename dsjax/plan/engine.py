@@ -12,8 +12,7 @@ from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 
 @dataclass(frozen=True)
 class Engine:
-    """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode instances,
-    of which each is on one host where `on_one_host`.
+    """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode instances.
     drafts: with the MTP module. fp4: loads FP4 experts. fp8_cache: bytes a value of its FP8 latent cache, None without one.
     dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step one by one; otherwise one compiled program does.
     """
@@ -27,7 +26,6 @@ class Engine:
     fp8_cache: float | None
     dispatch: str
     eager: bool
-    on_one_host: bool = False
 
     def check(
         self,
@@ -91,7 +89,6 @@ def dsjax_engine() -> Engine:
         fp8_cache=FP8_CACHE if any("fp8" in name for name in cache) else None,
         dispatch="auto",
         eager=False,
-        on_one_host=True,
     )
 
 

@@ -115,9 +115,6 @@ def notes(candidate: Candidate) -> list[str]:
             found.append(
                 f"Prefill belongs on the hosts of {sides[0]} and decode on those of {sides[1]}: start them there."
             )
-        host = candidate.decode.cluster.devices_per_host
-        if able.on_one_host and max(candidate.decode.layout.devices, candidate.prefill.layout.devices) > host:
-            found.append("A side spans several hosts in this plan; dsjax runs each side of a separated service on one.")
     if candidate.decode.overlapped(candidate.batch) and not able.overlaps:
         found.append("The estimate overlaps two half batches, which is not an option of dsjax serve.")
     if candidate.decode.options.drafts and not able.drafts:

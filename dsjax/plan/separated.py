@@ -30,15 +30,8 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
     if question.devices < 2 and question.cluster.prefill is None:
         return []
     pins = question.options.pins
-    where = ""
-    if question.options.engine.on_one_host:
-        where = ", on one host, where dsjax runs each side of a separated service"
-        fitting, prefilling = (
-            [one for one in some if one.layout.devices <= one.cluster.devices_per_host]
-            for some in (fitting, prefilling)
-        )
-    chosen = _pools(question, _pinned(prefilling, pins.prefill_mesh, "--prefill-mesh", where))
-    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh", where)
+    chosen = _pools(question, _pinned(prefilling, pins.prefill_mesh, "--prefill-mesh"))
+    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh")
     points = [(i, b) for i in decoding for b in _decode_batches(question, i)]
     rate = {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
@@ -67,8 +60,8 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
     return found
 
 
-def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str, where: str) -> list[Instance]:
-    """Those of the mesh that was given. where: what the layouts are bound to, for the message.
+def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
+    """Those of the mesh that was given.
 
     Raises:
         UserError: no layout that fits has it.
@@ -82,7 +75,7 @@ def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str, where: st
             key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size),
         )
         raise UserError(
-            f"{flag} {mesh} is no layout that fits here{where}; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
+            f"{flag} {mesh} is no layout that fits here; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
         )
     return found
 

@@ -22,6 +22,15 @@ FREE = {
     "conditional", "call", "iota", "domain", "opt-barrier",
 }  # fmt: skip
 """Operations that name, pass on or order things; their computations, where they have any, count by themselves."""
+ORDERING = {
+    "AllocateBuffer",
+    "ConcatBitcast",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+    "AsyncCollectiveStart",
+    "AsyncCollectiveDone",
+}
+"""Custom calls of TPU programs that likewise only name buffers or order what is asynchronous."""
 _RENAMES = ("bitcast", "reshape", "copy", "transpose")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
@@ -60,9 +69,9 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
         moved += size
         bytes_assumed += size if assumed else 0.0
         if one.operation.opcode == "custom-call" and told is None and _gemm(one.computation, one.operation) is None:
-            target = re.search(r'custom_call_target="([^"]*)"', one.operation.attributes)
-            name = target.group(1) if target else "custom-call"
-            uncounted[name] = uncounted.get(name, 0.0) + one.times
+            name = _target(one.operation)
+            if name not in ORDERING:
+                uncounted[name] = uncounted.get(name, 0.0) + one.times
     return ProgramCosts(flops, by_dtype, moved, flops_assumed, bytes_assumed, uncounted)
 
 
@@ -75,6 +84,8 @@ def bytes_moved(program: Program, computation: Computation, operation: Operation
     told = told_cost(operation)
     if told:
         return round(told.bytes)
+    if opcode == "custom-call" and _target(operation) in ORDERING:
+        return 0
     if opcode == "fusion":
         if collective_of(program, operation) or is_done(program, operation):
             return 0
@@ -173,9 +184,15 @@ def told_cost(operation: Operation) -> ToldCost | None:
     None where it has none."""
     if operation.opcode != "custom-call" or "cost_flops" not in operation.attributes:
         return None
-    # XLA prints the quotation marks of the JSON in it as \22.
-    found = dict(re.findall(r"cost_(\w+)\\22: \\22([\w.]+)\\22", operation.attributes))
+    # For GPUs XLA prints the quotation marks of the JSON in it as \22, for TPUs as they are.
+    found = dict(re.findall(r'cost_(\w+)(?:\\22|"): ?(?:\\22|")([\w.]+)', operation.attributes))
     return ToldCost(float(found["flops"]), float(found["bytes"]), found["dtype"], found["assumed"] == "1")
+
+
+def _target(operation: Operation) -> str:
+    """What a custom call calls."""
+    found = re.search(r'custom_call_target="([^"]*)"', operation.attributes)
+    return found.group(1) if found else "custom-call"
 
 
 def _gemm(computation: Computation, operation: Operation) -> tuple[int, ...] | None:
