@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dsjax.plan.cluster import bundled_clusters
+from dsjax.plan.cluster import bundled_clusters, load_cluster
 from dsjax.plan.dynamo_graph import Graph, Side
 from dsjax.plan.kubernetes import pod_resources
 
@@ -91,7 +91,8 @@ def command(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or (*GRAPHS, *HOSTS, *bundled_clusters()):
+    alike = [name for name in bundled_clusters() if load_cluster(name).prefill is None]
+    for name in sys.argv[1:] or (*GRAPHS, *HOSTS, *alike):
         print(name, flush=True)
         if name in GRAPHS:
             (ROOT / "deploy" / "dynamo" / f"{name}.yaml").write_text(graph(name), encoding="utf-8")

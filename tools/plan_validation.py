@@ -124,7 +124,8 @@ NVIDIA's FP4 checkpoint has bf16 attention.
 
 What is wrong:
 
-- **Few users** are predicted too slow, as in point 8: 16 and less by 17 % on average; from 32 on five to twelve percent, but for X14 and X18.
+- **Few users** are predicted too slow, as in point 8: 16 and less by 17 % on average; from 32 on the error is 1 to
+  12 % but for X14 and X18.
   At 4 users on H200 (X26) a token took 9.7 ms, and 13 are predicted: experts 5.2, projections 2.0, small kernels 1.7, attention 1.1, sums
   1.0, host 1.0. What was timed, operation by operation, adds up to 10 ms already; the small kernels and the host, which are assumed,
   come on top, and engines of 2026 hide or fuse most of both. Experts were timed with tokens that choose at random. No number of this table

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, host_bytes
@@ -28,6 +29,10 @@ REPOSITORIES = {
     "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
 }
 """Where the weights of bundled configurations are; a service has to load some."""
+
+
+_MOST = 0.98
+"""Of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
 
 
 def serve_options(
@@ -56,6 +61,9 @@ def serve_options(
         "--max-num-batched-tokens": str(max(seqs, tokens)),
         "--prefill-chunk": str(max(1, min(math.ceil(prefill_tokens), length))),
     }
+    share = memory_share(instance, seqs * length)
+    if share > EngineArgs.gpu_memory_utilization:
+        found["--gpu-memory-utilization"] = f"{share:g}"
     if options.drafts:
         found["--speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": options.drafts})
     if options.precision.linear == FP8_BLOCK:
@@ -74,6 +82,15 @@ def serve_options(
     elif instance.layout.redundant:
         found["--redundant-experts"] = str(instance.layout.redundant)
     return found
+
+
+def memory_share(instance: Instance, tokens: float) -> float:
+    """Of a device's memory, what weights, the cache of so many tokens and a step's temporaries take, rounded up; at most 0.98: the rest
+    of what is set aside is the runtime's."""
+    memory = instance.memory
+    temporaries = max(0.0, memory.reserve.value - (1 - _MOST) * memory.device)
+    needed = memory.weights_total + tokens * memory.cache_per_token + temporaries
+    return min(_MOST, math.ceil(needed / memory.device * 100) / 100)
 
 
 def command(options: dict[str, str]) -> str:

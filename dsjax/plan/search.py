@@ -188,10 +188,12 @@ def _order(question: Question):
 
 
 def _best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first of each pair of layouts and mode."""
+    """The first of each pair of layouts and mode, and of each ratio of prefill to decode instances."""
     seen, kept = set(), []
     for candidate in candidates:
-        key = (candidate.mode, candidate.decode.layout, candidate.prefill.layout)
+        most = math.gcd(candidate.prefill_count, candidate.count) if candidate.mode == "separated" else 0
+        ratio = (candidate.prefill_count // most, candidate.count // most) if most else ()
+        key = (candidate.mode, candidate.decode.layout, candidate.prefill.layout, ratio)
         if key not in seen:
             seen.add(key)
             kept.append(candidate)

@@ -13,6 +13,8 @@ from sharding.mesh import MeshSpec
 
 _POOLS, _DECODERS = 6, 400
 """Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
+_FINE = 1 << 24
+"""Parts of a DP rank's batch that are told apart where prefill and decode have hosts of their own."""
 _BISECTED = 60
 """On many devices, decode instances whose batch is bisected."""
 
@@ -108,7 +110,8 @@ def _relieved(
     """Where prefill is too busy for the TTFT: the same with the most requests that leave it time enough, if any do."""
     if pool.alone.value > ttft:
         return []
-    users, tried = users_told_apart(instance, right), {}
+    # With two kinds of hosts no other split of them makes up for a user who is rounded away: means are not whole users.
+    users, tried = users_told_apart(instance, right) if instance.cluster.prefill is None else _FINE, {}
 
     def keeps(part: int, seconds: Callable[[float], float] | None = None) -> bool:
         tried[part] = quick_separated(pool, left, instance, right, part / users, seconds)
