@@ -19,6 +19,7 @@ from dispatch_cases import (
     routings,
     weights_of,
 )
+from quick_compilation import QUICK_COMPILATION
 
 from sharding import MeshError, MeshSpec
 from sharding.dispatch import DispatchConfig, dispatch
@@ -204,7 +205,12 @@ def test_seventy_two_ranks_with_redundant_experts():
     program = Path(__file__).parent / "dispatch_on_72_ranks.py"
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=72 --xla_cpu_collective_call_terminate_timeout_seconds=60",
+        "XLA_FLAGS": " ".join(
+            (
+                *QUICK_COMPILATION,
+                "--xla_force_host_platform_device_count=72 --xla_cpu_collective_call_terminate_timeout_seconds=60",
+            )
+        ),
         "PJRT_NPROC": "144",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }

@@ -457,12 +457,10 @@ def generated(llm):
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": "dp=1", "host_cache_bytes": 0},
-        {"mesh": "dp=2,tp=2"},
-        {"mesh": "tp=2", "mla_prefill": "CD", "mla_decode": "CD"},
-        {"mesh": "dp=1", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+        {"mesh": "dp=2,tp=2", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+        {"mesh": "tp=2", "mla_prefill": "CD", "mla_decode": "CD", "host_cache_bytes": 0},
     ],
-    ids=["disk alone", "dp=2,tp=2", "keys and values", "drafts"],
+    ids=["dp=2,tp=2, drafts", "keys and values, disk alone"],
 )
 def test_a_models_tokens_are_the_same_and_its_pages_come_back_after_a_restart_too(
     checkpoint, expected, options, tmp_path
