@@ -1,6 +1,6 @@
 """`Scheduler`: which tokens of which requests every DP rank computes in the next step. Plain Python, no JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class Scheduler:
         incoming: Incoming | None = None,
         leases: Leases | None = None,
     ):
-        self.config, self.incoming = config, incoming
+        self.config, self.incoming, self._leases = config, incoming, leases
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         self.ranks = [
@@ -195,7 +195,11 @@ class Scheduler:
         Slots, pages and what was computed are void, so every request that ran waits again, in its old order, as a preempted one
         does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
         """
-        new = Scheduler(config, num_ranks, page_events=self.events is not None)
+        if self.incoming is not None:
+            self.incoming.void()
+        new = Scheduler(
+            config, num_ranks, page_events=self.events is not None, incoming=self.incoming, leases=self._leases
+        )
         new._arrivals = self._arrivals
         refused: list[Update] = []
         for request in sorted(self._requests.values(), key=lambda request: request.order):
@@ -250,6 +254,11 @@ class Scheduler:
                 else:
                     self.events.removed(None, "disk", (name,), told=False)
         for rank, number, ok in reports.read:
+            self.ranks[rank].arrivals.landed(number, ok, now)
+
+    def enter_pulled(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
+        """Enter what has come of a rank's pages that were pulled together."""
+        for number in numbers:
             self.ranks[rank].arrivals.landed(number, ok, now)
 
     def take_dirty(self) -> list[list[int]] | None:

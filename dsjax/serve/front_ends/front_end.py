@@ -78,7 +78,7 @@ class RemoteEngine(AsyncEngine):
         self.tokenizer = tokenizer
         config = _scheduler_config(welcome.scheduler)
         self._inputs = InputProcessor(tokenizer, config, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
-        self._outputs = OutputProcessor(tokenizer)
+        self._outputs = OutputProcessor(tokenizer, welcome.stream_interval)
         self._limited = welcome.limited
         self._handles = itertools.count(1)
         self._numbers = itertools.count(1)

@@ -167,6 +167,7 @@ class Welcome(_Message):
     vocab_size: int
     eos_token_ids: list[int]
     seed: int
+    stream_interval: int
     model_names: list[str]
     model_root: str
     max_model_len: int
