@@ -77,15 +77,14 @@ class Follower:
             if parcels is not None:
                 parcels.join(loaded)
             spec, wanted = (MeshSpec.parse(text) for text in (loaded.facts.mesh, found.wanted if found else args.mesh))
-            present = [member.process_id for member in self.group.present]
-            self._on_warm = lambda: ahead.begin(spec, wanted, present, loaded.facts.weights)
+            self._on_warm = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
             return loaded.executor
 
         if (
             self.group.generation > 0
         ):  # it comes back, and the others go on meanwhile: let them not wait for its compiler
             self.phase = "compiling ahead"
-            ahead.prepare(MeshSpec.parse(args.mesh), "this process takes part again")
+            ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
             self.phase = "standing by"
         self.run(load, release)
 
@@ -136,6 +135,9 @@ class Follower:
                 release(executor)
             del executor
             found = following
+            reason = self.group.why_left_out(found)
+            if reason is not None:
+                raise GroupError(reason)
         self.reason = found.reason or None
         self._finish()
 

@@ -93,8 +93,8 @@ class Landings:
 class LeaderExecutor(ExecutorAround):
     """An executor that writes down each command for the other processes of a generation, and then carries it out itself.
 
-    What fails because a process has gone away is a `GroupError` that names it. Nothing more is to be launched then: who survives goes
-    on in another generation, with another executor.
+    What fails because a process is known to have gone away is a `GroupError` that names it. Nothing more is to be launched then: who
+    survives goes on in another generation, with another executor.
 
     Attributes:
         collected: how many results have been collected.
@@ -188,9 +188,11 @@ class LeaderExecutor(ExecutorAround):
     def _inner(self, method: Any, argument: Any) -> Any:
         try:
             return method(argument)
-        except RuntimeError as error:  # a collective that lost its other side
-            lost = self.group.lost_by(error)
-            raise error if lost is None else lost from error
+        except (
+            RuntimeError
+        ) as error:  # a collective that lost its other side, as may be known by now or soon (`Generations.after`)
+            self.group.check(error)
+            raise
 
 
 def _read_pulled(reader: StreamReader, landings: Landings) -> None:

@@ -173,6 +173,8 @@ def load_model(
             )
 
     if group is not None:
+        if on_cpu:
+            group.connect([device.id for device in mesh.devices.flat])
         group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
     params = read() if group is None else group.run("loading", read)
     with explained_out_of_memory("its weights were loaded", smaller):

@@ -63,7 +63,7 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """Who is in the group, or why there is none.
 
     service: `HOST:PORT` of JAX's coordination service. generation: the first one that this process may be in. here: where the group had
-    formed before, the ids of those that live.
+    formed before, the ids of those that live. wanted: the mesh that was asked for last; empty: that of the start.
     """
 
     members: list[Arrival] = []
@@ -71,6 +71,7 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     service: str = ""
     generation: int = 0
     here: list[int] = []
+    wanted: str = ""
 
 
 Message = Arrival | Prepared | Verdict
