@@ -146,3 +146,16 @@ def test_tokens_are_those_of_one_engine_and_a_lost_prefill_process_costs_no_requ
     assert after["used"] == after["under_way"] == 0
     assert after["completed"] >= counts["completed"] + 6
     assert decode.end() == [0, 0]
+
+
+def test_a_lost_decode_process_costs_no_request_and_no_page(expected, sides):
+    prefill, decode, generate = sides(1, "tp=1", 2, "dp=2")
+    assert generate() == expected
+    counts = decode.ask()
+    assert (counts["completed"], counts["given_up"], counts["used"]) == (6, 0, 0)
+    assert generate(decode.processes[1].kill) == expected
+    assert generate() == expected
+    after = decode.ask()
+    assert (after["used"], after["under_way"], after["mesh"]) == (0, 0, "dp=1")
+    assert after["completed"] >= counts["completed"] + 6
+    assert prefill.is_empty() is True
