@@ -27,7 +27,7 @@ OPTIONS = {
     "page_size": 4,
     "max_model_len": 96,
     "dtype": "float32",
-    "transfer_timeout": 20,
+    "transfer_timeout": 120,  # steps compile at first use, on busy cores
     "compile_ahead": 0,
 }
 
@@ -46,6 +46,7 @@ class Side:
         self.processes = []
         for index in range(count):
             group = {"coordinator_address": f"127.0.0.1:{port}", "num_processes": count, "process_id": index}
+            group = group if count > 1 else {}
             own = {**OPTIONS, "transfer_host": "127.0.0.1", "heartbeat_timeout": 5, "local_prefill_tokens": 1}
             self.processes.append(
                 subprocess.Popen(
@@ -73,6 +74,15 @@ class Side:
         self.processes[0].stdin.flush()
         return self.answer()
 
+    def is_empty(self):
+        """Whether a prefill side comes to keep nothing."""
+        for _ in range(200):
+            kept = self.ask()
+            if kept["jobs"] == kept["parcels"] == kept["pages"] == 0:
+                return True
+            time.sleep(0.05)
+        return kept
+
     def end(self):
         """Exit codes."""
         self.processes[0].stdin.close()
@@ -84,43 +94,68 @@ class Side:
             process.wait()
 
 
-def test_tokens_are_those_of_one_engine_and_a_process_that_dies_costs_no_request_and_no_page(tmp_path):
-    write_drafting_checkpoint(tmp_path)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, 290, size=int(rng.integers(20, 70))).tolist() for _ in range(6)]
-    model = {"model": str(tmp_path)}
-    prefill = Side(2, mesh="dp=2", disaggregation_mode="prefill", **model)
-    decode = Side(2, mesh="tp=2", disaggregation_mode="decode", **model)
-    try:
-        llm = LLM(str(tmp_path), mesh="dp=1", **OPTIONS)
-        expected = run(llm, [(str(index), tokens, None) for index, tokens in enumerate(prompts)])
-        llm.shutdown()
-        prefill.answer(), decode.answer()
+PROMPTS = [np.random.default_rng(i).integers(2, 290, size=20 + 9 * i).tolist() for i in range(6)]
 
-        def generate():
-            said = [[str(index), tokens, prefill.ask(tokens=tokens)] for index, tokens in enumerate(prompts)]
-            return decode.ask(requests=said)["found"]
 
-        # Each prefill process keeps the parcels of its rank, and each decode process pulls its copy of them.
-        assert generate() == expected
-        counts = decode.ask()
-        assert (counts["completed"], counts["given_up"], counts["used"]) == (6, 0, 0)
-        kept = {}
-        for _ in range(100):
-            kept = prefill.ask()
-            if kept["jobs"] == kept["parcels"] == kept["pages"] == 0:
-                break
-            time.sleep(0.05)
-        assert (kept["jobs"], kept["parcels"], kept["pages"]) == (0, 0, 0)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("wide")
+    write_drafting_checkpoint(directory)
+    return str(directory)
 
-        # A process of the prefill side dies: the other one goes on alone.
-        prefill.processes[1].kill()
-        assert generate() == expected
-        assert generate() == expected
-        after = decode.ask()
-        assert after["used"] == after["under_way"] == 0
-        assert after["completed"] >= counts["completed"] + 6
-        assert decode.end() == [0, 0]
-    finally:
-        prefill.kill()
-        decode.kill()
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    llm = LLM(checkpoint, mesh="dp=1", **OPTIONS)
+    yield run(llm, [(str(index), tokens, None) for index, tokens in enumerate(PROMPTS)])
+    llm.shutdown()
+
+
+@pytest.fixture
+def sides(checkpoint):
+    """Starts a prefill and a decode side; gives both, and what has all prompts computed by the one and decoded by the other."""
+    found = []
+
+    def start(prefill, prefill_mesh, decode, decode_mesh):
+        found.append(Side(prefill, mesh=prefill_mesh, disaggregation_mode="prefill", model=checkpoint))
+        found.append(Side(decode, mesh=decode_mesh, disaggregation_mode="decode", model=checkpoint))
+        for side in found:
+            side.answer()
+        return *found, generate
+
+    def generate(between=lambda: None):
+        said = [[str(index), tokens, found[0].ask(tokens=tokens)] for index, tokens in enumerate(PROMPTS)]
+        between()
+        return found[1].ask(requests=said)["found"]
+
+    yield start
+    for side in found:
+        side.kill()
+
+
+def test_tokens_are_those_of_one_engine_and_a_lost_prefill_process_costs_no_request_and_no_page(expected, sides):
+    prefill, decode, generate = sides(2, "dp=2", 2, "tp=2")
+    # Each prefill process keeps the parcels of its rank, and each decode process pulls its copy of them.
+    assert generate() == expected
+    counts = decode.ask()
+    assert (counts["completed"], counts["given_up"], counts["used"]) == (6, 0, 0)
+    assert prefill.is_empty() is True
+    assert generate(prefill.processes[1].kill) == expected  # the other one goes on alone
+    assert generate() == expected
+    after = decode.ask()
+    assert after["used"] == after["under_way"] == 0
+    assert after["completed"] >= counts["completed"] + 6
+    assert decode.end() == [0, 0]
+
+
+def test_a_lost_decode_process_costs_no_request_and_no_page(expected, sides):
+    prefill, decode, generate = sides(1, "tp=1", 2, "dp=2")
+    assert generate() == expected
+    counts = decode.ask()
+    assert (counts["completed"], counts["given_up"], counts["used"]) == (6, 0, 0)
+    assert generate(decode.processes[1].kill) == expected
+    assert generate() == expected
+    after = decode.ask()
+    assert (after["used"], after["under_way"], after["mesh"]) == (0, 0, "dp=1")
+    assert after["completed"] >= counts["completed"] + 6
+    assert prefill.is_empty() is True
