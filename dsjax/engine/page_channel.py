@@ -14,7 +14,7 @@ import msgspec
 
 from dsjax.engine.page_transfer import Ask, Cancel, Failed, Forget, Granted, Offer, Release, Take, Taken
 from dsjax.errors import UserError
-from dsjax.hosts.wire import exactly
+from dsjax.hosts.wire import receive_frame, send_frame
 
 VERSION = 2
 """Of the messages. It changes whenever an older side could misunderstand a newer one."""
@@ -181,8 +181,7 @@ def connected(address: str, space: dict[str, Any]) -> tuple[socket.socket, str]:
 
 def write(connection: socket.socket, message: Any) -> None:
     """Send a message in a frame with its length."""
-    data = msgspec.msgpack.encode(message)
-    connection.sendall(len(data).to_bytes(4, "little") + data)
+    send_frame(connection, msgspec.msgpack.encode(message))
 
 
 def read(connection: socket.socket) -> Any:
@@ -191,10 +190,7 @@ def read(connection: socket.socket) -> Any:
     Raises:
         EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
     """
-    length = int.from_bytes(exactly(connection, 4), "little")
-    if length > _MOST_BYTES:
-        raise msgspec.DecodeError(f"a frame of {length:,} bytes")
-    return _decoder.decode(exactly(connection, length))
+    return _decoder.decode(receive_frame(connection, _MOST_BYTES))
 
 
 def split_address(address: str) -> tuple[str, int]:

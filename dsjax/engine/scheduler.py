@@ -172,7 +172,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        self.config.check_fits(request.num_prompt_tokens, request.max_tokens)
+        _check_fits(request, self.config)
         priority = request.priority if self.config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._arrivals)
         self._arrivals += 1
@@ -205,11 +205,8 @@ class Scheduler:
         for request in sorted(self._requests.values(), key=lambda request: request.order):
             ran = request.status is Status.RUNNING
             request.void()
-            if request.params.max_tokens is None:
-                most = config.max_request_len - request.num_prompt_tokens
-                request.set_max_tokens(max(min(most, request.max_tokens), request.num_output_tokens + 1))
             try:
-                config.check_fits(request.num_prompt_tokens, request.max_tokens)
+                _check_fits(request, config)
             except AdmissionError as error:
                 refused.append(refuse(request, error, now))
                 continue
@@ -358,6 +355,16 @@ class Scheduler:
             return 0
         most = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
         return self.config.speculation.drafts(max(1, min(most, self.config.max_num_seqs)))
+
+
+def _check_fits(request: Request, config: SchedulerConfig) -> None:
+    """Raise the `AdmissionError` of a request that could never finish. Where nobody gave `max_tokens`, it is what the mesh could hold when
+    the request came, and becomes what this one can.
+    """
+    if request.params.max_tokens is None:
+        most = config.max_request_len - request.num_prompt_tokens
+        request.set_max_tokens(max(min(most, request.max_tokens), request.num_output_tokens + 1))
+    config.check_fits(request.num_prompt_tokens, request.max_tokens)
 
 
 def refuse(request: Request, error: AdmissionError, now: float) -> Update:

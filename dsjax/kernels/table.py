@@ -51,6 +51,7 @@ TABLE = (
     Implementation(
         "experts", "pallas", ("gpu",), "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8 widened"
     ),
+    Implementation("experts", "pallas", ("tpu",), "Mosaic, sorted pairs, bfloat16 weights read from the stack"),
     Implementation(
         "other products", "plain", None, "JAX; FP8 weights dequantised first, or by blocks with FP8 activations"
     ),
@@ -68,7 +69,7 @@ class Kernels:
     """Which implementation a step uses of each operation.
 
     native: the loaded native kernels; pallas: the Pallas kernels; None of both where all is plain.
-    plain_attention: whether attention is left to the plain form, because the kernels cannot read this cache.
+    left_plain: operations that the kernels leave to the plain form, because they cannot read this cache or these weights.
     quantises: whether activations are quantised for FP8 products, which native kernels do not.
     note: why nothing faster is used where something exists, or how the native kernels came; one line for people, empty if there is
         nothing to say.
@@ -76,7 +77,7 @@ class Kernels:
 
     native: NativeKernels | None = None
     pallas: PallasKernels | None = None
-    plain_attention: bool = False
+    left_plain: tuple[str, ...] = ()
     quantises: bool = False
     note: str = field(default="", compare=False)
 
@@ -87,7 +88,7 @@ class Kernels:
         rows = [row for row in TABLE if row.operation == operation and row.name == loaded]
         if not any(platform is None or platform in row.platforms for row in rows):
             return "plain"
-        if self.plain_attention and operation.endswith("attention"):
+        if operation in self.left_plain:
             return "plain"
         if self.quantises and loaded == "native" and operation == "experts":
             return "plain"

@@ -68,7 +68,8 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
         size = one.times * bytes_moved(program, one.computation, one.operation)
         moved += size
         bytes_assumed += size if assumed else 0.0
-        if one.operation.opcode == "custom-call" and told is None and _gemm(one.computation, one.operation) is None:
+        known = told or _gemm(one.computation, one.operation) or _grouped(one.operation)
+        if one.operation.opcode == "custom-call" and not known:
             name = _target(one.operation)
             if name not in ORDERING:
                 uncounted[name] = uncounted.get(name, 0.0) + one.times
@@ -155,6 +156,8 @@ def products(program: Program, computation: Computation, operation: Operation) -
         yield left.dtype, convolution_flops(operation, left, right)
     elif operation.opcode == "dot":
         contracting = operation.integers("lhs_contracting_dims")
+    elif _grouped(operation):
+        yield _grouped(operation)
     elif operation.opcode == "custom-call":
         contracting = _gemm(computation, operation)
     if contracting is None:
@@ -193,6 +196,21 @@ def _target(operation: Operation) -> str:
     """What a custom call calls."""
     found = re.search(r'custom_call_target="([^"]*)"', operation.attributes)
     return found.group(1) if found else "custom-call"
+
+
+def _grouped(operation: Operation) -> tuple[str, int] | None:
+    """Dtype and operations of XLA's own grouped product for TPUs (``lax.ragged_dot``), as if all its rows belonged to a group: the
+    last two operands are rows ``[M, K]`` and groups ``[X, K, N]``. What makes its tables of tiles has none."""
+    if operation.opcode != "custom-call" or "ragged" not in operation.attributes:
+        return None
+    if operation.op_name.endswith("ragged-dot-metadata"):
+        return "bf16", 0
+    found = re.search(r"operand_layout_constraints=\{(.*?)\}\}.*ragged_dot_tiling=", operation.attributes)
+    if not found:
+        return None
+    (dtype, rows), (_, groups) = re.findall(r"(\w+)\[([\d,]+)\]", found.group(1))[-2:]
+    (M, K), N = map(int, rows.split(",")), int(groups.split(",")[-1])
+    return dtype, 2 * M * K * N
 
 
 def _gemm(computation: Computation, operation: Operation) -> tuple[int, ...] | None:

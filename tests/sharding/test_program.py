@@ -201,6 +201,20 @@ def test_a_tpu_kernels_metadata_is_read_over_its_lines_and_custom_calls_that_ord
     assert program.entry.root.op_name == "jit(run)/attend/pallas_call"
 
 
+def test_a_tpus_ragged_dot_counts_its_rows_by_its_groups_matrices():
+    program = Program.parse(
+        "HloModule m, is_scheduled=true\n\nENTRY %main.1 (p0: bf16[64,16], p1: bf16[4,16,32]) -> f32[64,32] {\n"
+        "  %p0 = bf16[64,16]{1,0} parameter(0)\n  %p1 = bf16[4,16,32]{2,1,0} parameter(1)\n"
+        '  %t = s32[5]{0} custom-call(), custom_call_target="tpu_custom_call", metadata={op_name="ragged-dot-metadata"}\n'
+        '  ROOT %k = f32[64,32]{1,0} custom-call(%t, %p0, %p1), custom_call_target="tpu_custom_call", '
+        "operand_layout_constraints={s32[5]{0}, bf16[64,16]{1,0}, bf16[4,16,32]{2,1,0}}, "
+        'frontend_attributes={mosaic_fusion_entry_point="true",ragged_dot_tiling="64,16,32"}, '
+        'metadata={op_name="jit(f)/ragged_dot_general/ragged-dot-none"}\n}\n'
+    )
+    costs = program_costs(program)
+    assert (costs.flops_by_dtype, costs.uncounted) == ({"bf16": 2 * 64 * 16 * 32}, {})
+
+
 def test_a_custom_call_that_tells_its_cost_is_counted_by_that_and_another_is_named():
     told = r'serialized_metadata = "{\22cost_flops\22: \224096\22, \22cost_bytes\22: \22640\22, \22cost_dtype\22: \22bf16\22, '
     told += r'\22cost_assumed\22: \221\22}"'

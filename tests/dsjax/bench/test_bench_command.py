@@ -1,34 +1,21 @@
 """`dsjax bench serve` as a user meets it: what is printed, what is written, how it ends."""
 
 import csv
-import io
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
-
-from dsjax.cli.main import main
+from commands import Ended, run
 
 COMMON = ("--num-prompts", "8", "--random-input-len", "6", "--random-output-len", "4", "--vocab-size", "50")
 
 
-def bench(url, *options, common=COMMON) -> SimpleNamespace:
-    """What the command prints and ends with, in this process: a Python of its own takes two seconds to start."""
-    printed, said, code = io.StringIO(), io.StringIO(), 0
-    arguments = ["dsjax", "bench", "serve", "--base-url", url, *common, *options]
-    with mock.patch.object(sys, "argv", arguments), redirect_stdout(printed), redirect_stderr(said):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-    return SimpleNamespace(returncode=code, stdout=printed.getvalue(), stderr=said.getvalue())
+def bench(url, *options, common=COMMON) -> Ended:
+    return run("dsjax", "bench", "serve", "--base-url", url, *common, *options)
 
 
 def test_it_prints_what_vllm_prints(start_fake):

@@ -11,6 +11,7 @@ from dsjax.engine.commands import (
     Command,
     Copy,
     DropPages,
+    DropParcels,
     FetchPages,
     Flush,
     PlacePages,
@@ -127,6 +128,7 @@ class FakeExecutor:
         self.disk_takes: int | None = 1
         self.disk_fails = False
         self.parcels_take: int | None = 0
+        self.dropped_parcels: list[int] = []
         self._offer = self._pull_by = self._report = None
         self._parcel_work: deque[list] = deque()  # [polls left, "offer" or "pull", what]
         self._found: list[bytes] | None = list(self.disk) if disk_pages else None
@@ -180,7 +182,18 @@ class FakeExecutor:
         return {page for command in places for page in from_int32s(command.ranks[rank])}
 
     def _run_what_nobody_waits_for(self) -> None:
-        moving = Copy | Clear | StorePages | FetchPages | PlacePages | ReadPages | DropPages | SendPages | PullPages
+        moving = (
+            DropParcels
+            | Copy
+            | Clear
+            | StorePages
+            | FetchPages
+            | PlacePages
+            | ReadPages
+            | DropPages
+            | SendPages
+            | PullPages
+        )
         while self._queue and isinstance(self._queue[0].command, moving):
             self._run(self._queue.popleft().command)
 
@@ -325,6 +338,8 @@ class FakeExecutor:
                     wanted.setdefault((source, parcel), []).append((place, number))
                 for (source, parcel), pages in wanted.items():
                     self._parcel_work.append([0, "pull", (rank, source, parcel, pages)])
+        elif isinstance(command, DropParcels):
+            self.dropped_parcels += from_int32s(command.numbers)
         elif isinstance(command, DropPages):
             self._disk_work.append([0, "drop", (command.everything, names_of(command.names)), None])
         elif isinstance(command, PlacePages):

@@ -15,10 +15,11 @@ from fake_executor import FakeExecutor
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.commands import int32s
+from dsjax.engine.leader import Landings
 from dsjax.engine.leases import Keeper
 from dsjax.engine.page_channel import split_address
 from dsjax.engine.page_network import PrefillServer, RemoteLink, handoff
-from dsjax.engine.page_transfer import Ask, Failed, ParcelGoneError, Release
+from dsjax.engine.page_transfer import Ask, Failed, ParcelGoneError, PulledParcel, Release
 from dsjax.engine.parcel_network import KeptParcels, ParcelServer, RemoteParcels
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.scheduler_config import SchedulerConfig
@@ -282,6 +283,33 @@ def test_a_parcel_that_another_process_keeps_is_waited_for_when_it_was_offered_e
         with pytest.raises(ParcelGoneError):
             kept.take(number)
     assert len(kept) == 0
+
+
+def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
+    executor = FakeExecutor(transfers=True)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    engine = PrefillEngine(executor, config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
+    offers = []
+    engine.post(Ask("a", int32s(range(9)), 0, 2), offers.append)
+    while not offers:
+        engine.turn(wait=False)
+    assert {offer.address for offer in offers} == {"there:1"}
+    for offer in offers:
+        engine.post(Release(offer.number), offers.append)
+    engine.turn(wait=False)
+    engine.turn(wait=False)
+    assert executor.dropped_parcels == [offer.number for offer in offers]
+    assert engine.leases.num_kept == engine.num_jobs == 0
+
+
+def test_a_parcel_has_come_when_it_has_come_in_every_process_of_its_rank():
+    found = []
+    landings = Landings([[0], [0, 1]], found.append)
+    landings.enter(PulledParcel(0, 0, 7, [1], True))
+    for ok in (True, False):
+        landings.enter(PulledParcel(1, 0, 8, [2, 3], ok))
+        landings.enter(PulledParcel(1, 0, 9, [4], True))
+    assert [(parcel.number, parcel.ok) for parcel in found] == [(7, True), (8, False), (9, True)]
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:0", "host:x"])

@@ -12,13 +12,14 @@ import ml_dtypes
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import AttentionCase
+from kernel_cases import STORED, AttentionCase, ExpertsCase
 from layouts import TINY
 
 from dsjax.config import ModelConfig
-from dsjax.kernels.pallas import PallasKernels, tpu_attention
-from dsjax.kernels.table import Kernels, choose_kernels
+from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_products
+from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
 from dsjax.model.attention import PagedAttention, Rows
+from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import cache_arrays
 from dsjax.model.mla import Projections
 from sharding import MeshSpec, fp8
@@ -75,7 +76,8 @@ def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cach
     assert chosen.pallas == PallasKernels("tpu")
     assert chosen.name("decode attention", "A_CC_ME") == "pallas"
     assert chosen.name("decode attention", "CD") == "plain"
-    assert dataclasses.replace(chosen, plain_attention=True).name("prefill attention", "CC") == "plain"
+    left = dataclasses.replace(chosen, left_plain=("prefill attention",))
+    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "plain"]
     bf16 = np.dtype(ml_dtypes.bfloat16)
     assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
     assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)
@@ -113,3 +115,38 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():
 
     found = attended(Kernels(pallas=PallasKernels("tpu", interpret=True)))
     np.testing.assert_allclose(found, attended(Kernels()), atol=1e-4)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    X=st.integers(1, 4),
+    D=st.sampled_from([128, 256]),
+    F=st.sampled_from([128, 384]),
+    N=st.sampled_from([1, 7, 40]),
+    K=st.integers(1, 3),
+    routing=st.sampled_from(["all", "some", "one expert", "none"]),
+    mean_load=st.sampled_from([0.5, 40.0]),
+)
+def test_experts_are_those_of_a_loop(seed, X, D, F, N, K, routing, mean_load):
+    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=2, routing=routing)
+    kernels = Kernels(pallas=PallasKernels("tpu", interpret=True))
+    product = ExpertProduct(weight_dtype=STORED[2], kernels=kernels, mean_load=mean_load)
+    found = np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
+    expected, size = case.expected()
+    # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
+    assert np.all(np.abs(found - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+
+
+def test_tiles_hold_each_experts_pairs_and_blocks_fit_the_cores_memory():
+    placed = tpu_products.tile_pairs(jnp.asarray([0, 5, 5]), jnp.asarray([5, 0, 17]), 22, 16)
+    assert placed.use.tolist() == [3]
+    assert placed.expert_T.tolist()[:3] == [0, 2, 2]
+    assert placed.pair_S[placed.used_S].tolist() == list(range(22))
+    assert tpu_products.block_columns(7168, 2048, 2) == 512
+    assert tpu_products.takes(7168, 2048)
+    assert not tpu_products.takes(7168, 100)
+    assert not tpu_products.takes(2**20, 128)
+    few, many = (tpu_products.TpuProductTiles.for_load(load) for load in (64, 4096))
+    assert (few.rows, few.rows_first) == (128, True)
+    assert (many.rows, many.rows_first) == (256, False)
