@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from dsjax.config import ModelConfig
 from dsjax.plan.balancing import STEP_INTERVAL, Slots
@@ -406,7 +406,7 @@ class StepModel:
         hosts = ranks // each if ranks == self.layout.mesh.num_devices and ranks % each == 0 else 1
         return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))
 
-    @property
+    @cached_property
     def sums_experts(self) -> bool:
         """Whether nothing is dispatched, with published kernels: where attention's heads are over all devices of the EP group, each
         has every token, computes those of its experts, and the layer's second sum adds the results up (vLLM's all-to-all is for data
