@@ -1,5 +1,6 @@
 """Environment of every test: 32 emulated CPU devices, set before anything imports JAX; and how many processes share the tests."""
 
+import functools
 import gc
 import itertools
 import math
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx._transports.default as _http
 import pytest
 from quick_compilation import QUICK_COMPILATION
 
@@ -36,6 +38,10 @@ def _set_environment() -> None:
 
 
 _set_environment()
+
+# httpx reads the certificates of all authorities for every client, which `httpx.get` makes anew each time: 50 ms, thousands of times. No
+# client here changes its context, and hardly one uses it.
+_http.create_ssl_context = functools.cache(_http.create_ssl_context)
 
 # JAX's traces are large graphs that live as long as their programs; Python would look through them every 700 new objects.
 gc.set_threshold(20_000, 20, 50)

@@ -3,10 +3,15 @@
 from importlib.metadata import version
 
 # Without LLVM's optimisations, which on tiny models cost more than they save; XLA's own passes all run. The code of fusions by
-# the generator that was the only one until 2025, which takes half the time to compile with (jaxlib 0.11 has it no more, and aborts
-# at a flag that it does not know). The tests are of our programs, not of XLA's code generators.
+# the generator that was the only one until 2025, which takes half the time to compile with, and a program's code in one piece instead of
+# up to 32, each of which LLVM begins anew with: a tenth of all instructions of an engine's start and run. (Of the last two jaxlib 0.11 has
+# the first no more, and aborts at a flag that it does not know.) The tests are of our programs, not of XLA's code generators.
 QUICK_COMPILATION = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-    *(("--xla_cpu_use_fusion_emitters=false",) if version("jaxlib").startswith("0.10.") else ()),
+    *(
+        ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+        if version("jaxlib").startswith("0.10.")
+        else ()
+    ),
 )

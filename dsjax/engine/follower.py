@@ -61,6 +61,11 @@ class Follower:
         from dsjax.engine.program_library import ProgramLibrary
         from sharding.mesh import MeshSpec
 
+        parcels = None
+        if args.is_side:
+            from dsjax.engine.disaggregated import FollowersParcels
+
+            parcels = FollowersParcels(args, self.group)
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
 
@@ -69,6 +74,8 @@ class Follower:
                 loaded = load_model(args, self.group, library=library)
             else:
                 loaded = load_generation(args, found, self.group, library)
+            if parcels is not None:
+                parcels.join(loaded)
             spec, wanted = (MeshSpec.parse(text) for text in (loaded.facts.mesh, found.wanted if found else args.mesh))
             present = [member.process_id for member in self.group.present]
             self._on_warm = lambda: ahead.begin(spec, wanted, present, loaded.facts.weights)

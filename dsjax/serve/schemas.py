@@ -2,6 +2,7 @@
 
 from typing import Any, NotRequired
 
+from pydantic import BaseModel
 from typing_extensions import TypedDict  # below Python 3.12 pydantic reads no other, and brings this one
 
 
@@ -27,7 +28,7 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionTokensDetails
 
 
-class ErrorDetail(TypedDict):
+class ErrorDetail(BaseModel):
     """What went wrong."""
 
     message: str
@@ -36,8 +37,10 @@ class ErrorDetail(TypedDict):
     code: str | None
 
 
-class ErrorBody(TypedDict):
+class ErrorBody(BaseModel):
     """Any answer with a status of 400 or more."""
+
+    # A model, since FastAPI describes it for each route and status: nearly two hundred times, of which pydantic remembers a model's alone.
 
     error: ErrorDetail
 

@@ -9,13 +9,13 @@ import sys
 import time
 
 import pytest
+from commands import Ended, run
 
 COMMON = ("--num-prompts", "8", "--random-input-len", "6", "--random-output-len", "4", "--vocab-size", "50")
 
 
-def bench(url, *options, common=COMMON) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "dsjax", "bench", "serve", "--base-url", url, *common, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def bench(url, *options, common=COMMON) -> Ended:
+    return run("dsjax", "bench", "serve", "--base-url", url, *common, *options)
 
 
 def test_it_prints_what_vllm_prints(start_fake):

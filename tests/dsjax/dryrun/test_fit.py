@@ -40,7 +40,9 @@ def test_steps_and_refusals_are_searched_too():
 @pytest.mark.slow
 def test_one_more_row_or_page_would_not_fit(tmp_path, monkeypatch):
     """Both neighbours of each answer are among the programs that were compiled."""
-    (tmp_path / "config.json").write_text(json.dumps(TINY | {"first_k_dense_replace": 0}))  # two dozen compilations
+    (tmp_path / "config.json").write_text(
+        json.dumps(TINY | {"first_k_dense_replace": 3})
+    )  # two dozen compilations, and nothing here is about experts
     config, mesh = load_config(tmp_path), MeshSpec.parse("dp=1").build()
     args = DryRunArgs(
         engine=EngineArgs(model=str(tmp_path), page_size=4, gpu_memory_utilization=0.8), batch=2, context=16

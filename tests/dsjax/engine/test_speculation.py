@@ -425,15 +425,14 @@ def test_a_row_at_its_last_tokens_asks_for_no_page_that_it_cannot_fill(llm, watc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["auto", "fp8"])
-def test_in_bf16_tokens_are_the_same_wherever_the_two_largest_logits_are_apart(checkpoint, monkeypatch, weights):
+def test_in_bf16_tokens_are_the_same_wherever_the_two_largest_logits_are_apart(checkpoint, monkeypatch):
     """Each token is held to what an engine without drafts makes behind the very same text.
 
     Both round to 8 bits, in products of other shapes: that engine differs by 0.3 from itself in other batches. Apart is more than a
     32nd of the largest logit.
     """
     drafted, plain = (
-        load(checkpoint, "dp=1", given, dtype="bfloat16", weights=weights)
+        load(checkpoint, "dp=1", given, dtype="bfloat16", weights="fp8")
         for given in ({"method": "mtp", "num_speculative_tokens": 2}, None)
     )
     watch = Watch(drafted, monkeypatch)

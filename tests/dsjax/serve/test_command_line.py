@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from commands import run
 from fake_executor import FakeExecutor, expected_tokens
 from rich.console import Console
 from tiny_tokenizer import tiny_tokenizer
@@ -25,10 +26,6 @@ from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 from sharding import MeshError
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, check=False)
 
 
 def test_no_command_imports_jax_before_the_devices_are_arranged():
