@@ -126,7 +126,8 @@ class EngineArgs:
     mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)
     kernels: str = option(
         "auto",
-        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU; pallas: Triton on GPU",
+        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU; "
+        "pallas: Triton on GPU, Mosaic on TPU",
         ("auto", "plain", "native", "pallas"),
     )
     kernel_cache: str | None = option(

@@ -24,7 +24,7 @@ from dsjax.model.forms import cache_arrays
 from dsjax.model.mla import Projections
 from sharding import MeshSpec, fp8
 
-FEW = settings(max_examples=3, deadline=None, derandomize=True)
+FEW = settings(max_examples=2, deadline=None, derandomize=True)
 
 
 def attention_of(case, tiles=None, *, joined=False, spare=0):
@@ -50,7 +50,7 @@ def attention_of(case, tiles=None, *, joined=False, spare=0):
 @FEW
 @given(
     seed=st.integers(0, 2**31),
-    R=st.integers(1, 3),
+    R=st.integers(1, 2),
     C=st.sampled_from([1, 3, 9]),
     H=st.integers(1, 5),
     O=st.integers(1, 20),
@@ -139,7 +139,9 @@ def test_experts_are_those_of_a_loop(seed, X, D, F, N, K, routing, mean_load):
 
 
 def test_tiles_hold_each_experts_pairs_and_blocks_fit_the_cores_memory():
-    placed = tpu_products.tile_pairs(jnp.asarray([0, 5, 5]), jnp.asarray([5, 0, 17]), 22, 16)
+    placed = jax.jit(tpu_products.tile_pairs, static_argnums=(2, 3))(
+        jnp.asarray([0, 5, 5]), jnp.asarray([5, 0, 17]), 22, 16
+    )
     assert placed.use.tolist() == [3]
     assert placed.expert_T.tolist()[:3] == [0, 2, 2]
     assert placed.pair_S[placed.used_S].tolist() == list(range(22))
