@@ -6,7 +6,8 @@
 The server, and `LLM` in a process of its own, are loaded once; then they take turns, one round each, so that a slow minute of
 the machine hits both. Round 0 warms up and is not counted. In a round, all prompts are given at once (for HTTP: as that many
 streams at the same time, of the server's own client in a third process), greedy, to full length. The figure is the median over
-rounds of (prompts × new tokens) ÷ seconds, prefill included. HTTP's time has its client's work in it, on the same cores.
+rounds of (prompts × new tokens) ÷ seconds, prefill included. HTTP's time has its client's work in it, on the same cores: beside
+the rates stand the processor's microseconds a token of each process.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from dsjax.bench.serve.event_loop import run
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.bench.serve.server_facts import ask_server
-from tools.serve_process import ROOT, serve_process
+from tools.serve_process import ROOT, ServeProcess, processor_seconds, serve_process
 
 
 def main() -> None:
@@ -39,25 +40,31 @@ def main() -> None:
     options = ["--model", args.model, "--mesh", args.mesh]
     options += [word for name, value in _options(args).items() for word in (f"--{name.replace('_', '-')}", str(value))]
     seconds: dict[str, list[float]] = {"offline": [], "http": []}
+    processor: dict[str, list[float]] = {"LLM": [], "server": [], "client": []}
     same = []
     try:
         with serve_process(options) as server:
             for number in range(args.rounds + 1):
-                offline, online = _ask(worker), run(_http_round(args, server.url, number))
+                offline, online = _ask(worker), run(_http_round(args, server, number))
                 same.append(statistics.fmean(a == b for a, b in zip(offline["texts"], online["texts"], strict=True)))
                 if number:
                     seconds["offline"].append(offline["seconds"])
                     seconds["http"].append(online["seconds"])
+                    processor["LLM"].append(offline["processor"])
+                    processor["server"].append(online["server"])
+                    processor["client"].append(online["client"])
                 print(
                     f"round {number} of {args.rounds}: {offline['seconds']:.2f} s, {online['seconds']:.2f} s",
                     file=sys.stderr,
                 )
     finally:
         worker.kill()
-    _report(args, seconds, same)
+    _report(args, seconds, processor, same)
 
 
-def _report(args: argparse.Namespace, seconds: dict[str, list[float]], same: list[float]) -> None:
+def _report(
+    args: argparse.Namespace, seconds: dict[str, list[float]], processor: dict[str, list[float]], same: list[float]
+) -> None:
     total = args.prompts * args.new_tokens
     rates = {system: total / statistics.median(times) for system, times in seconds.items()}
     ratio = rates["http"] / rates["offline"]
@@ -67,26 +74,32 @@ def _report(args: argparse.Namespace, seconds: dict[str, list[float]], same: lis
     print(
         f"HTTP ÷ offline: {ratio:.3f} (rounds: {', '.join(f'{r:.3f}' for r in by_round)}); expected at least {args.least}"
     )
+    each = {name: 1e6 * statistics.median(times) / total for name, times in processor.items()}
+    print("processor µs a token: " + ", ".join(f"{name} {micros:.0f}" for name, micros in each.items()))
     print(f"the same text for {min(same):.0%} of prompts")
     if args.json:
         found = {"seconds": seconds, "tokens_per_second": rates, "ratio": ratio, "same_text": same}
+        found |= {"processor_seconds": processor}
         Path(args.json).write_text(json.dumps({"arguments": vars(args), **found}, indent=1) + "\n")
     if ratio < args.least:
         sys.exit(1)
 
 
-async def _http_round(args: argparse.Namespace, url: str, number: int) -> dict[str, Any]:
+async def _http_round(args: argparse.Namespace, server: ServeProcess, number: int) -> dict[str, Any]:
     async with open_session(None) as session:
-        facts = await ask_server(session, url, None)
-        client = Client(session, Target(url, "completions", facts.model, ignore_eos=True))
+        facts = await ask_server(session, server.url, None)
+        client = Client(session, Target(server.url, "completions", facts.model, ignore_eos=True))
         requests = [BenchRequest(prompt, len(prompt), args.new_tokens) for prompt in _prompts(args, number)]
+        began = processor_seconds(server.pid), time.process_time()
         result = await run_load(client, requests, [0.0] * len(requests), args.concurrency)
+        used = processor_seconds(server.pid) - began[0], time.process_time() - began[1]
     errors = [record.error for record in result.records if record.error is not None]
     if errors:
         sys.exit(f"{len(errors)} requests failed: {errors[0]}")
     if any(record.output_tokens != args.new_tokens for record in result.records):
         sys.exit("an answer through HTTP has not the length that was asked for")
-    return {"seconds": result.duration, "texts": [record.text for record in result.records]}
+    texts = [record.text for record in result.records]
+    return {"seconds": result.duration, "server": used[0], "client": used[1], "texts": texts}
 
 
 def _start_worker() -> subprocess.Popen:
@@ -114,9 +127,10 @@ def offline_worker(args: argparse.Namespace) -> None:
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
     for number, _ in enumerate(sys.stdin):
         prompts = [{"prompt_token_ids": prompt} for prompt in _prompts(args, number)]
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         outputs = llm.generate(prompts, params)
-        found = {"seconds": time.perf_counter() - begin, "texts": [output.outputs[0].text for output in outputs]}
+        found = {"seconds": time.perf_counter() - begin, "processor": time.process_time() - used}
+        found["texts"] = [output.outputs[0].text for output in outputs]
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 

@@ -11,6 +11,7 @@ prompts and time between tokens (ITL) of the others. All must make the same toke
 
 import argparse
 import json
+import queue
 import random
 import statistics
 import subprocess
@@ -109,15 +110,15 @@ def measure_bytes(args, console: Console) -> None:
         sender.wait(pending) if not pending.done else None
 
     row("taken off the cache, until it can be offered", seconds(take))
-    link = llm.engine.prefills[0]
-    link.pull, link.send = lambda number, device: move_parcel(parcel, device), lambda message: None
+    landed = executor._parcels
+    come = queue.SimpleQueue()
+    landed._pull, landed._report = lambda source, number, device: move_parcel(parcel, device), come.put
     counter = iter(range(1, 10**6))
 
     def land():
-        executor.launch(PullPages([int32s(value for place in range(PARCEL_PAGES) for value in (0, 1, place, place))]))
-        reported = 0
-        while reported < PARCEL_PAGES:
-            reported += len(executor.page_reports().read)
+        quadruples = int32s(value for place in range(PARCEL_PAGES) for value in (0, 1, place, place))
+        executor.launch(PullPages([quadruples], [(0, "")]))
+        come.get()
 
     def place():
         number = next(counter)

@@ -3,6 +3,7 @@
     python tools/check_host_loss.py                                            # 4 × 8 devices, 200 sessions, ten processes killed
     python tools/check_host_loss.py --signal STOP --losses 3                   # they hang instead
     sudo python tools/check_host_loss.py --signal CUT                          # the link of one is cut, and its process lives; Linux
+    sudo python tools/check_host_loss.py --signal CUT --between 1,2            # the link between these two alone
     python tools/check_host_loss.py --at-once 2                                # two of the four at the same moment
     python tools/check_host_loss.py --at-once 2 --apart 10                     # the second while the mesh is being changed
     python tools/check_host_loss.py --processes 2 --devices 2 --sessions 8 --losses 2       # a small one
@@ -12,11 +13,14 @@ and at a random moment a random process but the first gets the signal. When the 
 started again, as its supervisor would do, and joins (not with `--no-return`). An answer is lost where its stream ends with an error or
 without an end, and wrong where its text is another.
 
+What is lost or wrong is printed at once, with the reason. Every `--progress` seconds a line says how far it is.
+
 The silence is the longest time without a token on any stream, from the signal, or from the start of the process that comes back, until
-the group has changed: so the seconds until the first token after the loss. `--json FILE` writes `{"losses": [{"processes", "signal",
-"silence", "compiled_ahead", "change_seconds", "devices", "return_silence", "return_change_seconds"}], "answers", "lost", "wrong",
-"pages_left", "resident_bytes": [first, last]}`, anew after each loss. What stands behind `--` are more options of `dsjax serve`. Exits 1
-where an answer was lost or wrong, a page was left, or a group did not change.
+the group has changed: so the seconds until the first token after the loss. Its parts: `noticing` until the change began; `releasing`,
+`loading` and `compiling` as process 0's log has them; `rest` until the next token. `--json FILE` writes `{"losses": [{"processes",
+"signal", "silence", "parts", "compiled_ahead", "change_seconds", "devices", "return_silence", "return_parts",
+"return_change_seconds"}], "answers", "lost", "wrong", "pages_left", "resident_bytes": [first, last]}`, anew after each loss. What stands
+behind `--` are more options of `dsjax serve`. Exits 1 where an answer was lost or wrong, a page was left, or a group did not change.
 """
 
 import argparse
@@ -80,6 +84,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--losses", type=int, default=10)
     parser.add_argument("--signal", choices=("KILL", "STOP", "CUT"), default="KILL")
+    parser.add_argument(
+        "--between",
+        type=lambda text: [int(number) for number in text.split(",")],
+        metavar="I,J",
+        help="with --signal CUT: cut the link between these two alone, which process 0 hears both of",
+    )
     parser.add_argument("--at-once", type=int, default=1, help="processes that get it at the same moment")
     parser.add_argument(
         "--apart", type=float, default=0, help="or within so many seconds, so that the change is hit too"
@@ -90,10 +100,19 @@ def main() -> int:
     parser.add_argument("--no-return", action="store_true", help="start none again")
     parser.add_argument("--heartbeat-timeout", type=int, default=10)
     parser.add_argument("--patience", type=float, default=600, help="seconds in which a group must have changed")
+    parser.add_argument("--progress", type=float, default=15)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--logs", type=Path, help="a folder for what each process has printed since it was started last"
+    )
     parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="more options of dsjax serve")
     args = parser.parse_args()
+    if args.between and (args.signal != "CUT" or len(set(args.between)) != 2 or 0 in args.between):
+        parser.error("--between is of two processes other than 0, and goes with --signal CUT")
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
+    )  # so that processes and namespaces are gone too
     args.mesh = args.mesh or f"dp={args.processes * args.devices}"
     with tempfile.TemporaryDirectory(prefix="check-host-loss-") as folder, links(args) as network:
         group = start(args, Path(folder), network)
@@ -105,6 +124,10 @@ def main() -> int:
             raise
         finally:
             group.end()
+            if args.logs is not None:
+                args.logs.mkdir(parents=True, exist_ok=True)
+                for index, text in enumerate(group.output):
+                    (args.logs / f"process-{index}.log").write_text(text)
     return 1 if found["lost"] or found["wrong"] or found["pages_left"] else 0
 
 
@@ -148,6 +171,15 @@ def start(args: argparse.Namespace, folder: Path, network: Namespaces | None) ->
 
 
 @dataclass
+class Seen:
+    """What has come of an answer: the response's status, events with text, and when the last came."""
+
+    status: int | None = None
+    events: int = 0
+    last: float | None = None
+
+
+@dataclass
 class Check:
     """The sessions, and what is done to the group under them.
 
@@ -159,6 +191,8 @@ class Check:
     group: Group
     network: Namespaces | None = None
     arrivals: list[float] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    doing: str = "answering undisturbed"
     answers: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[int] = field(default_factory=list)
@@ -186,13 +220,16 @@ class Check:
         """All of it; print a line for each loss."""
         timeout = aiohttp.ClientTimeout(total=None, sock_read=self.args.patience)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self.http:
+            telling = asyncio.create_task(self.tell_progress())
+            began = time.monotonic()
             expected = await asyncio.gather(*(self.ask(request) for request in self.requests))
+            self.say(f"{len(expected)} undisturbed answers in {time.monotonic() - began:.1f} s")
             first = self.resident()
             sessions = [asyncio.create_task(self.session(i, text)) for i, text in enumerate(expected)]
             losses = []
             for number in range(self.args.losses):
                 losses.append(await self.lose())
-                print(f"{number + 1}: {json.dumps(losses[-1])}; {self.answers} answers", flush=True)
+                self.say(f"{number + 1}: {json.dumps(losses[-1])}; {self.standing}")
                 self.write(
                     {"losses": losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
                 )
@@ -200,16 +237,32 @@ class Check:
                     break
             self.going = False
             await asyncio.gather(*sessions)
+            telling.cancel()
             await asyncio.sleep(1)
             async with self.http.get(f"{self.url}/get_load") as answer:
                 pages = sum(load["used_pages"] for load in (await answer.json())["ranks"])
             found = {"losses": losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
             found |= {"pages_left": pages, "resident_bytes": [first, self.resident()]}
             self.write(found)
-            print(json.dumps({name: value for name, value in found.items() if name != "losses"}))
-            for text in self.lost[:5]:
-                print(f"lost: {text}")
+            self.say(json.dumps({name: value for name, value in found.items() if name != "losses"}))
             return found
+
+    def say(self, text: str) -> None:
+        """Print a line, with the seconds since the start before it."""
+        print(f"[{time.monotonic() - self.started:7.1f} s] {text}", flush=True)
+
+    @property
+    def standing(self) -> str:
+        """What came of the requests so far."""
+        return f"{self.answers} answers, {len(self.lost)} lost, {len(self.wrong)} wrong"
+
+    async def tell_progress(self) -> None:
+        """Say again and again how far it is."""
+        while True:
+            before = len(self.arrivals)
+            await asyncio.sleep(self.args.progress)
+            rate = (len(self.arrivals) - before) / self.args.progress
+            self.say(f"{self.standing}; {rate:.1f} events a second; {self.doing}")
 
     def write(self, found: dict) -> None:
         """What is known so far, to the file."""
@@ -218,21 +271,36 @@ class Check:
 
     async def session(self, index: int, expected: str) -> None:
         """Send one request again and again."""
-        while self.going:
+        for number in itertools.count(1):
+            if not self.going:
+                return
+            began, seen = time.monotonic(), Seen()
             try:
-                text = await self.ask(self.requests[index])
+                text = await self.ask(self.requests[index], seen)
             except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
-                self.lost.append(f"session {index}: {type(error).__name__}: {error}")
+                now = time.monotonic()
+                last = "none" if seen.last is None else f"the last {now - seen.last:.1f} s ago"
+                self.lost.append(
+                    f"session {index}, its request {number}: {type(error).__name__}: {error}; status {seen.status}, sent "
+                    f"{now - began:.1f} s ago, {seen.events} events, {last}; while {self.doing}; {self.requests[index]}"
+                )
+                self.say(f"LOST: {self.lost[-1]}")
                 await asyncio.sleep(1)
                 continue
             self.answers += 1
             if text != expected:
                 self.wrong.append(index)
+                at = next((at for at, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), "the end")
+                self.say(
+                    f"WRONG: session {index}, its request {number}, from character {at} on, after {time.monotonic() - began:.1f} s, while "
+                    f"{self.doing}: {text!r} instead of {expected!r}; {self.requests[index]}"
+                )
 
-    async def ask(self, request: dict) -> str:
-        """The text of a stream that ends as it should."""
-        text, done = "", False
+    async def ask(self, request: dict, seen: "Seen | None" = None) -> str:
+        """The text of a stream that ends as it should. seen: is told what comes."""
+        text, done, seen = "", False, seen or Seen()
         async with self.http.post(f"{self.url}/v1/completions", json=request) as answer:
+            seen.status = answer.status
             if answer.status != 200:
                 raise RuntimeError(await answer.text())
             async for line in answer.content:
@@ -243,7 +311,8 @@ class Check:
                     event = json.loads(data)
                     if "error" in event:
                         raise RuntimeError(data)
-                    self.arrivals.append(time.monotonic())
+                    seen.events, seen.last = seen.events + 1, time.monotonic()
+                    self.arrivals.append(seen.last)
                     text += event["choices"][0]["text"]
         if not done:
             raise RuntimeError("the stream has no end")
@@ -252,34 +321,50 @@ class Check:
     async def lose(self) -> dict:
         """Take processes away at a random moment, and start them again."""
         if self.args.ahead:
+            self.doing = "programs are compiled ahead"
             await self.until(self.has_compiled_ahead)
+        self.doing = "nothing is lost"
         await asyncio.sleep(self.rng.uniform(1, 5))
         victims = self.rng.sample(range(1, self.args.processes), self.args.at_once)
         wanted = await self.metric("dsjax_generation_devices_wanted")
         # With `--no-return` some have gone before; a signal to those is none.
         victims = [index for index in victims if self.group.processes[index].poll() is None]
         compiled = await self.metric("dsjax_compile_ahead_programs_done")
+        said = len(self.group.output[0])
         changes, began = await self.changes(), time.monotonic()
+        self.doing = f"processes {victims} are lost"
+        if self.args.between:
+            victims = []
+            self.network.cut_between(*self.args.between)
         for index in victims:
             if self.network is not None:
                 self.network.cut(index)
             else:
                 self.group.processes[index].send_signal(getattr(signal, f"SIG{self.args.signal}"))
             await asyncio.sleep(self.rng.uniform(0, self.args.apart))
-        seconds = await self.until(lambda: self.changed_since(changes))
+        await self.until(lambda: self.has_begun(said))
+        if self.args.between:
+            victims = await self.left_out()
+        noticed = time.monotonic() - began
+        seconds = await self.until(lambda: self.changed_since(changes)) + round(noticed, 2)
         found = {"processes": victims, "signal": self.args.signal, "silence": await self.silence(began)}
+        found["parts"] = self.parts(said, found["silence"], noticed)
         found["compiled_ahead"] = compiled
         found |= {"change_seconds": seconds, "devices": await self.metric("dsjax_generation_devices")}
         if not self.args.no_return:
             await asyncio.sleep(self.rng.uniform(1, 3))
             began, before = time.monotonic(), await self.metric("dsjax_generation_change_seconds_total")
+            said, self.doing = len(self.group.output[0]), f"processes {victims} come back"
             for index in victims:
                 self.group.processes[index].kill()  # that it is not healthy a supervisor would see too
-                if self.network is not None:
+                if self.args.between:
+                    self.network.mend_between(*self.args.between)
+                elif self.network is not None:
                     self.network.mend(index)
                 self.group.start_again(index)
             await self.until(lambda: self.has_devices(wanted))
             found["return_silence"] = await self.silence(began)
+            found["return_parts"] = self.parts(said, found["return_silence"], 0.0)
             found["return_change_seconds"] = round(
                 await self.metric("dsjax_generation_change_seconds_total") - before, 2
             )
@@ -289,6 +374,30 @@ class Check:
         """Whether process 0 has all programs of the meshes that may come next."""
         wanted = await self.metric("dsjax_compile_ahead_programs_wanted")
         return 0 < wanted == await self.metric("dsjax_compile_ahead_programs_done")
+
+    async def left_out(self) -> list[int]:
+        """Wait for one of the two to end, between which the link is cut: it was left out."""
+        found: list[int] = []
+
+        async def has_ended() -> bool:
+            found[:] = [index for index in self.args.between if self.group.processes[index].poll() is not None]
+            return bool(found)
+
+        await self.until(has_ended)
+        return found
+
+    async def has_begun(self, said: int) -> bool:
+        """Whether process 0 has said since then that it gives up its mesh."""
+        return re.search(r"Generation \d+ begins", self.group.output[0][said:]) is not None
+
+    def parts(self, said: int, silence: float, noticed: float) -> dict[str, float]:
+        """Of a silence, by what process 0 has said of its last change since then."""
+        changes = re.findall(
+            r"Generation \d+ has .* No step computed for [\d.]+ s: (.*)\.", self.group.output[0][said:]
+        )
+        found = {name: float(part) for name, part in re.findall(r"(\w+) ([\d.]+) s", changes[-1])} if changes else {}
+        found = {"noticing": round(max(0.0, noticed - found.get("releasing", 0.0)), 2), **found}
+        return found | {"rest": round(silence - sum(found.values()), 2)}
 
     async def silence(self, since: float) -> float:
         """The longest time without a token since then, on any stream; first waits for one."""

@@ -242,6 +242,7 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
                 (rate("dsjax_transfer_pages_total"), "pages"),
                 (rate("dsjax_transfers_total", by="outcome"), "{{outcome}}"),
                 (gauge("dsjax_transfers_under_way"), "under way"),
+                (f"{gauge('dsjax_transfer_landed_bytes')} / 1e6", "MB landed"),
             ],
         ),
         (

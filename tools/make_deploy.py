@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dsjax.plan.cluster import bundled_clusters
+from dsjax.plan.cluster import bundled_clusters, load_cluster
 from dsjax.plan.dynamo_graph import Graph, Side
 from dsjax.plan.kubernetes import pod_resources
 
@@ -28,6 +28,7 @@ WIDE = {
     "--max-num-batched-tokens": "4096",
     "--prefill-chunk": "2048",
 }
+WIDE_PREFILL = TENSOR | {"--dispatch-wire": "fp8", "--max-num-seqs": "16"}
 BALANCED = {
     "--enable-eplb": "",
     "--eplb-config": '{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000}',
@@ -53,15 +54,32 @@ GRAPHS = {
         "prefill apart from decode on 32 Hopper GPUs: two hosts TEP8 each compute prompts, two hosts DEP8 each make tokens",
         (("prefill", 2, 1, PREFILL), ("decode", 2, 1, WIDE | {"--mesh": "dp=8"})),
     ),
+    "disagg-wide-32": (
+        "prefill apart from decode with wide EP on 32 Hopper GPUs: DEP16 on two hosts computes prompts, DEP16 on two others makes tokens",
+        (
+            ("prefill", 1, 2, WIDE_PREFILL | {"--mesh": "dp=16", "--redundant-experts": "32"}),
+            ("decode", 1, 2, WIDE | BALANCED | {"--mesh": "dp=16"}),
+        ),
+    ),
+    "disagg-wide-gb200": (
+        "prefill apart from decode with wide EP on a GB200 NVL72: 5 × DEP8 on two trays each compute prompts, DEP32 on eight makes tokens",
+        (
+            ("prefill", 5, 2, WIDE_PREFILL | {"--mesh": "dp=8"}),
+            ("decode", 1, 8, WIDE | BALANCED | {"--mesh": "dp=32"}),
+        ),
+    ),
 }
 """Of `deploy/dynamo`: name to what it is, and its workers: kind, engines, hosts of each, options."""
+DEVICES = {"disagg-wide-gb200": 4}
+"""Of a host, where they are not 8."""
 
 
 def graph(name: str) -> str:
     about, kinds = GRAPHS[name]
     lines = (f"DeepSeek-R1, {about}.", f"kubectl apply -f deploy/dynamo/{name}.yaml    # made by tools/make_deploy.py")
-    resources = pod_resources("cuda", 8)
-    sides = tuple(Side(kind, LENGTHS | own, engines, hosts, 8, resources) for kind, engines, hosts, own in kinds)
+    devices = DEVICES.get(name, 8)
+    resources = pod_resources("cuda", devices)
+    sides = tuple(Side(kind, LENGTHS | own, engines, hosts, devices, resources) for kind, engines, hosts, own in kinds)
     return Graph(f"r1-{name}", lines, MODEL, sides, VOLUME, 1024, 1024).text()
 
 
@@ -73,7 +91,8 @@ def command(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or (*GRAPHS, *HOSTS, *bundled_clusters()):
+    alike = [name for name in bundled_clusters() if load_cluster(name).prefill is None]
+    for name in sys.argv[1:] or (*GRAPHS, *HOSTS, *alike):
         print(name, flush=True)
         if name in GRAPHS:
             (ROOT / "deploy" / "dynamo" / f"{name}.yaml").write_text(graph(name), encoding="utf-8")

@@ -96,6 +96,17 @@ class Namespaces:
         """Undo `cut`."""
         self._run("ip", "link", "set", self._outer(host), "up")
 
+    def cut_between(self, one: int, other: int) -> None:
+        """Have nothing that one host sends to the other arrive, both ways; both reach all others."""
+        for host, peer in ((one, other), (other, one)):
+            nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+            self._run("ip", "-n", self.name(host), "neigh", "replace", self.address(peer), *nobody)
+
+    def mend_between(self, one: int, other: int) -> None:
+        """Undo `cut_between`."""
+        for host, peer in ((one, other), (other, one)):
+            self._run("ip", "-n", self.name(host), "neigh", "del", self.address(peer), "dev", "eth0")
+
     def close(self) -> None:
         """Take all of it away."""
         if self._switch is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from dsjax.plan.inferencex import beside_inferencex
 from dsjax.plan.unseen import beside, beside_further
 from dsjax.plan.validation import leave_one_out, table
 
@@ -107,6 +108,35 @@ What is wrong:
 - A plan therefore holds for engines that have the tables' kernels. For others take their own times: `--operators`, `--measured` or
   `--compiled`.
 
+## Thirty-six runs of 2026, predicted first
+
+The ten above say more about an engine of March 2025 than about the model. InferenceX runs SGLang and TensorRT-LLM on many machines; its
+application's repository carries results as fixtures (`packages/app/cypress/fixtures/api/benchmarks.json`; read: vngcloud/InferenceX-app,
+commit 7fe6d62). A rule chose the runs before a number was read: H200 and B200, SGLang and TensorRT-LLM, dated 2026, no drafts, prefill and
+decode together. The file was opened without its metrics; the predictions were committed (54613e4) before the measured values were
+entered, and are shown as they were committed: output tokens a second a device, by the mean-value answer of a closed loop. Lengths are
+drawn from 0.8 to 1 times the given ones, as the benchmark's scripts have it; by them the cache is FP8, and bf16 with SGLang on H200. Had
+been seen before: point 8, which is this benchmark with SGLang 0.5.7 on H200. Two things were changed in the model while the
+configurations were being read, before the predictions: no dispatch is paid where attention is over all devices of the EP group, and
+NVIDIA's FP4 checkpoint has bf16 attention.
+
+{inferencex}
+
+What is wrong:
+
+- **Few users** are predicted too slow, as in point 8: 16 and less by 17 % on average; from 32 on the error is 1 to
+  12 % but for X14 and X18.
+  At 4 users on H200 (X26) a token took 9.7 ms, and 13 are predicted: experts 5.2, projections 2.0, small kernels 1.7, attention 1.1, sums
+  1.0, host 1.0. What was timed, operation by operation, adds up to 10 ms already; the small kernels and the host, which are assumed,
+  come on top, and engines of 2026 hide or fuse most of both. Experts were timed with tokens that choose at random. No number of this table
+  has been used to change any of it.
+- **X14, X18** (DEP8, 128 users; X18 with 8K prompts a third of what was measured): by the model replicas wait for each other's prompts. The
+  engine was told to hold prompts back until all replicas have some (`attention_dp_config: enable_balance`), which is the high end of the
+  interval.
+- **TensorRT-LLM with `tp=8` on H200** (X35, X36) is the one group that is predicted too fast, by a tenth.
+- The intervals hold 58 % where nine of ten are wanted. They are not too narrow so much as displaced: 15 of the 15 that lie outside are
+  too slow.
+
 ## With tables left out
 
 The same counted points with one table of operations left out, whose operations are then carried over from the other tables:
@@ -115,5 +145,11 @@ The same counted points with one table of operations left out, whose operations 
 """
 
 if __name__ == "__main__":
-    page = _PAGE.format(table=table(), without=leave_one_out(), unseen=beside(), further=beside_further())
+    page = _PAGE.format(
+        table=table(),
+        without=leave_one_out(),
+        unseen=beside(),
+        further=beside_further(),
+        inferencex=beside_inferencex(),
+    )
     Path("docs/plan-validation.md").write_text(page, encoding="utf-8")

@@ -57,6 +57,11 @@ def dryrun(
         args = dataclasses.replace(args, **{f"mla_{step}": mla})
     if args.separated:
         raise UserError("a dry run is of one mesh; give --mesh, once for prefill's and once for decode's")
+    if args.is_side:
+        raise UserError(
+            f"--disaggregation-mode {args.disaggregation_mode} changes no step that a dry run looks at; leave it out, and give --step "
+            "prefill or --step decode"
+        )
     if target == "cpu":
         prepare_devices(args.mesh)
     from dsjax.dryrun.arguments import DryRunArgs

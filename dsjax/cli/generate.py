@@ -27,6 +27,11 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option(help="Continue past the end-of-sequence token.")] = False,
 ) -> None:
     """Continue prompts, streaming to the terminal."""
+    if args.is_side:
+        raise UserError(
+            f"--disaggregation-mode {args.disaggregation_mode} is one side of two behind an orchestrator (dsjax dynamo); dsjax generate "
+            "has both with --prefill-mesh and --decode-mesh"
+        )
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

@@ -56,7 +56,10 @@ def plan(
         typer.Option(help="JSON of dsjax bench network: its times of collectives in place of assumptions about links."),
     ] = None,
     precision: Annotated[
-        str, typer.Option(help="fp8, bf16 or nvfp4; auto: fp8, or what --measured was taken with.")
+        str,
+        typer.Option(
+            help="fp8, bf16, int8, nvfp4 or nvfp4-bf16 (bf16 attention); auto: fp8, or what --measured was taken with."
+        ),
     ] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="Latent cache: auto, bf16 or fp8.")] = "auto",
     mtp: Annotated[int, typer.Option(help="Tokens drafted by the MTP module a step.")] = 0,
@@ -79,7 +82,8 @@ def plan(
     engine: Annotated[
         str,
         typer.Option(
-            help="dsjax: what dsjax serve can do; published: kernels, overlaps and transfers of SGLang and TensorRT-LLM."
+            help="dsjax: what dsjax serve can do; published: kernels, overlaps and transfers of SGLang and TensorRT-LLM; vllm, sglang, "
+            "tensorrt-llm: the same in layouts that this engine can run, with its own commands."
         ),
     ] = "dsjax",
     dispatch: Annotated[
@@ -163,8 +167,8 @@ def plan(
         Path | None,
         typer.Option(
             "--recipe",
-            help="Write the winner's recipe: FILE.json, FILE.yaml for NVIDIA Dynamo's operator, or a folder with a kustomize overlay "
-            "for Kubernetes.",
+            help="Write the winner's recipe: FILE.json, FILE.sh with the commands of --engine vllm, sglang or tensorrt-llm, FILE.yaml for "
+            "NVIDIA Dynamo's operator, or a folder with a kustomize overlay for Kubernetes.",
         ),
     ] = None,
     json_file: Annotated[
@@ -182,7 +186,7 @@ def plan(
     from dsjax.plan.operator_tables import operator_tables
     from dsjax.plan.own_cluster import choose_precision, find_cluster
     from dsjax.plan.question import Question
-    from dsjax.plan.recipe import published_beside, recipe
+    from dsjax.plan.recipe import check_recipe, published_beside, recipe, write_script
     from dsjax.plan.report import show, show_sweep, show_usages, to_json
     from dsjax.plan.search import instances, search, usages
     from dsjax.plan.skew import read_skew
@@ -223,8 +227,9 @@ def plan(
         raise UserError(
             f"{given} is of a service, --mode {mode} is one batch of every layout; give aggregated, separated or both"
         )
-    swept_points = [read_sweep(text) for text in sweep or ()]
     serving = find_engine(engine)
+    check_recipe(recipe_file, serving.name)
+    swept_points = [read_sweep(text) for text in sweep or ()]
     config = load_config(model)
     modules = read_measured(measured, config) if measured else None
     found = find_cluster(cluster, modules)
@@ -302,7 +307,7 @@ def plan(
     if slos:
         answer, kept = within(answer, slos, num_requests=num_prompts, seed=seed, burstiness=burstiness)
     beside = None
-    if serving is not PUBLISHED and not compiled and not measured:
+    if serving.name == "dsjax" and not compiled and not measured:
         options = dataclasses.replace(question.options, engine=PUBLISHED, dispatch=dispatch or PUBLISHED.dispatch)
         beside = published_beside(answer.winner, search(dataclasses.replace(question, options=options)).winner)
     best = answer.winner or (answer.missed[0] if answer.missed else None)
@@ -327,6 +332,9 @@ def plan(
                 draw_sweep(swept, plots / f"{swept.quantity}.png")
     if recipe_file and answer.winner and recipe_file.suffix == ".json":
         write_json(recipe_file, recipe(model, question, answer.winner))
+    elif recipe_file and answer.winner and recipe_file.suffix == ".sh":
+        with writing(recipe_file):
+            write_script(recipe_file, model, question, answer.winner, shlex.join(["dsjax", *sys.argv[1:]]))
     elif recipe_file and answer.winner:
         from dsjax.plan.dynamo_graph import write_graph
         from dsjax.plan.kubernetes import write_overlay

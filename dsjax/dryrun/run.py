@@ -201,8 +201,6 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
             yield "XLA wrote no partitioned program: bf16 collectives count as float32, in which the CPU backend sends them"
     elif hardware.platform == "cuda":
         yield "hosts are scale-up domains: devices that NVLink joins"
-    else:
-        yield "the products of grouped kernels (tpu_custom_call) are not counted"
     memory = DeviceMemory.of(compiled)
     unread = memory.held - memory.staging - memory.arguments
     if unread > 0:

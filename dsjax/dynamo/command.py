@@ -75,11 +75,6 @@ def dynamo(
     """Be a worker of NVIDIA Dynamo, whose frontend and router serve the clients."""
     runtime = runtime_config(context.args, PREFILL if args.disaggregation_mode == "prefill" else COMPONENT)
     group = host_options(args)
-    if group is not None and args.disaggregation_mode != "agg":
-        raise UserError(
-            f"--disaggregation-mode {args.disaggregation_mode} is one process so far, and this is one of {group.num_processes}; "
-            "give it a mesh of one host's devices"
-        )
     if group is not None and not group.is_leader:
         _follow(args, group)
         return

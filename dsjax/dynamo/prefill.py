@@ -13,9 +13,13 @@ from rich.console import Console
 from dsjax.dynamo.translation import Chunk, Chunks, translate
 from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.core import EngineCore
-from dsjax.engine.page_network import PrefillServer, split_address
+from dsjax.engine.joining import host_options, join_group
+from dsjax.engine.page_channel import split_address
+from dsjax.engine.page_network import PrefillServer
 from dsjax.errors import UserError
+from dsjax.hosts.group import HostGroup
 from dsjax.serve.startup_screen import warm_up_bar
+from dsjax.serve.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -28,29 +32,36 @@ class DsjaxPrefillEngine(Worker):
     def __init__(self, options: Options):
         super().__init__(options)
         self._server: PrefillServer | None = None
+        self._group: HostGroup | None = None
+        self._watchdog: Watchdog | None = None
         self._publisher: Any = None
 
     def _begin(self) -> EngineConfig:
         engine = self._server.engine
-        engine.served = self._publish
+        engine.on_step, engine.on_death = self._publish, self._die
+        if self._options.step_timeout:
+            self._watchdog = Watchdog(
+                self._options.step_timeout,
+                step_started=lambda: engine.step_started,
+                running=engine.running_requests,
+                tell_clients=lambda: None,  # decode workers see the connection end
+            )
+            self._watchdog.start()
         found = registration(self._options, engine.core.executor.limits, engine.core.scheduler.config)
         if self._options.bootstrap:
             found.llm.bootstrap_host, found.llm.bootstrap_port = split_address(self._server.address)
         return found
 
     def _load(self) -> None:
-        from dsjax.engine.process import size_memory_pool
-        from sharding.emulation import emulate_devices
-        from sharding.mesh import MeshSpec
-
-        emulate_devices(MeshSpec.parse(self._args.mesh).num_devices)
+        self._group = join_group(self._args, host_options(self._args))
         from dsjax.engine.disaggregated import load_prefill
+        from dsjax.engine.process import size_memory_pool
 
         size_memory_pool(self._args.gpu_memory_utilization)
-        self._server = load_prefill(self._args, event_sink=self._events, show_progress=True)
+        self._server = load_prefill(self._args, self._group, event_sink=self._events, show_progress=True)
         console = Console()
         with warm_up_bar(console) as progress:
-            self._server.engine.core.executor.warm_up(progress)
+            self._server.warm_up(progress)
         console.print(f"computes prompts for decode workers, which reach it at {self._server.address}", highlight=False)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
@@ -97,6 +108,8 @@ class DsjaxPrefillEngine(Worker):
             await asyncio.sleep(_LOOK_SECONDS)
         self._server = self._publisher = None
         self._events.close()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         await asyncio.to_thread(server.shutdown)
 
     def component_metrics_dp_ranks(self) -> list[int]:
@@ -119,4 +132,6 @@ class DsjaxPrefillEngine(Worker):
 
     def _die(self) -> None:
         _log.error("the prefill engine has failed: %s", self._server and self._server.engine.error)
+        if self._group is not None:
+            self._group.leave("its engine has failed")
         self._end_process()

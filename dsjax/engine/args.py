@@ -21,6 +21,7 @@ _OF_THE_HOST = (
     "async_scheduling",
     "enable_prefix_caching",
     "seed",
+    "stream_interval",
     "record_steps",
     "record_steps_bytes",
     "coordinator_address",
@@ -125,7 +126,8 @@ class EngineArgs:
     mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)
     kernels: str = option(
         "auto",
-        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU; pallas: Triton on GPU",
+        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU; "
+        "pallas: Triton on GPU, Mosaic on TPU",
         ("auto", "plain", "native", "pallas"),
     )
     kernel_cache: str | None = option(
@@ -148,6 +150,12 @@ class EngineArgs:
     init_expert_location: str | None = option(
         None,
         "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
+    )
+    stream_interval: int = option(
+        1,
+        "tokens after which a stream is sent its next piece; its first token and its end are sent at once. More costs less of the "
+        "processor, and comes in larger pieces",
+        least=1,
     )
     seed: int = option(0, "from which requests without a seed draw theirs", least=0)
     speculative_config: str | dict[str, Any] | None = option(
@@ -243,6 +251,11 @@ class EngineArgs:
         return self.prefill_mesh is not None
 
     @property
+    def is_side(self) -> bool:
+        """Whether this engine is one side of two that hand pages over."""
+        return self.disaggregation_mode != "agg"
+
+    @property
     def num_devices(self) -> int:
         """Devices of all meshes together."""
         from sharding.mesh import MeshSpec
@@ -315,12 +328,14 @@ class EngineArgs:
 
     def _check_separated(self) -> None:
         """Whether the options of prefill apart from decode go together, and with all others."""
-        if self.disaggregation_mode != "agg":
+        if self.is_side:
             if self.separated:
                 raise UserError(
                     f"--disaggregation-mode {self.disaggregation_mode} is one side of two, and --prefill-mesh has both; leave one out"
                 )
             self._check_transfers(f"--disaggregation-mode {self.disaggregation_mode}")
+            if self.disaggregation_mode == "prefill":
+                self._check_prefills_alone()
         if self.prefill_mesh is None and self.decode_mesh is None:
             if self.prefill_instances > 1:
                 raise UserError("--prefill-instances is given without --prefill-mesh and --decode-mesh; give them too")
@@ -337,6 +352,11 @@ class EngineArgs:
                 f"--mesh {self.mesh} is given with --prefill-mesh and --decode-mesh, which name all devices; leave one out"
             )
         self._check_transfers("--prefill-mesh")
+        if self.coordinator_address is not None or (self.num_processes or 1) > 1:
+            raise UserError(
+                "--prefill-mesh and --decode-mesh are meshes of one process; leave --num-processes out, or give each side processes of its "
+                "own (dsjax dynamo --disaggregation-mode)"
+            )
 
     def _check_transfers(self, flag: str) -> None:
         """Whether this engine's pages can go to others, or theirs come here."""
@@ -352,8 +372,15 @@ class EngineArgs:
             raise UserError(
                 f"--record-steps does not go with {flag}: a recording would lack what pages from elsewhere held; leave one of them out"
             )
-        if self.coordinator_address is not None or (self.num_processes or 1) > 1:
-            raise UserError(f"{flag} is for engines of one process each; leave --num-processes out")
+
+    def _check_prefills_alone(self) -> None:
+        """Whether an engine that computes prompts for other processes has what only a decode side has."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("host_cache_bytes", "disk_cache", "kv_events_config", "enable_eplb"):
+            if getattr(self, name) != fields[name]:
+                raise UserError(
+                    f"--{name.replace('_', '-')} is not for --disaggregation-mode prefill, only for decode; leave it out there"
+                )
 
     def _check_disk_cache(self) -> None:
         if self.disk_cache is None:

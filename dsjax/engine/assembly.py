@@ -16,6 +16,7 @@ from dsjax.engine.args import EngineArgs
 from dsjax.engine.expert_location import ExpertLocation
 from dsjax.engine.process import cache_folder
 from dsjax.errors import UserError
+from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
@@ -98,13 +99,22 @@ def make_step(
         prefill_form=args.mla_prefill,
         decode_form=args.mla_decode,
         page_size=args.page_size,
-        kernels=_kernels(args, spec, platform, dtype, scheme),
+        kernels=_kernels(args, config, spec, platform, dtype, cache_dtype, weights, scheme),
         shared_experts_fusion=fusion,
         scheme=scheme,
     )
 
 
-def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype, scheme: ActivationScheme) -> Kernels:
+def _kernels(
+    args: EngineArgs,
+    config: ModelConfig,
+    spec: MeshSpec,
+    platform: str,
+    dtype: np.dtype,
+    cache_dtype: np.dtype,
+    weights: Weights,
+    scheme: ActivationScheme,
+) -> Kernels:
     found = choose_kernels(
         args.kernels,
         platform,
@@ -114,7 +124,25 @@ def _kernels(args: EngineArgs, spec: MeshSpec, platform: str, dtype: np.dtype, s
         prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
         tiles=None if args.kernel_config is None else Path(args.kernel_config),
     )
-    return dataclasses.replace(found, quantises=scheme.dynamic)
+    found = dataclasses.replace(found, quantises=scheme.dynamic)
+    if found.pallas is None or found.pallas.platform != "tpu":
+        return found
+    refused = {
+        ("decode attention", "prefill attention"): tpu_attention.refuses(args.page_size, cache_dtype),
+        ("experts",): _refuses_experts(config, spec, weights) if config.is_moe else "",
+    }
+    left = tuple(name for names, reason in refused.items() if reason for name in names)
+    return dataclasses.replace(found, left_plain=left, note="; ".join(filter(None, refused.values())))
+
+
+def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights) -> str:
+    """Why the TPU's kernels cannot multiply with a device's experts; empty where they can."""
+    if weights not in ("bf16", "mixed"):
+        return f"the experts' kernels for TPUs take bfloat16 weights, and these are {weights}: experts are plain"
+    depth, width = config.hidden_size, config.moe_intermediate_size // spec.expert_width_shards
+    if not tpu_products.takes(depth, width):
+        return f"the experts' kernels for TPUs take widths that 128 divides, and a device's are {depth} × {width}: experts are plain"
+    return ""
 
 
 def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dtype:

@@ -204,7 +204,7 @@ class AsyncEngine:
             EngineDeadError: the engine has failed, before or in this.
         """
         generations = self._core.generations
-        if self._core.is_separated:
+        if self._core.is_separated and generations is None:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import UserError
-from dsjax.model.forms import cache_arrays
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.step import Step
 
@@ -21,8 +20,7 @@ HOST_CACHE_BYTES = 2 << 30
 def bytes_per_page(step: Step) -> int:
     """Bytes of one page, all layers, on one device."""
     shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
-    arrays = cache_arrays(step.attention.layout, step.config, step.cache_dtype).values()
-    entry = sum(math.prod(width) * dtype.itemsize for width, dtype in arrays)
+    entry = sum(math.prod(width) * dtype.itemsize for width, dtype in step.attention.arrays.values())
     return entry // shards * step.page_size * step.cache_layers
 
 
@@ -85,10 +83,9 @@ def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
     sharding = NamedSharding(step.mesh, P(None, step.spec.batch_axes, None, heads))
     platform = step.mesh.devices.flat[0].platform
     lead = (step.cache_layers, step.spec.dp_size * pages, step.page_size)
-    arrays = cache_arrays(step.attention.layout, step.config, step.cache_dtype)
     return {
         name: jax.ShapeDtypeStruct((*lead, *width), storage_dtype(dtype, platform), sharding=sharding)
-        for name, (width, dtype) in arrays.items()
+        for name, (width, dtype) in step.attention.arrays.items()
     }
 
 

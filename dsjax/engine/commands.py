@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 5
+VERSION = 6
 """Of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
@@ -201,11 +201,19 @@ class PullPages(msgspec.Struct, frozen=True, array_like=True, tag="pull_pages"):
     """Begin to pull other engines' parcels; the executor reports later which pages have come (`Executor.page_reports`).
 
     Attributes:
-        ranks: of each rank int32 quadruples (engine, parcel, place in the parcel, number under which that page lands). Those of a parcel
+        ranks: of each rank int32 quadruples (source, parcel, place in the parcel, number under which that page lands). Those of a parcel
             follow one another. Numbers are as those of `ReadPages`.
+        sources: (number of the prefill side, address at which its parcels are pulled), which the quadruples name by their places.
     """
 
     ranks: list[bytes]
+    sources: list[tuple[int, str]] = []
+
+
+class DropParcels(msgspec.Struct, frozen=True, array_like=True, tag="drop_parcels"):
+    """Keep parcels no longer that `SendPages` has made: int32 numbers. For those that other processes than the first one keep."""
+
+    numbers: bytes
 
 
 class DropPages(msgspec.Struct, frozen=True, array_like=True, tag="drop_pages"):
@@ -286,6 +294,7 @@ Command = (
     | ReadPages
     | SendPages
     | PullPages
+    | DropParcels
     | DropPages
     | PlacePages
     | Clear

@@ -64,10 +64,10 @@ class CompileAhead:
         self.label: str | None = None
         atexit.register(self.close)  # a thread that compiles when Python ends would abort the process
 
-    def begin(self, now: MeshSpec, wanted: MeshSpec, present: Sequence[int], weights: Weights) -> None:
+    def begin(self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights) -> None:
         """Compile for what may come after this mesh, in a thread, from now on. What was begun before ends.
 
-        present: the processes of the mesh. weights: the format that they are held in.
+        live: the processes that can be in the next mesh, also those that stand by now. weights: the format that they are held in.
         """
         self.stop()
         self.done = self.total = 0
@@ -75,7 +75,7 @@ class CompileAhead:
             return
         self._going = going = threading.Event()
         going.set()
-        work = lambda: self._run(now, wanted, list(present), weights, going)  # noqa: E731
+        work = lambda: self._run(now, wanted, list(live), weights, going)  # noqa: E731
         self._thread = threading.Thread(target=work, name="dsjax-compile-ahead", daemon=True)
         self._thread.start()
 
@@ -100,11 +100,11 @@ class CompileAhead:
         self._compile(lambda: [_over_all(spec, reason)], going, rests=False)
 
     def _run(
-        self, now: MeshSpec, wanted: MeshSpec, present: Sequence[int], weights: Weights, going: threading.Event
+        self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights, going: threading.Event
     ) -> None:
         def find() -> list[Candidate]:
             config, losses = self._open().config, self._args.compile_ahead
-            devices = [device for device in _all_devices() if device.process_index in present]
+            devices = [device for device in _all_devices() if device.process_index in live]
             found = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
             return found if now == wanted else [*found, _over_all(wanted, "processes come back")]
 
@@ -174,7 +174,7 @@ def candidates(
 ) -> list[Candidate]:
     """The meshes that are formed when up to so many processes are gone, but for process 0 and this one; each once.
 
-    devices: of the processes of now, by process and id. own: this process.
+    devices: of the processes that live, by process and id. own: this process.
     """
     found: dict[MeshSpec, Candidate] = {}
     others = sorted({device.process_index for device in devices} - {0, own})

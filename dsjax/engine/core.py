@@ -102,7 +102,7 @@ class EngineCore:
         self._prefills: PrefillLinks | None = None
         if incoming is not None:
             self._prefills = PrefillLinks(incoming, prefills, connect_prefill)
-            executor.pull_parcels(self._prefills.links, self._prefills.wake.set)
+            executor.pull_parcels(self._prefills.pull, self._prefills.report)
         self._publisher = publisher
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
@@ -243,6 +243,9 @@ class EngineCore:
         self._stats = None
         new = make()
         self.executor = new.executor
+        if self._prefills is not None:
+            self._prefills.take_pulled()  # by the executor before
+            new.executor.pull_parcels(self._prefills.pull, self._prefills.report)
         limits = new.executor.limits
         if self._publisher is not None:
             for rank in range(max(len(self.scheduler.ranks), limits.num_ranks)):
@@ -331,7 +334,11 @@ class EngineCore:
 
     def _enter_pages(self, seconds: float = 0.0) -> None:
         """Enter what came of pages and the disk; wait so long for the first of it."""
-        self.scheduler.enter_pages(self.executor.page_reports(seconds), time.monotonic())
+        now = time.monotonic()
+        self.scheduler.enter_pages(self.executor.page_reports(seconds), now)
+        if self._prefills is not None:
+            for rank, _, _, numbers, ok in self._prefills.take_pulled():
+                self.scheduler.enter_pulled(rank, numbers, ok, now)
 
     def _publish(self) -> None:
         if self._publisher is not None:

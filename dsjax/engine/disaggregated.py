@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
+import msgspec
 
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.executor import Executor
+from dsjax.engine.generations import Generations
+from dsjax.engine.leader import pulled_stream
+from dsjax.engine.leases import Keeper
 from dsjax.engine.loading import LoadedModel, load_model
 from dsjax.engine.page_events import EventSink
 from dsjax.engine.page_network import PrefillServer, RemoteLink
 from dsjax.engine.page_parcels import move_parcel
 from dsjax.engine.parcel_carrier import JaxCarrier
-from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
+from dsjax.engine.parcel_network import KeptParcels, ParcelServer, RemoteParcels
+from dsjax.engine.prefill_engine import Keepers, LocalLink, PrefillEngine
+from dsjax.engine.program_library import ProgramLibrary
 from dsjax.errors import UserError
+from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.meeting import Arrival
+from dsjax.hosts.stream import StreamWriter
 from sharding import MeshSpec
 
 _DECODES_ALONE = {
@@ -28,16 +40,18 @@ _DECODES_ALONE = {
     "record_steps": None,
 }
 """Options that prefill instances do without, and their values there."""
+_LOOK_SECONDS = 1.0
 
 
 def decode_args(args: EngineArgs) -> EngineArgs:
     """The options of the side that makes tokens."""
-    return replace(args, mesh=args.decode_mesh, prefill_mesh=None, decode_mesh=None, prefill_instances=1)
+    own = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
+    return replace(args, **own, prefill_mesh=None, decode_mesh=None, prefill_instances=1)
 
 
 def prefill_args(args: EngineArgs) -> EngineArgs:
     """The options of a prefill instance."""
-    own = {"mesh": args.prefill_mesh, "redundant_experts": args.num_redundant}
+    own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill", "redundant_experts": args.num_redundant}
     return replace(decode_args(args), **own, **_DECODES_ALONE)
 
 
@@ -53,11 +67,11 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[Lo
     for instance in range(args.prefill_instances):
         start = decode.num_devices + instance * prefill.num_devices
         groups.append(devices[start : start + prefill.num_devices])
-    loaded = load_model(decode_args(args), mesh=decode.arrange(groups[0]), transfers=True, show_progress=show_progress)
+    loaded = load_model(decode_args(args), mesh=decode.arrange(groups[0]), show_progress=show_progress)
     own = prefill_args(args)
     links = []
     for group in groups[1:]:
-        model = load_model(own, mesh=prefill.arrange(group), is_later=True, transfers=True, show_progress=show_progress)
+        model = load_model(own, mesh=prefill.arrange(group), is_later=True, show_progress=show_progress)
         engine = PrefillEngine(
             model.executor,
             own.scheduler_config(model.executor.limits),
@@ -71,41 +85,128 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[Lo
 
 
 def load_prefill(
-    args: EngineArgs, *, port: int = 0, event_sink: EventSink | None = None, show_progress: bool = False
+    args: EngineArgs,
+    group: HostGroup | None = None,
+    *,
+    port: int = 0,
+    event_sink: EventSink | None = None,
+    show_progress: bool = False,
 ) -> PrefillServer:
-    """A prefill engine for other processes, its programs compiled at first use; `.engine.core.executor.warm_up()` compiles them before.
+    """A prefill engine for other processes, its programs compiled at first use; `.warm_up()` compiles them before.
 
-    ``emulate_devices`` must have been called before, where devices are to be emulated. port: for messages; 0: a free one.
-    event_sink: is given the events of pages.
+    ``emulate_devices`` must have been called before, where devices are to be emulated; or `join_group`, which gives the group that this
+    is process 0 of. port: for messages; 0: a free one. event_sink: is given the events of pages.
 
     Raises:
-        UserError, MeshError: options, model, devices or address that do not go together.
+        UserError, MeshError: options, model, devices or address that do not go together. GroupError: another process could not.
     """
-    model = load_model(replace(args, **_DECODES_ALONE), transfers=True, show_progress=show_progress)
+    args, library = replace(args, disaggregation_mode="prefill"), ProgramLibrary()
+    model = load_model(args, group, library=library, show_progress=show_progress)
+    host = _host(args, group)
+    parcels = ParcelServer(
+        lambda number: engine.leases.take(number), _carrier(host), model.page_space, host, args.transfer_timeout
+    )
     engine = PrefillEngine(
         model.executor,
         args.scheduler_config(model.executor.limits),
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
         publisher=event_sink,
+        keepers=_keepers(parcels.address, group),
     )
-    host = _host(args)
-    server = PrefillServer(engine, JaxCarrier(jax.local_devices()[0], host), model.page_space, host, port)
+    if group is not None:
+        engine.follow(Generations(args, group, model, library))
+    server = PrefillServer(engine, parcels, model.page_space, host, port)
     engine.start()
     return server
 
 
-def remote_links(args: EngineArgs, loaded: LoadedModel) -> Callable[[str], RemoteLink]:
+def remote_links(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None = None) -> Callable[[str], RemoteLink]:
     """What gives the link to a prefill engine at an address, for a model that was loaded with ``transfers``."""
-    carrier = JaxCarrier(jax.local_devices()[0], _host(args))
-    shapes = loaded.executor.parcel_shapes
-    return lambda address: RemoteLink(address, carrier, loaded.page_space, shapes, args.transfer_timeout)
+    parcels = _remote_parcels(args, loaded, group)
+    return lambda address: RemoteLink(address, parcels, loaded.page_space)
 
 
-def _host(args: EngineArgs) -> str:
+class FollowersParcels:
+    """The part in transfers that a process other than the first of a side has, from generation to generation.
+
+    On the prefill side it keeps the parcels of its ranks, and others pull them from it. On the decode side it pulls, straight from the
+    processes that keep them, the parcels of the ranks that it has devices of, and tells process 0 what came of each.
+    """
+
+    def __init__(self, args: EngineArgs, group: HostGroup):
+        self._args, self._group = args, group
+        self._kept = KeptParcels(args.transfer_timeout / 2)
+        self._server: ParcelServer | None = None
+        self._parcels: RemoteParcels | None = None
+
+    def join(self, loaded: LoadedModel) -> None:
+        """Take part in the transfers of another generation, with its executor."""
+        args, group = self._args, self._group
+        own = group.options.process_id
+        if args.disaggregation_mode == "prefill":
+            self._kept = kept = KeptParcels(args.transfer_timeout / 2)
+            if self._server is None:
+                host = _host(args, group)
+                take = lambda number: self._kept.take(number)  # noqa: E731
+                self._server = ParcelServer(take, _carrier(host), loaded.page_space, host, args.transfer_timeout)
+                group.store.set(_address_key(own, os.getpid()), self._server.address.encode())
+            loaded.executor.send_parcels(kept.ready, kept.drop)
+            return
+        if self._parcels is None:
+            self._parcels = _remote_parcels(args, loaded, group)
+        pull, writer = self._parcels.pull, StreamWriter(group, pulled_stream(own))
+        loaded.executor.pull_parcels(
+            lambda source, number, device: pull(source.address, number, device),
+            lambda parcel: writer.put(msgspec.msgpack.encode(parcel)) and None,
+        )
+
+
+def _keepers(own: str, group: HostGroup | None) -> Keepers:
+    """Which processes keep the parcels of an executor's ranks. own: the address of this one's."""
+
+    def keepers(executor: Executor) -> Sequence[Keeper]:
+        if group is None:
+            return [Keeper(own)] * executor.limits.num_ranks
+        this = group.options.process_id
+        members = {member.process_id: member for member in group.present}
+        firsts = [processes[0] for processes in executor.processes_of_ranks]
+        found = {first: own if first == this else _address_of(members[first], group) for first in set(firsts)}
+        return [Keeper(found[first], first != this) for first in firsts]
+
+    return keepers
+
+
+def _address_of(member: Arrival, group: HostGroup) -> str:
+    """Where the parcels of another process are pulled from. It says so once its model is loaded."""
+    deadline = time.monotonic() + group.options.start_timeout
+    while time.monotonic() < deadline:
+        found = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
+        if found is not None:
+            return found.decode()
+        group.check()
+    raise GroupError(f"{member.name} does not say where its pages can be pulled; start all processes alike")
+
+
+def _address_key(process_id: int, pid: int) -> str:
+    return f"dsjax/parcels/{process_id}/{pid}"
+
+
+def _remote_parcels(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteParcels:
+    carrier = _carrier(_host(args, group))
+    return RemoteParcels(carrier, loaded.page_space, loaded.executor.parcel_shapes, args.transfer_timeout)
+
+
+def _carrier(host: str) -> JaxCarrier:
+    return JaxCarrier(jax.local_devices()[0], host)
+
+
+def _host(args: EngineArgs, group: HostGroup | None) -> str:
     """This host's address, as others reach it."""
     if args.transfer_host is not None:
         return args.transfer_host
+    if group is not None:
+        return group.options.address
     try:
         return socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:

@@ -40,6 +40,7 @@ class LLMEngine:
         kv_events: where events of pages are published; None: nowhere.
         prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
         event_sink: is given them too, in the engine's thread.
+        stream_interval: as of `EngineArgs`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LLMEngine:
         local_prefill_tokens: int = 1,
         transfer_timeout: float = TRANSFER_SECONDS,
         event_sink: EventSink | None = None,
+        stream_interval: int = 1,
     ):
         self.tokenizer = tokenizer
         balancer = None
@@ -83,7 +85,7 @@ class LLMEngine:
         )
         self.prefills = prefills or ()
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
-        self.outputs = OutputProcessor(tokenizer)
+        self.outputs = OutputProcessor(tokenizer, stream_interval)
         self._aborted: list[RequestOutput] = []
 
     def add_request(
@@ -163,7 +165,7 @@ class LLMEngine:
             raise generations.failure
 
     def _generations(self) -> "Generations":
-        if self.core.is_separated:
+        if self.prefills:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")

@@ -11,7 +11,7 @@ from dsjax.engine.commands import Command
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
     import numpy as np
 
-    from dsjax.engine.page_transfer import Parcel, PrefillLink
+    from dsjax.engine.page_transfer import Parcel, Pull, PulledParcel
     from dsjax.engine.request import ErrorKind
 
 TokenScore = tuple[int, float, int, list[tuple[int, float]]]
@@ -166,7 +166,7 @@ class PageReports(NamedTuple):
     """What came of the pages' ways to the disk and from it since the last time it was asked.
 
     Attributes:
-        read: (rank, number, whether it has come) of pages that were to be read or pulled.
+        read: (rank, number, whether it has come) of pages that were to be read.
         written: (number, whether it was written) of those to be written.
         found: names of the pages that an earlier run has left, least recently used first; None until they are known, and ever after.
     """
@@ -228,15 +228,25 @@ class Executor(Protocol):
         `limits.disk_pages` is not 0, or `limits.transfers`.
         """
 
-    def send_parcels(self, offer: "Callable[[int, Parcel], None]") -> None:
-        """Have what `SendPages` makes offered as `offer(number, parcel)` when it is complete, from any thread. Only with
-        `limits.transfers`.
+    @property
+    def parcel_shapes(self) -> "dict[str, tuple[tuple[int, ...], np.dtype]]":
+        """Of a parcel's arrays, by name: shape and dtype. Only with `limits.transfers`."""
+
+    @property
+    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
+        """Of each DP rank the processes that have devices of it; the first one keeps its parcels."""
+
+    def send_parcels(
+        self,
+        offer: "Callable[[int, Parcel | None], None]",
+        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
+    ) -> None:
+        """Have what `SendPages` makes offered as `offer(number, parcel)` when it is complete, and `drop(numbers)` called at `DropParcels`,
+        from any thread and in the order of the commands. The parcel is None where another process keeps it. Only with `limits.transfers`.
         """
 
-    def pull_parcels(self, links: "Sequence[PrefillLink]", wake: Callable[[], None]) -> None:
-        """Have `PullPages` pull from these engines, and `wake` called, from any thread, when there is something to report. Only with
-        `limits.transfers`.
-        """
+    def pull_parcels(self, pull: "Pull", report: "Callable[[PulledParcel], None]") -> None:
+        """Have `PullPages` pull by this, and what came of each parcel reported, from any thread. Only with `limits.transfers`."""
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
@@ -291,13 +301,27 @@ class ExecutorAround:
         """The inner executor's."""
         return self.inner.page_reports(seconds)
 
-    def send_parcels(self, offer: "Callable[[int, Parcel], None]") -> None:
-        """As of the inner executor."""
-        self.inner.send_parcels(offer)
+    @property
+    def parcel_shapes(self) -> "dict[str, tuple[tuple[int, ...], np.dtype]]":
+        """The inner executor's."""
+        return self.inner.parcel_shapes
 
-    def pull_parcels(self, links: "Sequence[PrefillLink]", wake: Callable[[], None]) -> None:
+    @property
+    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
+        """The inner executor's."""
+        return self.inner.processes_of_ranks
+
+    def send_parcels(
+        self,
+        offer: "Callable[[int, Parcel | None], None]",
+        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
+    ) -> None:
         """As of the inner executor."""
-        self.inner.pull_parcels(links, wake)
+        self.inner.send_parcels(offer, drop)
+
+    def pull_parcels(self, pull: "Pull", report: "Callable[[PulledParcel], None]") -> None:
+        """As of the inner executor."""
+        self.inner.pull_parcels(pull, report)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile the inner executor's programs."""

@@ -61,6 +61,11 @@ class Follower:
         from dsjax.engine.program_library import ProgramLibrary
         from sharding.mesh import MeshSpec
 
+        parcels = None
+        if args.is_side:
+            from dsjax.engine.disaggregated import FollowersParcels
+
+            parcels = FollowersParcels(args, self.group)
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
 
@@ -69,16 +74,17 @@ class Follower:
                 loaded = load_model(args, self.group, library=library)
             else:
                 loaded = load_generation(args, found, self.group, library)
+            if parcels is not None:
+                parcels.join(loaded)
             spec, wanted = (MeshSpec.parse(text) for text in (loaded.facts.mesh, found.wanted if found else args.mesh))
-            present = [member.process_id for member in self.group.present]
-            self._on_warm = lambda: ahead.begin(spec, wanted, present, loaded.facts.weights)
+            self._on_warm = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
             return loaded.executor
 
         if (
             self.group.generation > 0
         ):  # it comes back, and the others go on meanwhile: let them not wait for its compiler
             self.phase = "compiling ahead"
-            ahead.prepare(MeshSpec.parse(args.mesh), "this process takes part again")
+            ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
             self.phase = "standing by"
         self.run(load, release)
 
@@ -129,6 +135,9 @@ class Follower:
                 release(executor)
             del executor
             found = following
+            reason = self.group.why_left_out(found)
+            if reason is not None:
+                raise GroupError(reason)
         self.reason = found.reason or None
         self._finish()
 

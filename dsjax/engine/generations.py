@@ -34,6 +34,9 @@ from dsjax.hosts.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
 from sharding import MeshSpec
 
+_TELL_SECONDS = 1.0
+"""How long after a collective failed a death is waited for before links are looked at: the connection that ends tells of it at once."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -52,12 +55,13 @@ class ChangeCounts:
 
     Attributes:
         changes: that were made, by reason: ``scale`` (asked for), ``loss`` (of a process), ``failure`` (of a collective, though all
-            processes live), ``return`` (of a process). seconds: in them, in which no step computed.
+            processes live), ``return`` (of a process). seconds: in them, in which no step computed. last_parts: of the last one, in what.
     """
 
     changes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     last_seconds: float = 0.0
+    last_parts: dict[str, float] = field(default_factory=dict)
 
 
 class Generations:
@@ -70,7 +74,6 @@ class Generations:
         number: of the generation of now; facts: what it is. wanted: the mesh that was asked for last: the one of now is smaller while
             processes are missing.
         warm: whether the first one was warmed up (`has_warmed_up`): then each is, before requests go on.
-        phase: what is being done to change the mesh; None while nothing is.
         failure: why the mesh that was asked for last could not be had; the one before is in its place.
         ahead: compiles for meshes that may come; None for a process that is alone.
         wake: called, from any thread, when ``due`` may have become true.
@@ -85,7 +88,9 @@ class Generations:
         self.number, self.facts = 0, loaded.facts
         self.spec = self.wanted = MeshSpec.parse(args.mesh)
         self.warm, self.failure = False, None
-        self.phase: str | None = None
+        self._phase: str | None = None
+        self._parts: dict[str, float] = {}  # seconds of the change under way, by what was done in them
+        self._part_began = 0.0
         self.counts = ChangeCounts()
         self.wake: Callable[[], None] = lambda: None
         self._asked, self._lock = False, threading.Lock()
@@ -93,6 +98,19 @@ class Generations:
         self._orders.choose([device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape)
         if group is not None:
             group.on_change = lambda error: self.wake()
+
+    @property
+    def phase(self) -> str | None:
+        """What is being done to change the mesh; None while nothing is."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, text: str | None) -> None:
+        now = time.monotonic()
+        if self._phase is not None:
+            part = self._phase.partition(" ")[0].rstrip(":")
+            self._parts[part] = self._parts.get(part, 0.0) + now - self._part_began
+        self._phase, self._part_began = text, now
 
     @property
     def busy(self) -> bool:
@@ -113,8 +131,7 @@ class Generations:
         """The mesh of now can serve: compile for those that may come."""
         self.warm = True
         if self.ahead is not None:
-            present = [member.process_id for member in self._group.present]
-            self.ahead.begin(self.spec, self.wanted, present, self._weights)
+            self.ahead.begin(self.spec, self.wanted, self._group.live_ids, self._weights)
 
     def ask(self, text: str) -> MeshSpec:
         """Check a mesh that somebody wants; until ``to`` is called with it nobody else can ask.
@@ -159,8 +176,11 @@ class Generations:
         Raises:
             the error itself, where no process is gone, and it was no collective that had worked before.
         """
-        lost = self._lost_by(error)
-        if lost is None and not (isinstance(error, RuntimeError) and self._has_worked):
+        worked = isinstance(error, RuntimeError) and self._has_worked
+        lost = self._lost_by(error, _TELL_SECONDS if worked else None)
+        if lost is None and worked:
+            lost = self._look_at_links(error)
+        if lost is None and not worked:
             if self._group is not None:
                 self._group.leave(f"a step has failed ({type(error).__name__})")
             raise error
@@ -174,25 +194,29 @@ class Generations:
         return self._make("return", "a process has come back")
 
     def _make(self, kind: str, reason: str) -> Generation:
-        began, self.phase = time.monotonic(), "giving up the old mesh"
+        began = time.monotonic() if self.phase is None else self._part_began  # links were looked at
+        self._parts, self.phase = {}, "releasing the old mesh"
         recording = self._executor.recording
         broken = kind in ("loss", "failure")
         if self.ahead is not None:
             self.ahead.stop()
         try:
+            if broken:
+                self._cut()
             release(self._executor)
             self._executor = None
             while True:
                 if broken:
                     self._orders.break_current(self._group.lost if self._group else ())
                 try:
-                    loaded = self._load(reason)
+                    loaded = self._load(reason, broken)
                     break
                 except (GroupError, RuntimeError) as error:
                     lost = self._lost_by(error)
                     if lost is None:
                         raise
-                    broken, reason = True, str(lost)
+                    broken, reason, self.phase = True, str(lost), "releasing what was begun"
+                    self._cut()
                     _log.warning("%s", lost)
         finally:
             self.phase, self._asked = None, False
@@ -202,13 +226,29 @@ class Generations:
         seconds = time.monotonic() - began
         self.counts.changes[kind] += 1
         self.counts.seconds += seconds
-        self.counts.last_seconds = seconds
+        self.counts.last_seconds, self.counts.last_parts = seconds, self._parts
         if self.warm:
             self.has_warmed_up()
-        _log.info("Generation %d has %s. No step computed for %.1f s.", self.number, self.spec, seconds)
+        parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._parts.items())
+        _log.info("Generation %d has %s. No step computed for %.1f s: %s.", self.number, self.spec, seconds, parts)
         return Generation(loaded.executor, self._args.scheduler_config(loaded.executor.limits), loaded.facts)
 
-    def _load(self, reason: str) -> LoadedModel:
+    def _cut(self) -> None:
+        """Have whatever waits in a collective of the mesh of now fail here; the others do the same when they hear of the next one."""
+        if self._group is not None:
+            self._group.collectives.cut(self.number)
+
+    def _look_at_links(self, error: Exception) -> GroupError | None:
+        """A collective has failed though nobody is known to be gone: a link may be cut, or a process hang. Give who is gone on without."""
+        self.phase = "looking at links"
+        self._cut()
+        before, self.number = self.number, self.number + 1
+        reason = "a collective has failed, and all look whom they reach"
+        found = Announcement(self.number, wanted=str(self.wanted), reason=reason, broken=before, looks=True)
+        lost, all_answered = self._group.look_at_links(found)
+        return lost or (None if all_answered else self._lost_by(error))
+
+    def _load(self, reason: str, broken: bool) -> LoadedModel:
         self.phase = "loading"
         self.spec = self._fit()
         options = changed_options(self._args, self._config, self.spec)
@@ -217,7 +257,11 @@ class Generations:
         self.number += 1
         processes = sorted({device.process_index for device in chosen})
         _log.info("Generation %d begins, with %s on processes %s: %s.", self.number, self.spec, processes, reason)
-        found = Announcement(self.number, processes, order, options, str(self.wanted), reason)
+        before = self.number - 1 if broken else None
+        out = self._group.left_out if self._group is not None else {}
+        found = Announcement(
+            self.number, processes, order, options, str(self.wanted), reason, before, left_out=dict(out)
+        )
         if self._group is not None:
             self._group.announce(found)
         loaded = load_generation(self._args, found, self._group, self._library)
@@ -258,10 +302,10 @@ class Generations:
         leader = _inside(self._executor, LeaderExecutor)
         return leader is not None and leader.collected > 0
 
-    def _lost_by(self, error: Exception) -> GroupError | None:
+    def _lost_by(self, error: Exception, seconds: float | None = None) -> GroupError | None:
         if self._group is None or not isinstance(error, GroupError | RuntimeError):
             return None
-        return self._group.lost_by(error)
+        return self._group.lost_by(error, seconds)
 
 
 def load_generation(

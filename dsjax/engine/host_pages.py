@@ -17,12 +17,11 @@ from dsjax.engine.device_state import MOVED_PAGES, PagesOnTheWay
 from dsjax.engine.disk_pages import DiskPages
 from dsjax.engine.executor import PageReports
 from dsjax.engine.page_files import Page
-from dsjax.engine.page_transfer import Parcel
 from sharding.arrays import put
 
 if TYPE_CHECKING:
     from dsjax.engine.mesh_executor import MeshExecutor, Running
-    from dsjax.engine.page_parcels import PageParcels
+    from dsjax.engine.page_parcels import Landing, PageParcels
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 """Of a page's arrays, of all shards together: shape and dtype by name."""
@@ -128,8 +127,7 @@ class HostPages:
     def reports(self, seconds: float) -> PageReports:
         """What came of pages and the disk since the last time; wait so long for the first of it."""
         self._land(waiting=False)
-        found = PageReports([], []) if self._disk is None else self._disk.reports(seconds)
-        return found if self._parcels is None else found._replace(read=found.read + self._parcels.reports())
+        return PageReports([], []) if self._disk is None else self._disk.reports(seconds)
 
     def close(self) -> None:
         """Write what has left the devices to the disk, and end."""
@@ -208,16 +206,16 @@ class HostPages:
     def _pieces_of(self, wanted: list[np.ndarray]) -> list[tuple[Layout, Callable[[], PagesOnTheWay]]]:
         """What is staged for a `FetchPages`, piece by piece, and how: parcels as they came, and the rest as it fits."""
         rest: list[np.ndarray] = []
-        groups: list[list[tuple[Parcel, np.ndarray]]] = []
+        groups: list[list[tuple[Landing, np.ndarray]]] = []
         for rank, own in enumerate(wanted):
-            by_parcel: dict[int, tuple[Parcel, np.ndarray]] = {}
+            by_parcel: dict[int, tuple[Landing, np.ndarray]] = {}
             others = []
             for position, number in enumerate(own.tolist()):
                 if self._parcels is None or not self._parcels.has(rank, number):
                     others.append(position)
                     continue
-                parcel, place = self._parcels.take(rank, number)
-                _, places = by_parcel.setdefault(id(parcel), (parcel, np.full(MOVED_PAGES, -1, np.int32)))
+                landing, place = self._parcels.take(rank, number)
+                _, places = by_parcel.setdefault(id(landing), (landing, np.full(MOVED_PAGES, -1, np.int32)))
                 places[place] = position
             rest.append(np.array(others, np.int32))
             groups.append(list(by_parcel.values()))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dsjax.engine.commands import int32s
 from dsjax.engine.disk_tier import Pause
 from dsjax.engine.page_tiers import PageMoves
-from dsjax.engine.page_transfer import Ask, Cancel, Failed, Offer, PulledPages, Release, ToDecode, ToPrefill
+from dsjax.engine.page_transfer import Ask, Cancel, Failed, Offer, PulledPages, Release, Source, ToDecode, ToPrefill
 from dsjax.engine.pages import PagePool
 from dsjax.engine.request import Request
 
@@ -21,6 +21,7 @@ class TransferCounts(NamedTuple):
     Attributes:
         asked, completed, given_up: transfers; those that are neither completed nor given up are under way or were not wanted any more.
         pages: that have come. under_way: transfers.
+        landed: pages that lie on the devices beside the cache, or are being pulled there, of all ranks.
     """
 
     asked: int = 0
@@ -28,6 +29,7 @@ class TransferCounts(NamedTuple):
     given_up: int = 0
     pages: int = 0
     under_way: int = 0
+    landed: int = 0
 
 
 @dataclass(eq=False)
@@ -107,7 +109,8 @@ class Incoming:
     @property
     def counts(self) -> TransferCounts:
         """What has come of transfers so far."""
-        return self._counts._replace(under_way=len(self._transfers))
+        landed = sum(pool.below.num_pulled for pool in self.pools)
+        return self._counts._replace(under_way=len(self._transfers), landed=landed)
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
         """(prefill side, message) that are to be sent; each is given once."""
@@ -232,6 +235,11 @@ class Incoming:
         for transfer in [one for one in self._transfers.values() if one.rank == rank]:
             self._give_up(transfer)
 
+    def void(self) -> None:
+        """Give up every transfer: nobody knows what became of what was being pulled, as the executor that did is gone."""
+        for transfer in list(self._transfers.values()):
+            self._give_up(transfer)
+
     def num_cached_elsewhere(self, request: Request) -> int:
         """Of the pages that have come for a request, how many its prefill side had cached."""
         transfer = self._of.get(request)
@@ -278,7 +286,7 @@ class Incoming:
             transfer.pulling[number] = name
             self._pulling[rank, number] = transfer
             pulled.append((place, number))
-        moves.pulls.append(PulledPages(transfer.link, offer.number, pulled))
+        moves.pulls.append(PulledPages(Source(transfer.link, offer.address), offer.number, pulled))
         return True
 
     def _names_on_their_way(self, rank: int) -> set[bytes]:

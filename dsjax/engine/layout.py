@@ -13,12 +13,15 @@ from dsjax.config import ModelConfig
 from dsjax.engine import cache as device_cache
 from dsjax.engine import expert_programs, tier_sizes
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.arrivals import MOST_FETCHED
 from dsjax.engine.assembly import experts_per_exchange, make_step
 from dsjax.engine.buckets import Buckets
 from dsjax.engine.cache import Pool
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.memory import beside_the_cache
+from dsjax.engine.page_transfer import MOST_KEPT, PARCEL_PAGES
 from dsjax.engine.program_library import ProgramLibrary
+from dsjax.engine.tiers_below import MOST_LANDED
 from dsjax.errors import UserError
 from dsjax.model.step import Step
 from sharding import MeshSpec
@@ -71,7 +74,7 @@ class Layout:
         if mesh not in known:
             known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts)
         moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if self.per_exchange else 0
-        pool = Pool.of(self.step, known[mesh] + moving)
+        pool = Pool.of(self.step, known[mesh] + moving + parcel_bytes(args, self.step))
         return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
 
@@ -81,6 +84,14 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
             f"--max-model-len is {args.max_model_len}, but the model has {config.max_position_embeddings} positions; lower it"
         )
     return args.max_model_len or config.max_position_embeddings
+
+
+def parcel_bytes(args: EngineArgs, step: Step) -> int:
+    """Bytes of a device for pages on their way to another engine, or from one, where there is such an engine: the most that are there
+    at once if parcels are full."""
+    landing = MOST_LANDED + MOST_FETCHED  # what has come, and what is staged
+    pages = {"agg": 0, "prefill": MOST_KEPT + PARCEL_PAGES, "decode": landing}[args.disaggregation_mode]
+    return pages * device_cache.bytes_per_page(step)
 
 
 def _sizes(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
@@ -97,6 +108,7 @@ def _sizes(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
         num_ranks=step.spec.dp_size,
         max_model_len=max_model_len,
         vocab_size=step.config.vocab_size,
+        transfers=args.is_side,
     )
 
 

@@ -2,8 +2,9 @@
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsjax.engine.page_transfer import MOST_KEPT, Offer, Parcel, ParcelGoneError, SentPages
 
@@ -28,6 +29,17 @@ class Sending:
         return self.next >= self.end
 
 
+class Keeper(NamedTuple):
+    """Which process keeps the parcels of a rank.
+
+    Attributes:
+        address: where others pull from it; empty in one process. elsewhere: whether it is another one than this.
+    """
+
+    address: str = ""
+    elsewhere: bool = False
+
+
 @dataclass(eq=False)
 class _Lease:
     rank: int
@@ -35,6 +47,7 @@ class _Lease:
     offer: Offer
     until: float
     parcel: Parcel | None = None
+    is_ready: bool = False
 
 
 class Leases:
@@ -44,12 +57,12 @@ class Leases:
     of their own.
 
     Args:
-        offer: told of each parcel that can be pulled. clock: seconds.
+        keepers: of each rank. offer: told of each parcel that can be pulled. clock: seconds.
     """
 
     def __init__(
         self,
-        num_ranks: int,
+        keepers: Sequence[Keeper],
         timeout: float,
         offer: Callable[[Offer], None],
         clock: Callable[[], float],
@@ -57,11 +70,20 @@ class Leases:
     ):
         self.timeout = timeout
         self._offer, self._clock = offer, clock
-        self._room = [most_kept] * num_ranks
+        self._most_kept = most_kept
+        self._gone: list[int] = []
         self._leases: dict[int, _Lease] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self.pages_sent = self.expired = 0
+        self.begin_anew(keepers)
+
+    def begin_anew(self, keepers: Sequence[Keeper]) -> None:
+        """Keep no parcel any longer: another executor is to make them, on ranks with these keepers."""
+        with self._lock:
+            self._keepers, self._room = list(keepers), [self._most_kept] * len(keepers)
+            self._leases.clear()
+            self._gone.clear()
 
     @property
     def num_kept(self) -> int:
@@ -77,17 +99,18 @@ class Leases:
         with self._lock:
             number = next(self._numbers) % 2**31
             self._room[rank] -= len(pages)
-            offer = Offer(sending.transfer, number, first, len(pages), sending.cached or 0)
+            address = self._keepers[rank].address
+            offer = Offer(sending.transfer, number, first, len(pages), sending.cached or 0, address)
             self._leases[number] = _Lease(rank, sending, offer, self._clock() + self.timeout)
         return SentPages(number, pages)
 
-    def ready(self, number: int, parcel: Parcel) -> None:
-        """A parcel is complete; it is offered, and its lease begins, unless nobody wants it any more."""
+    def ready(self, number: int, parcel: Parcel | None) -> None:
+        """A parcel is complete; it is offered, and its lease begins, unless nobody wants it any more. None: another process keeps it."""
         with self._lock:
             lease = self._leases.get(number)
             if lease is None:
                 return
-            lease.parcel, lease.until = parcel, self._clock() + self.timeout
+            lease.parcel, lease.is_ready, lease.until = parcel, True, self._clock() + self.timeout
             self.pages_sent += lease.offer.count
         self._offer(lease.offer)
 
@@ -125,9 +148,13 @@ class Leases:
     def offers(self, sending: Sending) -> list[Offer]:
         """Of a transfer, what can be pulled now."""
         with self._lock:
-            return [
-                lease.offer for lease in self._leases.values() if lease.sending is sending and lease.parcel is not None
-            ]
+            return [lease.offer for lease in self._leases.values() if lease.sending is sending and lease.is_ready]
+
+    def take_gone(self) -> list[int]:
+        """Parcels that other processes keep and need not keep any more; each is told of once."""
+        with self._lock:
+            gone, self._gone = self._gone, []
+            return gone
 
     def kept_for(self, sending: Sending) -> bool:
         """Whether a parcel of a transfer is kept."""
@@ -138,3 +165,5 @@ class Leases:
         lease = self._leases.pop(number, None)
         if lease is not None:
             self._room[lease.rank] += lease.offer.count
+            if self._keepers[lease.rank].elsewhere:
+                self._gone.append(number)

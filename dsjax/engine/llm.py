@@ -84,8 +84,8 @@ class LLM:
         elif self.args.disaggregation_mode == "decode":
             from dsjax.engine.disaggregated import remote_links
 
-            loaded = load_model(self.args, transfers=True, show_progress=show_progress)
-            links, connect = [], remote_links(self.args, loaded)
+            loaded = load_model(self.args, group, library=library, show_progress=show_progress)
+            links, connect = [], remote_links(self.args, loaded, group)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         self.group = group
@@ -104,9 +104,10 @@ class LLM:
             local_prefill_tokens=self.args.local_prefill_tokens,
             transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,
+            stream_interval=self.args.stream_interval,
         )
         self._facts = loaded.facts
-        self._generations = Generations(self.args, group, loaded, library) if links is None else None
+        self._generations = None if self.args.separated else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
         self._ids = itertools.count()
 

@@ -119,7 +119,6 @@ def load_model(
     *,
     mesh: Mesh | None = None,
     is_later: bool = False,
-    transfers: bool = False,
     library: ProgramLibrary | None = None,
     show_progress: bool = False,
 ) -> LoadedModel:
@@ -130,7 +129,7 @@ def load_model(
     group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
     mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. is_later: no tokenizer is read, for there
         is one already.
-    transfers: pages go to other engines, or come from them. library: of programs that this process has compiled before.
+    library: of programs that this process has compiled before.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -174,6 +173,8 @@ def load_model(
             )
 
     if group is not None:
+        if on_cpu:
+            group.connect([device.id for device in mesh.devices.flat])
         group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
     params = read() if group is None else group.run("loading", read)
     with explained_out_of_memory("its weights were loaded", smaller):
@@ -183,7 +184,6 @@ def load_model(
         return library.settled(str(spec), layout.limits(args, library, params, None))
 
     limits = find_limits() if group is None else _common_limits(group, find_limits)
-    limits = replace(limits, transfers=transfers)
     with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
         executor: Executor = MeshExecutor(
             step,
@@ -218,7 +218,7 @@ def load_model(
         config,
         read_eos_token_ids(directory, tokenizer),
         _facts(args, step, limits, buckets, params, weights),
-        tier_sizes.page_space(args, step, directory) if transfers else None,
+        tier_sizes.page_space(args, step, directory) if limits.transfers else None,
     )
 
 

@@ -19,6 +19,7 @@ from dsjax.engine.commands import (
     Command,
     Copy,
     DropPages,
+    DropParcels,
     FetchPages,
     Flush,
     PlaceExperts,
@@ -48,7 +49,7 @@ from dsjax.engine.host_pages import HostPages, Shapes
 from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.launch_results import LaunchOutcome, read_step
 from dsjax.engine.page_parcels import PageParcels
-from dsjax.engine.page_transfer import Parcel, PrefillLink
+from dsjax.engine.page_transfer import Parcel, Pull, PulledParcel
 from dsjax.engine.process import explained_out_of_memory
 from dsjax.engine.program_library import ProgramLibrary
 from dsjax.engine.programs import Programs
@@ -204,13 +205,20 @@ class MeshExecutor:
         described = self.programs.described_moved()
         return {name: ((1, *array.shape[1:]), np.dtype(array.dtype)) for name, array in described.items()}
 
-    def send_parcels(self, offer: Callable[[int, Parcel], None]) -> None:
-        """Have parcels offered when they are complete."""
-        self._parcels.send_to(offer)
+    @property
+    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
+        """Of each DP rank the processes that have devices of it; the first one keeps its parcels."""
+        return self._parcels.processes
 
-    def pull_parcels(self, links: Sequence[PrefillLink], wake: Callable[[], None]) -> None:
-        """Pull parcels of these engines."""
-        self._parcels.pull_from(links, wake)
+    def send_parcels(
+        self, offer: Callable[[int, Parcel | None], None], drop: Callable[[Sequence[int]], None] = lambda numbers: None
+    ) -> None:
+        """Have parcels offered when they are complete, and dropped when commands say so."""
+        self._parcels.send_to(offer, drop)
+
+    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
+        """Pull parcels by this, and say what has come of each."""
+        self._parcels.pull_by(pull, report)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
@@ -308,6 +316,8 @@ class MeshExecutor:
             return self._parcels.send(command)
         if isinstance(command, PullPages):
             return self._parcels.pull(command)
+        if isinstance(command, DropParcels):
+            return self._parcels.drop(command)
         if isinstance(command, ReadLoads):
             return self._exchange.read(pending, command)
         if isinstance(command, StageExperts):

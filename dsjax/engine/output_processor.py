@@ -62,6 +62,11 @@ class Completion:
         elif reason is not None:
             self._finish(reason, result)
 
+    def is_due(self, interval: int) -> bool:
+        """Whether a stream is told now: with the first token, with every `interval` new ones, and at the end."""
+        new = len(self._token_ids) - self._taken_tokens
+        return new >= interval or self._taken_tokens == 0 or self.finish_reason is not None
+
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What the caller sees now: all so far, or with `DELTA` what came since the last time."""
         first_token, first_char = (self._taken_tokens, self._taken_text) if kind is OutputKind.DELTA else (0, 0)
@@ -180,10 +185,14 @@ class OutputProcessor:
 
     A stop string is found here, after the core has gone on; `process` names the requests that the core must then end,
     and passes over whatever it has made of them since.
+
+    Attributes:
+        stream_interval: tokens of a completion after which its request gives an output again, as of `EngineArgs`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None):
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
         self._tokenizer = tokenizer
+        self.stream_interval = stream_interval
         self._groups: dict[str, _Group] = {}
         self._by_completion: dict[str, tuple[_Group, Completion]] = {}
 
@@ -243,6 +252,8 @@ class OutputProcessor:
                 group.open -= 1
             elif result is not None and not result.token_ids:
                 continue  # a part of the prompt's log-probabilities: told of with the first token
+            elif not completion.is_due(self.stream_interval):
+                continue
             if group in changed:
                 changed[group].append(completion)
             else:

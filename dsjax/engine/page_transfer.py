@@ -58,6 +58,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     Attributes:
         first, count: which pages of the transfer it has, in their order.
         cached: tokens, from the prompt's first one on, that prefill had cached and did not compute for this transfer.
+        address: of the process that keeps the parcel, as `ParcelServer` has it; empty in one process.
     """
 
     transfer: str
@@ -65,6 +66,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     first: int
     count: int
     cached: int = 0
+    address: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -74,10 +76,55 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
+class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
+    """A process of the decode side is about to pull a parcel, from the process that keeps it."""
+
+    number: int
+
+
+class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
+    """The parcel can be pulled now, once, by the number of this grant. grant: 0: it is not kept any more."""
+
+    number: int
+    grant: int
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+    """What was granted has been pulled."""
+
+    grant: int
+
+
 ToPrefill = Ask | Cancel | Release | Forget
 ToDecode = Offer | Failed
 Parcel = dict[str, Any]
 """By array of the cache `[1, PARCEL_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
+
+
+class Source(NamedTuple):
+    """Where a parcel is: which prefill side has it, by its number, and at which address it is pulled (`Offer.address`)."""
+
+    link: int
+    address: str = ""
+
+
+class PulledParcel(NamedTuple):
+    """What has come of a parcel that a decode rank was to pull.
+
+    Attributes:
+        link: which prefill side had it. number: of the parcel there. pages: numbers under which its pages land.
+        ok: whether it has come, on all devices of the rank.
+    """
+
+    rank: int
+    link: int
+    number: int
+    pages: list[int]
+    ok: bool
+
+
+Pull = Callable[[Source, int, Any], Parcel]
+"""`pull(source, number, device)`: a parcel on this device, complete. Raises `ParcelGoneError`, or anything else."""
 
 
 class ParcelGoneError(Exception):
@@ -96,8 +143,8 @@ class PrefillLink(Protocol):
     def connect(self, receive: Callable[[ToDecode], None]) -> None:
         """Have its messages handed to `receive`, in its own thread, from now on."""
 
-    def pull(self, number: int, device: Any) -> Parcel:
-        """A parcel that was offered, on this device, complete.
+    def pull(self, number: int, device: Any, address: str = "") -> Parcel:
+        """A parcel that was offered, on this device, complete. address: that the offer has named.
 
         Raises:
             ParcelGoneError: it is not kept any more, or its side cannot be reached.
@@ -125,9 +172,9 @@ class PulledPages(NamedTuple):
     """Pages of a parcel that land on a decode rank.
 
     Attributes:
-        link: which prefill side has it. parcel: its number there. pages: (place in the parcel, number under which the page lands).
+        source: where it is. parcel: its number there. pages: (place in the parcel, number under which the page lands).
     """
 
-    link: int
+    source: Source
     parcel: int
     pages: list[tuple[int, int]]

@@ -5,14 +5,14 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dsjax.engine.commands import from_int32s
+from dsjax.engine.commands import DropParcels, from_int32s, int32s
 from dsjax.engine.core import EngineCore
 from dsjax.engine.executor import Executor, Progress
-from dsjax.engine.leases import Leases, Sending
+from dsjax.engine.leases import Keeper, Leases, Sending
 from dsjax.engine.page_events import EventSink
 from dsjax.engine.page_transfer import (
     Ask,
@@ -28,13 +28,19 @@ from dsjax.engine.request import FinishReason, Request, Status
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
 
+if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.generations import Generations
+
 Receive = Callable[[ToDecode], None]
 Move = Callable[[Parcel, Any], Parcel]
+Keepers = Callable[[Executor], Sequence[Keeper]]
 
 _log = logging.getLogger(__name__)
 _MOST_RECENT = 4096
 _LEASES_LOOKED_AT = 0.25
 """Seconds after which leases are looked at where nothing else happens; less where the timeout is short."""
+_LOOK = Forget()
+"""Put into the inbox, this very one: processes have come or gone."""
 
 
 @dataclass(eq=False)
@@ -57,9 +63,12 @@ class PrefillEngine:
     Args:
         timeout: seconds after which a parcel that nobody has pulled is dropped, and its transfer with it.
         publisher: is given the events of pages; None: there are none.
+        keepers: gives which process keeps the parcels of each of an executor's ranks; None: all is this one's.
 
     Attributes:
         core: scheduler and executor. leases: of the parcels. error: why the thread has ended.
+        step_started: when the step under way began, in seconds of `time.monotonic`; None between steps.
+        on_step: called after each step, in the engine's thread. on_death: called when the thread has ended by an error.
     """
 
     def __init__(
@@ -70,13 +79,18 @@ class PrefillEngine:
         timeout: float,
         async_scheduling: bool = True,
         publisher: EventSink | None = None,
+        keepers: Keepers | None = None,
     ):
-        self.leases = Leases(executor.limits.num_ranks, timeout, self._offer, time.monotonic)
+        self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
+        self.leases = Leases(self._keepers(executor), timeout, self._offer, time.monotonic)
         self.core = EngineCore(
             executor, config, async_scheduling=async_scheduling, leases=self.leases, publisher=publisher
         )
         executor.send_parcels(self.leases.ready)
         self.error: BaseException | None = None
+        self.step_started: float | None = None
+        self.on_step: Callable[[EngineCore], None] = lambda core: None
+        self.on_death: Callable[[], None] = lambda: None
         self._jobs: dict[str, _Job] = {}
         self._recent: OrderedDict[str, None] = (
             OrderedDict()
@@ -90,6 +104,11 @@ class PrefillEngine:
     def start(self) -> None:
         """Begin to take what is posted."""
         self._thread.start()
+
+    def follow(self, generations: "Generations") -> None:
+        """Go on on another mesh where a process of this one goes, or comes back. Transfers that are under way then fail."""
+        self.core.generations = generations
+        generations.wake = lambda: self._inbox.put((_LOOK, None))
 
     def post(self, message: ToPrefill, receive: Receive | None) -> None:
         """Somebody asks for something; what becomes of it is told to `receive`, from any thread.
@@ -114,6 +133,10 @@ class PrefillEngine:
         """Transfers that have not ended."""
         return len(self._jobs)
 
+    def running_requests(self) -> list[list[Request]]:
+        """Of every rank, from any thread."""
+        return [list(rank.running) for rank in self.core.scheduler.ranks]
+
     @property
     def _reason(self) -> str:
         return "the prefill engine has ended" + (f": {self.error}" if self.error else "")
@@ -131,9 +154,32 @@ class PrefillEngine:
             return False
         for sending in self.leases.expire():
             self._fail(sending.transfer, "its pages were not pulled in time")
-        if self.core.has_unfinished:
-            self._step()
+        generations = self.core.generations
+        if generations is not None and generations.due:
+            self._begin_anew(lambda: self.core.change(generations.regroup))
+        try:
+            gone = self.leases.take_gone()
+            if gone:
+                self.core.executor.launch(DropParcels(int32s(gone)))
+            if self.core.has_unfinished:
+                self._step()
+        except Exception as error:
+            failure = error
+            self._begin_anew(lambda: self.core.survive(failure))
         return True
+
+    def _begin_anew(self, change: Callable[[], Any]) -> None:
+        """Change to another executor. What was computed and kept on the one before is void.
+
+        Raises:
+            the error because of which it changes, where nothing goes on.
+        """
+        change()
+        executor = self.core.executor
+        self.leases.begin_anew(self._keepers(executor))
+        executor.send_parcels(self.leases.ready)
+        for name in list(self._jobs):
+            self._fail(name, "the mesh of the prefill side has changed")
 
     def _run(self) -> None:
         try:
@@ -143,6 +189,7 @@ class PrefillEngine:
         except BaseException as error:
             self.error = error
             _log.exception("The prefill engine has failed; prompts are computed where they are decoded from now on.")
+            self.on_death()
         with self._lock:
             self._ended = True
         for name in list(self._jobs):
@@ -169,6 +216,8 @@ class PrefillEngine:
             wait = False
 
     def _enter(self, message: ToPrefill, receive: Receive | None) -> None:
+        if message is _LOOK:
+            return
         if isinstance(message, Ask):
             self._begin(message, receive)
         elif isinstance(message, Cancel):
@@ -216,9 +265,15 @@ class PrefillEngine:
         return ""
 
     def _step(self) -> None:
-        for update in self.core.step():
+        self.step_started = time.monotonic()
+        try:
+            updates = self.core.step()
+        finally:
+            self.step_started = None
+        for update in updates:
             if update.finish_reason is FinishReason.ERROR:
                 self._fail(update.request.request_id, "its values are not finite")
+        self.on_step(self.core)
         for job in self._jobs.values():
             if job.sending.complete and job.request.status is not Status.FINISHED:
                 self.core.abort(job.request.request_id)  # its last token is decode's to compute
@@ -273,7 +328,7 @@ class LocalLink:
         """Tell it something."""
         self.engine.post(message, self._receive)
 
-    def pull(self, number: int, device: Any) -> Parcel:
+    def pull(self, number: int, device: Any, address: str = "") -> Parcel:
         """A parcel on this device."""
         return self._move(self.engine.leases.take(number), device)
 

@@ -4,9 +4,10 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from dsjax.engine.incoming import Incoming
-from dsjax.engine.page_transfer import Forget, PrefillLink, ToDecode
+from dsjax.engine.page_transfer import Forget, Parcel, PrefillLink, PulledParcel, Release, Source, ToDecode
 
 
 class PrefillLinks:
@@ -28,6 +29,7 @@ class PrefillLinks:
         self._incoming, self._connect = incoming, connect
         self._addresses: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
+        self._pulled: queue.SimpleQueue[PulledParcel] = queue.SimpleQueue()
         self.links: list[PrefillLink] = []
         self.wake = threading.Event()
         for link in links:
@@ -46,6 +48,23 @@ class PrefillLinks:
         self.wake.clear()  # what comes from now on ends the next wait at once
         while not self._inbox.empty():
             self._incoming.receive(*self._inbox.get(), now)
+
+    def pull(self, source: Source, number: int, device: Any) -> Parcel:
+        """For the executor, from any thread: a parcel on this device."""
+        return self.links[source.link].pull(number, device, source.address)
+
+    def report(self, parcel: PulledParcel) -> None:
+        """For the executor, from any thread: what has come of a parcel."""
+        self._pulled.put(parcel)
+        self.wake.set()
+
+    def take_pulled(self) -> list[PulledParcel]:
+        """Parcels that have come, or could not, since the last time; their sides need not keep them any more."""
+        found = []
+        while not self._pulled.empty():
+            found.append(self._pulled.get())
+            self.links[found[-1].link].send(Release(found[-1].number))
+        return found
 
     def send(self) -> None:
         """Send the sides what the scheduler has for them."""

@@ -79,6 +79,12 @@ def size_memory_pool(share: float) -> None:
     os.environ["XLA_CLIENT_MEM_FRACTION"] = repr(share)
 
 
+_STATUS = re.compile(
+    "(CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|INTERNAL|UNAVAILABLE|DATA_LOSS): "
+)
+"""How the text of an error of XLA's begins; wrong arguments are not among them."""
+
+
 class OutOfDeviceMemoryError(UserError):
     """A device's memory is too small for what was asked of it."""
 
@@ -89,11 +95,16 @@ def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
 
     Raises:
         OutOfDeviceMemoryError: in place of XLA's error; all others pass.
+        JaxRuntimeError: in place of a `ValueError`, as which JAX's fast way to call a program raises what fails while it is started. On
+            the CPU platform a program may run where it is started, so that a collective whose other side is gone fails there.
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        is_status = type(error) is ValueError and _STATUS.match(str(error))
+        if is_status and "RESOURCE_EXHAUSTED" not in str(error):
+            raise jax.errors.JaxRuntimeError(str(error)) from error
+        if "RESOURCE_EXHAUSTED" not in str(error) or (isinstance(error, ValueError) and not is_status):
             raise
         wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", str(error))
         stats = jax.local_devices()[0].memory_stats() or {}

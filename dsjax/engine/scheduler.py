@@ -1,6 +1,6 @@
 """`Scheduler`: which tokens of which requests every DP rank computes in the next step. Plain Python, no JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class Scheduler:
         incoming: Incoming | None = None,
         leases: Leases | None = None,
     ):
-        self.config, self.incoming = config, incoming
+        self.config, self.incoming, self._leases = config, incoming, leases
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         self.ranks = [
@@ -172,7 +172,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        self.config.check_fits(request.num_prompt_tokens, request.max_tokens)
+        _check_fits(request, self.config)
         priority = request.priority if self.config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._arrivals)
         self._arrivals += 1
@@ -195,17 +195,18 @@ class Scheduler:
         Slots, pages and what was computed are void, so every request that ran waits again, in its old order, as a preempted one
         does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
         """
-        new = Scheduler(config, num_ranks, page_events=self.events is not None)
+        if self.incoming is not None:
+            self.incoming.void()
+        new = Scheduler(
+            config, num_ranks, page_events=self.events is not None, incoming=self.incoming, leases=self._leases
+        )
         new._arrivals = self._arrivals
         refused: list[Update] = []
         for request in sorted(self._requests.values(), key=lambda request: request.order):
             ran = request.status is Status.RUNNING
             request.void()
-            if request.params.max_tokens is None:
-                most = config.max_request_len - request.num_prompt_tokens
-                request.set_max_tokens(max(min(most, request.max_tokens), request.num_output_tokens + 1))
             try:
-                config.check_fits(request.num_prompt_tokens, request.max_tokens)
+                _check_fits(request, config)
             except AdmissionError as error:
                 refused.append(refuse(request, error, now))
                 continue
@@ -253,6 +254,11 @@ class Scheduler:
                 else:
                     self.events.removed(None, "disk", (name,), told=False)
         for rank, number, ok in reports.read:
+            self.ranks[rank].arrivals.landed(number, ok, now)
+
+    def enter_pulled(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
+        """Enter what has come of a rank's pages that were pulled together."""
+        for number in numbers:
             self.ranks[rank].arrivals.landed(number, ok, now)
 
     def take_dirty(self) -> list[list[int]] | None:
@@ -349,6 +355,16 @@ class Scheduler:
             return 0
         most = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
         return self.config.speculation.drafts(max(1, min(most, self.config.max_num_seqs)))
+
+
+def _check_fits(request: Request, config: SchedulerConfig) -> None:
+    """Raise the `AdmissionError` of a request that could never finish. Where nobody gave `max_tokens`, it is what the mesh could hold when
+    the request came, and becomes what this one can.
+    """
+    if request.params.max_tokens is None:
+        most = config.max_request_len - request.num_prompt_tokens
+        request.set_max_tokens(max(min(most, request.max_tokens), request.num_output_tokens + 1))
+    config.check_fits(request.num_prompt_tokens, request.max_tokens)
 
 
 def refuse(request: Request, error: AdmissionError, now: float) -> Update:

@@ -81,6 +81,7 @@ class StepWriter:
                 )
             )
         if any(own.pulls for own in moves):
+            sources = list(dict.fromkeys(pulled.source for own in moves for pulled in own.pulls))
             found.append(
                 PullPages(
                     [
@@ -88,10 +89,11 @@ class StepWriter:
                             value
                             for pulled in own.pulls
                             for place, number in pulled.pages
-                            for value in (pulled.link, pulled.parcel, place, number)
+                            for value in (sources.index(pulled.source), pulled.parcel, place, number)
                         )
                         for own in moves
-                    ]
+                    ],
+                    [tuple(source) for source in sources],
                 )
             )
         if any(own.sends for own in moves):

@@ -50,6 +50,11 @@ class TiersBelow:
             or (self.disk is not None and name in self.disk)
         )
 
+    @property
+    def num_pulled(self) -> int:
+        """Pages that have been pulled, or are being, and have not gone to the cache."""
+        return sum(landed.pulled for landed in self._landed.values())
+
     def begin_step(self) -> None:
         """Another step is planned."""
         if self.host is not None:
@@ -152,7 +157,9 @@ class TiersBelow:
             return
         landed = self._landed.pop(name)
         del self._by_number[number]
-        if not landed.pulled:
+        if landed.pulled:
+            self._drops.append(number)  # another process may have its part of it
+        else:
             self.disk.read_failed(name)
 
     def give_up(self, numbers: Iterable[int]) -> None:

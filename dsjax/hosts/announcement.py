@@ -24,6 +24,9 @@ class Announcement(msgspec.Struct, frozen=True):
         wanted: the mesh that was asked for; the one of `options` is smaller while processes are missing.
         options: the engine's options that differ from those the process was started with; `mesh` is one of them.
         reason: for people.
+        looks: it is no mesh, but asks everybody which others it cannot reach.
+        left_out: processes that live and are gone on without, by id: the pid, and why.
+        broken: the generation before it, where that has broken: nothing that still waits in its collectives can be done any more.
     """
 
     number: int
@@ -32,6 +35,9 @@ class Announcement(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}
     wanted: str = ""
     reason: str = ""
+    broken: int | None = None
+    looks: bool = False
+    left_out: dict[int, tuple[int, str]] = {}
     ended: bool = False
 
 
@@ -88,6 +94,11 @@ class Announcements:
             if found is None:
                 continue
             self.latest, self._next = self._next, self._next + 1
-            self._heard.put(msgspec.msgpack.decode(found, type=Announcement))
+            heard = msgspec.msgpack.decode(found, type=Announcement)
+            if heard.broken is not None:
+                self._group.collectives.cut(heard.broken)
+            self._heard.put(heard)
+            if heard.looks:
+                self._group.tell_links(heard.number)
             for call in list(self._listeners):
                 call()

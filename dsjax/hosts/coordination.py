@@ -15,6 +15,7 @@ import jax
 from jax._src import clusters, distributed, xla_bridge
 from jax._src.lib import _jax
 
+from dsjax.hosts.collectives import Collectives
 from dsjax.hosts.options import HostOptions, joined, split
 
 _ABORT_SIGNAL = 6
@@ -27,13 +28,13 @@ def detect(timeout: int) -> tuple[str | None, int | None, int | None]:
     return found[:3]
 
 
-def join(options: HostOptions, service: str) -> None:
+def join(options: HostOptions, service: str, collectives: Collectives) -> None:
     """Join this process to the others, which must all be joining now; or to a group that has formed, under the id of one that is gone.
 
     Another process's death does not end this one (`jax_enable_recoverability`): whoever asks `live` sees it. Process 0's death does,
     as it has the service.
 
-    service: `HOST:PORT` where process 0 starts it.
+    service: `HOST:PORT` where process 0 starts it. collectives: learns where gloo listens, once JAX sees its devices.
     """
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which the server drains on
@@ -48,15 +49,16 @@ def join(options: HostOptions, service: str) -> None:
         shutdown_timeout_seconds=options.heartbeat_timeout,
         coordinator_bind_address=joined(options.address, port),
     )
-    _bind_collectives(options.address)
+    _bind_collectives(options.address, collectives)
 
 
-def _bind_collectives(address: str) -> None:
+def _bind_collectives(address: str, found: Collectives) -> None:
     """Have gloo listen at this address; by itself it takes what the host's name resolves to, on many machines the loopback interface."""
 
     def make_client():
-        collectives = _jax.make_gloo_tcp_collectives(
-            distributed_client=distributed.global_state.client, hostname=address or None
+        client = distributed.global_state.client
+        collectives = found.made_by(
+            lambda: _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address or None)
         )
         return xla_bridge.make_cpu_client(collectives=collectives)
 

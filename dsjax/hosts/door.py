@@ -20,6 +20,9 @@ class Door:
     Args:
         verdict: what the members were told. first: what process 0 has of what must be alike.
         connections: to the members, by their ids; each is open as long as its process lives.
+
+    Attributes:
+        wanted: as of `Verdict`, for one that comes back.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Door:
         self._options, self._verdict, self._first = options, verdict, first
         self._listener, self._connections = listener, dict(connections)
         self._members = {member.process_id: member for member in verdict.members}
+        self.wanted = ""
         self._lock = threading.Lock()
         self._watched = threading.Event()
         self._on_left: Callable[[Arrival], None] = lambda arrival: None
@@ -86,9 +90,10 @@ class Door:
         with self._lock:
             self._members[arrival.process_id] = arrival
             self._connections[arrival.process_id] = connection
+            here = [0, *sorted(self._connections)]
         members = [self._members[i] for i in sorted(self._members)]
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
-            send(connection, Verdict(members, None, self._verdict.service, generation))
+            send(connection, Verdict(members, None, self._verdict.service, generation, here, self.wanted))
             connection.recv(1)  # it says nothing more: this returns when it goes away
         self.left(arrival, connection)
 

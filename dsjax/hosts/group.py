@@ -13,14 +13,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dsjax.hosts import announcement, coordination
+from dsjax.hosts import announcement, coordination, links
 from dsjax.hosts.announcement import Announcement, Announcements
+from dsjax.hosts.collectives import Collectives
 from dsjax.hosts.meeting import Arrival, GroupError, Meeting, meet
 from dsjax.hosts.options import HostOptions
 
 Result = TypeVar("Result")
 
 _LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 0.2
 _LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 _JOIN_SECONDS = 30.0
@@ -47,6 +49,8 @@ class HostGroup:
         lost: members that are gone, with what is said of them.
         on_change: process 0's: called in another thread when a member has gone (with the error) or come back (with None).
         announcements: of generations, for every other process.
+        collectives: this process's connections for them.
+        left_out: process 0's, as of `Announcement`.
     """
 
     def __init__(
@@ -63,10 +67,13 @@ class HostGroup:
         self.lost: dict[int, GroupError] = {}
         self.store = store or coordination.Store()
         self.announcements: Announcements | None = None
+        self.collectives = Collectives()
+        self.left_out: dict[int, tuple[int, str]] = {}
+        self._answerer: links.Answerer | None = None
         self._meeting = meeting
         self._unseen: set[int] = set()  # gave no sign of life when they were looked for last
         self._seen = threading.Condition()
-        self._coming: set[int] = set()  # let in at the door, and not joined yet
+        self._coming: set[tuple[int, int]] = set()  # (id, pid), let in at the door, and not joined yet
         self.leaving = False
         self._watching: threading.Thread | None = None
         self._alone = threading.Event()
@@ -81,11 +88,15 @@ class HostGroup:
         process may be in: it waits for its announcement.
 
         Raises:
-            GroupError, UserError: there is no group; as `meet` says.
+            GroupError, UserError: there is no group, as `meet` says; or a link between two of its processes is cut.
         """
-        meeting = meet(options, prepare)
-        coordination.join(options, meeting.service)
+        answerer = links.Answerer(options.address)
+        meeting = meet(options, prepare, answerer.port)
         group = cls(options, meeting.members, meeting=meeting)
+        group._answerer = answerer
+        if meeting.generation > 0:
+            group._check_links(meeting.here)
+        coordination.join(options, meeting.service, group.collectives)
         group.generation = meeting.generation
         if group.is_leader:
             meeting.door.watch(group._left, group._may_come)
@@ -95,6 +106,8 @@ class HostGroup:
         group._watching = threading.Thread(target=group._watch, name="dsjax-hosts", daemon=True)
         group._watching.start()
         atexit.register(group.leave)
+        if meeting.generation == 0:
+            group.run("links", lambda: group._check_links([member.process_id for member in meeting.members]))
         return group
 
     @property
@@ -109,8 +122,19 @@ class HostGroup:
 
     @property
     def live(self) -> list[Arrival]:
-        """Who can be in the next generation."""
-        return [member for member in self.members if member.process_id not in self.lost]
+        """Who can be in the next generation; outside process 0, who seems to be able to."""
+        gone = self.lost if self.is_leader else self._unseen
+        return [member for member in self.members if member.process_id not in gone]
+
+    @property
+    def live_ids(self) -> list[int]:
+        """The ids of `live`."""
+        return [member.process_id for member in self.live]
+
+    @property
+    def wanted(self) -> str:
+        """Of a process that came back: the mesh that was asked for last; empty: that of the start."""
+        return self._meeting.wanted if self._meeting is not None else ""
 
     def key(self, *parts: object) -> str:
         """A key of the generation of now."""
@@ -120,6 +144,8 @@ class HostGroup:
 
     def announce(self, found: Announcement) -> None:
         """Process 0's: begin a generation, and tell all others."""
+        if self._meeting is not None:
+            self._meeting.door.wanted = found.wanted
         self.enter(found)
         self.store.set(announcement.key(found.number), msgspec.msgpack.encode(found))
 
@@ -132,6 +158,74 @@ class HostGroup:
         self.generation = found.number
         self.present = [member for member in self.members if member.process_id in found.process_ids]
         self._told = {}
+
+    def connect(self, device_ids: Sequence[int]) -> None:
+        """Agree, with all processes of the generation, on where its collectives' connections will be. device_ids: of its mesh, in order."""
+        endpoints = self.ask("collectives", self.collectives.endpoint)
+        self.collectives.begin(self.generation, device_ids, map(_endpoint, endpoints))
+
+    # Links.
+
+    def look_at_links(self, found: Announcement) -> tuple[GroupError | None, bool]:
+        """Process 0's: ask everybody who cannot be reached, and leave out whom it takes. Give why somebody was, and whether all have
+        answered: then all live.
+
+        found: the announcement that asks.
+        """
+        asked, present = self.live, self.present
+        self.announce(found)
+        self.present = present  # one of these may still turn out to be gone
+        deadline, cut = time.monotonic() + links.SECONDS + _GRACE_SECONDS, {0: self._unreached(asked)}
+        for member in asked[1:]:
+            said, key = None, _links_key(found.number, member.process_id)
+            while said is None and member.process_id not in self.lost and time.monotonic() < deadline:
+                said = self.store.get(key, _ANSWER_SECONDS)
+            if said is not None:
+                cut[member.process_id] = msgspec.msgpack.decode(said, type=list[int])
+        # Whoever has said nothing may only hang; whether it is gone is for its signs of life to say.
+        cut = {one: [other for other in others if other in cut] for one, others in cut.items()}
+        error = None
+        for process_id in links.left_out(cut):
+            error = self._leave_out(process_id, cut)
+        return error, len(cut) == len(asked)
+
+    def tell_links(self, number: int) -> None:
+        """Every other process's answer to that."""
+        self.store.set(
+            _links_key(number, self.options.process_id), msgspec.msgpack.encode(self._unreached(self.members))
+        )
+
+    def why_left_out(self, found: Announcement) -> str | None:
+        """Why this process is gone on without; None: it is not."""
+        pid, reason = found.left_out.get(self.options.process_id, (0, ""))
+        return reason if pid == os.getpid() else None
+
+    def _leave_out(self, process_id: int, cut: Mapping[int, Sequence[int]]) -> GroupError:
+        names = {member.process_id: member for member in self.members}
+        member = names[process_id]
+        others = sorted({*cut.get(process_id, ()), *(one for one, found in cut.items() if process_id in found)})
+        error = GroupError(
+            f"the link between {member.name} and {_named([names[i] for i in others])} is cut, though they live; {member.name} is left "
+            "out, and can come back when the link works"
+        )
+        self.left_out[process_id] = member.pid, str(error)
+        self.lost[process_id] = error
+        if self._meeting is not None:
+            self._meeting.door.drop(process_id)
+        return error
+
+    def _unreached(self, members: Sequence[Arrival]) -> list[int]:
+        return links.unreached(member for member in members if member.process_id != self.options.process_id)
+
+    def _check_links(self, process_ids: Sequence[int]) -> None:
+        asked = [member for member in self.members if member.process_id in process_ids]
+        missing = set(self._unreached(asked))
+        if missing:
+            names = _named([member for member in asked if member.process_id in missing])
+            raise GroupError(
+                f"process {self.options.process_id} cannot reach {names} within {links.SECONDS:g} s; check the network between these hosts "
+                "and their firewalls (any TCP port), then start it again"
+            )
 
     def say_prepared(self) -> None:
         """Of a process that comes back: say that it can be in the next generation without keeping the others waiting."""
@@ -187,17 +281,20 @@ class HostGroup:
                     f"{member.name} has {what} {found}, process 0 has {values[0]}; install all hosts alike"
                 )
 
-    def check(self) -> None:
-        """Raise the `GroupError` of a member of this generation that is gone."""
+    def check(self, failure: BaseException | None = None) -> None:
+        """Raise the `GroupError` of a member of this generation that is gone. failure: what has come of that."""
         for member in self.present:
             if member.process_id in self.lost:
-                raise self.lost[member.process_id]
+                raise self.lost[member.process_id] from failure
 
-    def lost_by(self, error: BaseException) -> GroupError | None:
-        """The member that is gone where that may be why something failed; waits until it would be known. None: nobody is."""
+    def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
+        """The member that is gone where that may be why something failed; None: nobody is. seconds: to wait for that; None: until it
+        would be known of one that hangs.
+        """
         if self.leaving:
             return None
-        deadline = time.monotonic() + self.options.heartbeat_timeout + 2 * _LOOK_SECONDS
+        seconds = self.options.heartbeat_timeout + 2 * _LOOK_SECONDS if seconds is None else seconds
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
                 self.check()
@@ -235,6 +332,8 @@ class HostGroup:
             coordination.leave()
             if self._meeting is not None:
                 self._meeting.close()
+            if self._answerer is not None:
+                self._answerer.close()
         except Exception as error:  # at the end of a process nothing else is to be done about it
             print(f"dsjax: {error}", file=sys.stderr)
 
@@ -282,13 +381,16 @@ class HostGroup:
 
     def _left(self, member: Arrival) -> None:
         """A member's connection has ended, in a thread of the door."""
+        with self._seen:
+            self._coming.discard((member.process_id, member.pid))
+            self._seen.notify_all()
         if not self.leaving:
             self._lose(member)
 
     def _may_come(self, arrival: Arrival) -> int | None:
         """Wait until the coordination service has forgotten the process that had this id; then it may be joined."""
         with self._seen:
-            self._coming.add(arrival.process_id)
+            self._coming.add((arrival.process_id, arrival.pid))
             self._seen.wait_for(lambda: arrival.process_id in self._unseen or self.leaving)
         if self.leaving:
             return None
@@ -297,18 +399,21 @@ class HostGroup:
 
     def _welcome(self, arrival: Arrival) -> None:
         """Wait until a process that comes back has joined, and has its programs. The mesh changes once for several that come together."""
-        patience = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS
+        patience, one = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS, (arrival.process_id, arrival.pid)
         with self._seen:
             joined = self._seen.wait_for(
-                lambda: arrival.process_id not in self._unseen or self.leaving, timeout=patience
+                lambda: arrival.process_id not in self._unseen or self.leaving or one not in self._coming,
+                timeout=patience,
             )
+            joined = joined and one in self._coming
         joined = joined and self._is_prepared(arrival)
         with self._seen:
-            self._coming.discard(arrival.process_id)
+            self._coming.discard(one)
             if joined and not self.leaving:
                 changed = [arrival if member.process_id == arrival.process_id else member for member in self.members]
                 self.members = changed
                 self.lost.pop(arrival.process_id, None)
+                self.left_out.pop(arrival.process_id, None)
             others = bool(self._coming)
         if self.on_change is not None and not self.leaving and not others:
             self.on_change(None)
@@ -331,6 +436,10 @@ class HostGroup:
         if member.process_id in self.lost:
             return
         error = self.lost[member.process_id] = GroupError(gone(member))
+        if any(each.process_id == member.process_id for each in self.present):
+            self.collectives.cut(
+                self.generation
+            )  # its thread may wait for that process in one, or for another that does
         if self.on_change is not None:
             self.on_change(error)
             return
@@ -349,6 +458,18 @@ class HostGroup:
             text = gone(self.members[0])
         os.write(2, f"\nerror: {text}\n".encode())
         os._exit(1)
+
+
+def _links_key(number: int, process_id: int) -> str:
+    return f"{announcement.key(number)}/links/{process_id}"
+
+
+def _named(members: Sequence[Arrival]) -> str:
+    return " and ".join(f"{member.name} at {member.address}" for member in members)
+
+
+def _endpoint(said: Any) -> tuple[str, int] | None:
+    return None if said is None else (said[0], said[1])
 
 
 def _prepared_key(process_id: int, pid: int) -> str:

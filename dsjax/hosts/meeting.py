@@ -14,7 +14,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +55,16 @@ class Meeting:
     Attributes:
         members: in the order of their ids.
         service: `HOST:PORT` at which process 0 starts JAX's coordination service, and the others find it.
-        generation: the first one that this process may be in: not 0 where the group had formed before it came.
+        generation: the first one that this process may be in: not 0 where the group had formed before it came. here: then, the ids of
+            those that live. wanted: as of `Verdict`.
         door: process 0's. connection: every other one's, to process 0, which sees by it that this process lives.
     """
 
     members: list[Arrival]
     service: str
     generation: int = 0
+    here: Sequence[int] = ()
+    wanted: str = ""
     door: Door | None = None
     connection: socket.socket | None = None
 
@@ -73,26 +76,27 @@ class Meeting:
             close(self.connection)
 
 
-def meet(options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> Meeting:
+def meet(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int = 0) -> Meeting:
     """Meet the other processes.
 
-    prepare: checks what this process can check alone, and gives what must be alike everywhere. It runs while the others come.
+    prepare: checks what this process can check alone, and gives what must be alike everywhere. It runs while the others come. port: as of
+    `Arrival`.
 
     Raises:
         GroupError: somebody is missing, could not prepare, or was started otherwise: in all processes.
         UserError: this process's own, from `prepare`; the others are told.
     """
-    return _Host(options).meet(prepare) if options.is_leader else _attend(options, prepare)
+    return _Host(options, port).meet(prepare) if options.is_leader else _attend(options, prepare, port)
 
 
 class _Host:
     """Process 0's side: a thread takes connections, one for each reads what comes, and `meet` decides."""
 
-    def __init__(self, options: HostOptions):
+    def __init__(self, options: HostOptions, port: int):
         self._options = options
         self._deadline = time.monotonic() + options.start_timeout
         self._changed = threading.Condition()
-        self._arrivals: dict[int, Arrival] = {0: Arrival.of(options)}
+        self._arrivals: dict[int, Arrival] = {0: Arrival.of(options, port)}
         self._prepared: dict[int, Prepared] = {}
         self._problem: str | None = None
         self._connections: dict[int, socket.socket] = {}
@@ -300,11 +304,11 @@ def _free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> Meeting:
+def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int) -> Meeting:
     """Every other process's side."""
     connection, keeping = _connect(options), False
     try:
-        send(connection, Arrival.of(options))
+        send(connection, Arrival.of(options, port))
         try:
             own = Prepared(dict(prepare()))
         except ValueError as error:
@@ -323,7 +327,9 @@ def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> M
     assert isinstance(verdict, Verdict)
     if verdict.error is not None:
         raise GroupError(verdict.error)
-    return Meeting(verdict.members, verdict.service, verdict.generation, connection=connection)
+    return Meeting(
+        verdict.members, verdict.service, verdict.generation, verdict.here, verdict.wanted, connection=connection
+    )
 
 
 def _connect(options: HostOptions) -> socket.socket:

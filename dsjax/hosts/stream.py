@@ -1,4 +1,6 @@
-"""The leader's messages to all others of a generation, in order, as values of the coordination service's store."""
+"""Messages of one process to others of a generation, in order, as values of the coordination service's store: the leader's to all others,
+and another's to the leader.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ _LOOK_SECONDS = 2.0
 
 
 class StreamWriter:
-    """The leader's side. It belongs to the generation in which it was made, and may be used by several threads."""
+    """The writing side. It belongs to the generation in which it was made, and may be used by several threads."""
 
-    def __init__(self, group: HostGroup):
-        self._store, self._folder = group.store, group.key("stream")
+    def __init__(self, group: HostGroup, name: str = "stream"):
+        self._store, self._folder = group.store, group.key(name)
         self._next = self._deleted = 0
         self._lock = threading.Lock()
 
@@ -42,11 +44,14 @@ class StreamWriter:
 
 
 class StreamReader:
-    """What the leader writes in the generation of now, read by the one thread that calls `next`."""
+    """What is written in the generation of now, read by the one thread that calls `next`.
 
-    def __init__(self, group: HostGroup):
-        self._store, self._folder = group.store, group.key("stream")
-        self._next = 0
+    is_only: nobody else reads it, so what was read is deleted. look: seconds after which a closed one is noticed.
+    """
+
+    def __init__(self, group: HostGroup, name: str = "stream", *, is_only: bool = False, look: float = _LOOK_SECONDS):
+        self._store, self._folder = group.store, group.key(name)
+        self._next, self._is_only, self._look = 0, is_only, look
         self.closed = threading.Event()
 
     def next(self) -> bytes | None:
@@ -56,8 +61,10 @@ class StreamReader:
             ConnectionError: the leader is gone.
         """
         while not self.closed.is_set():
-            found = self._store.get(f"{self._folder}/{self._next // _BLOCK}/{self._next}", _LOOK_SECONDS)
+            found = self._store.get(f"{self._folder}/{self._next // _BLOCK}/{self._next}", self._look)
             if found is not None:
                 self._next += 1
+                if self._is_only and self._next % _BLOCK == 0:
+                    self._store.delete(f"{self._folder}/{self._next // _BLOCK - 1}/")
                 return found
         return None

@@ -14,12 +14,16 @@ import msgspec
 
 from dsjax.hosts.options import HostOptions
 
-MAGIC = b"dsjaxmt2"
+MAGIC = b"dsjaxmt3"
 _MOST_BYTES = 1 << 20
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
-    """What a process says when it comes. machine: equal for processes that reach each other over the loopback interface."""
+    """What a process says when it comes.
+
+    machine: equal for processes that reach each other over the loopback interface. port: where it answers who looks at links
+    (`dsjax/hosts/links.py`); 0: nowhere.
+    """
 
     process_id: int
     num_processes: int
@@ -27,12 +31,19 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
     pid: int
     address: str
     machine: str
+    port: int = 0
 
     @classmethod
-    def of(cls, options: HostOptions) -> Arrival:
+    def of(cls, options: HostOptions, port: int = 0) -> Arrival:
         """This process."""
         return cls(
-            options.process_id, options.num_processes, socket.gethostname(), os.getpid(), options.address, _machine()
+            options.process_id,
+            options.num_processes,
+            socket.gethostname(),
+            os.getpid(),
+            options.address,
+            _machine(),
+            port,
         )
 
     @property
@@ -51,13 +62,16 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """Who is in the group, or why there is none.
 
-    service: `HOST:PORT` of JAX's coordination service. generation: the first one that this process may be in.
+    service: `HOST:PORT` of JAX's coordination service. generation: the first one that this process may be in. here: where the group had
+    formed before, the ids of those that live. wanted: the mesh that was asked for last; empty: that of the start.
     """
 
     members: list[Arrival] = []
     error: str | None = None
     service: str = ""
     generation: int = 0
+    here: list[int] = []
+    wanted: str = ""
 
 
 Message = Arrival | Prepared | Verdict
@@ -67,8 +81,7 @@ decode = msgspec.msgpack.Decoder(Message).decode
 
 def send(connection: socket.socket, message: Message) -> None:
     """Send a message."""
-    data = encode(message)
-    connection.sendall(len(data).to_bytes(4, "little") + data)
+    send_frame(connection, encode(message))
 
 
 def receive(connection: socket.socket) -> Message:
@@ -77,21 +90,35 @@ def receive(connection: socket.socket) -> Message:
     Raises:
         EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
     """
+    return decode(receive_frame(connection, _MOST_BYTES))
+
+
+def send_frame(connection: socket.socket, data: bytes) -> None:
+    """Send bytes behind their number."""
+    connection.sendall(len(data).to_bytes(4, "little") + data)
+
+
+def receive_frame(connection: socket.socket, most_bytes: int) -> bytes:
+    """Wait for what `send_frame` sends.
+
+    Raises:
+        EOFError, OSError: the other side has gone. msgspec.MsgspecError: it says that more than `most_bytes` come.
+    """
     length = int.from_bytes(exactly(connection, 4), "little")
-    if length > _MOST_BYTES:
-        raise msgspec.DecodeError(f"a message of {length} bytes")
-    return decode(exactly(connection, length))
+    if length > most_bytes:
+        raise msgspec.DecodeError(f"a frame of {length:,} bytes, where {most_bytes:,} are the most")
+    return exactly(connection, length)
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:
     """Wait for so many bytes."""
-    found = b""
-    while len(found) < count:
-        part = connection.recv(count - len(found))
-        if not part:
+    found, at = bytearray(count), 0
+    while at < count:
+        size = connection.recv_into(memoryview(found)[at:])
+        if not size:
             raise EOFError
-        found += part
-    return found
+        at += size
+    return bytes(found)
 
 
 def keep_alive(connection: socket.socket, seconds: int) -> None:

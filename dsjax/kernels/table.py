@@ -41,14 +41,17 @@ TABLE = (
     Implementation("decode attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
     Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA, pages read in place; not form CD"),
     Implementation("decode attention", "pallas", ("gpu",), "Triton, absorbed MLA, pages read in place; not form CD"),
+    Implementation("decode attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, pages read in place; not form CD"),
     Implementation("prefill attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
     Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block; not form CD"),
     Implementation("prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA, causal tiles; not form CD"),
+    Implementation("prefill attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, causal tiles; not form CD"),
     Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (GPU), einsum or ragged_dot (TPU)"),
     Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16 and FP8 weights widened in registers"),
     Implementation(
         "experts", "pallas", ("gpu",), "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8 widened"
     ),
+    Implementation("experts", "pallas", ("tpu",), "Mosaic, sorted pairs, bfloat16 weights read from the stack"),
     Implementation(
         "other products", "plain", None, "JAX; FP8 weights dequantised first, or by blocks with FP8 activations"
     ),
@@ -66,6 +69,7 @@ class Kernels:
     """Which implementation a step uses of each operation.
 
     native: the loaded native kernels; pallas: the Pallas kernels; None of both where all is plain.
+    left_plain: operations that the kernels leave to the plain form, because they cannot read this cache or these weights.
     quantises: whether activations are quantised for FP8 products, which native kernels do not.
     note: why nothing faster is used where something exists, or how the native kernels came; one line for people, empty if there is
         nothing to say.
@@ -73,13 +77,18 @@ class Kernels:
 
     native: NativeKernels | None = None
     pallas: PallasKernels | None = None
+    left_plain: tuple[str, ...] = ()
     quantises: bool = False
     note: str = field(default="", compare=False)
 
     def name(self, operation: str, form: str | None = None) -> str:
         """The implementation of an operation, ``form`` being the MLA form for attention."""
         loaded = "native" if self.native is not None else "pallas" if self.pallas is not None else "plain"
-        if not any(row.operation == operation and row.name == loaded for row in TABLE):
+        platform = self.pallas.platform if loaded == "pallas" else None
+        rows = [row for row in TABLE if row.operation == operation and row.name == loaded]
+        if not any(platform is None or platform in row.platforms for row in rows):
+            return "plain"
+        if operation in self.left_plain:
             return "plain"
         if self.quantises and loaded == "native" and operation == "experts":
             return "plain"
@@ -121,7 +130,7 @@ def choose_kernels(
         )
     if choice == "plain":
         return PLAIN
-    if choice == "pallas" or (choice == "auto" and platform == "gpu"):
+    if choice == "pallas" or (choice == "auto" and platform in ("gpu", "tpu")):
         return _pallas(choice, platform, dtype, tiles)
     if platform != "cpu":
         return _refuse(choice, f"native kernels are for the CPU platform, and these devices are {platform}")
@@ -135,14 +144,19 @@ def choose_kernels(
 
 
 def _pallas(choice: str, platform: str, dtype: np.dtype, tiles: Path | None) -> Kernels:
-    """Compiled on GPUs. On the CPU platform Pallas's interpreter runs them, which tests use; nobody would serve with it."""
-    if platform not in ("gpu", "cpu"):
-        return _refuse(choice, f"these kernels are for GPUs, and these devices are {platform}")
+    """Compiled on GPUs and TPUs. On the CPU platform Pallas's interpreter runs those for GPUs, for tests; nobody would serve with it."""
+    if platform not in ("gpu", "tpu", "cpu"):
+        return _refuse(choice, f"these kernels are for GPUs and TPUs, and these devices are {platform}")
     if np.dtype(dtype).name not in ("float32", "bfloat16"):
         return _refuse(choice, f"they compute in float32 and bfloat16, and --dtype is {np.dtype(dtype).name}")
+    if tiles is not None and platform == "tpu":
+        raise UserError(
+            "--kernel-config has tile sizes of the kernels for GPUs, and these devices are tpu; leave it out"
+        )
     note = "Pallas kernels run by their interpreter on a CPU: right, and very slow" if platform == "cpu" else ""
     table = None if tiles is None else TileTable.read(tiles)
-    return Kernels(pallas=PallasKernels(interpret=platform == "cpu", tiles=table), note=note)
+    whose = "tpu" if platform == "tpu" else "gpu"
+    return Kernels(pallas=PallasKernels(whose, interpret=platform == "cpu", tiles=table), note=note)
 
 
 def _refuse(choice: str, reason: str) -> Kernels:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.pallas import tpu_attention
 from dsjax.kernels.pallas.attention import latent_attention
 from dsjax.kernels.pallas.heads import absorb
 from dsjax.kernels.pallas.heads import expand as expand_values
@@ -64,6 +65,13 @@ class PagedAttention:
     """Context positions read at once; longer contexts are accumulated block by block. None: `block` decides."""
     kernels: Kernels = Kernels()
 
+    @property
+    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
+        """The cache's arrays as ``cache_arrays`` has them, as wide as the kernels want them."""
+        tpu = self.layout != "decompressed" and self.kernels.name("decode attention") == "pallas"
+        tpu = tpu and self.kernels.pallas.platform == "tpu"
+        return cache_arrays(self.layout, self.config, self.cache_dtype, tpu_attention.LANES if tpu else 1)
+
     def block(self, rows: int, chunk: int) -> int:
         """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
 
@@ -81,7 +89,9 @@ class PagedAttention:
     def write(self, mla: MLA, cache: Cache, layer: Int[Array, ""], slots: Int[Array, "B T"], p: Projections) -> Cache:
         """Store what this layer's cache keeps of each token."""
         with jax.named_scope("cache_write"):
-            values, arrays = self._cached_values(mla, p), self._arrays
+            values, arrays = self._cached_values(mla, p), self.arrays
+            if self.layout != "decompressed":
+                values = {name: widen(value, arrays[name][0][-1]) for name, value in values.items()}
             heads = self.spec.head_axes if self.layout == "decompressed" else None
             batch = self.spec.batch_axes
 
@@ -198,7 +208,8 @@ class PagedAttention:
 
         def local(q, q_rope, weights, index, cache, layer, positions, length, tables, filled):
             q = by_head(absorb, weights, index, q[0]) if weights else q[0]
-            out = latent_attention(
+            attend = latent_attention if self.kernels.pallas.platform == "gpu" else tpu_attention.latent_attention
+            out = attend(
                 q, q_rope[0], cache, np.dtype(self.cache_dtype), layer, positions[0, :, 0], length[0], tables[0], filled,
                 scale=config.softmax_scale, interpret=interpret,
             )  # fmt: skip
@@ -214,10 +225,6 @@ class PagedAttention:
         if form == "AM_CC_ME":
             return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(dtype))
         return out if weights else jnp.einsum("brchm,mhu->brchu", out, up_value)
-
-    @property
-    def _arrays(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
-        return cache_arrays(self.layout, self.config, self.cache_dtype)
 
     def _cached_values(self, mla: MLA, p: Projections) -> Cache:
         if self.layout == "split":
@@ -237,7 +244,7 @@ class PagedAttention:
         pages = rows.tables.shape[-1]
         block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
-        arrays = self._arrays
+        arrays = self.arrays
 
         def local(queries, weights, cache, layer, positions, tables, filled):
             # Pages past a row's table are page 0: no query sees their positions.
@@ -288,6 +295,11 @@ class PagedAttention:
 
     def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def widen(values: Float[Array, "*n W"], width: int) -> Float[Array, "*n V"]:
+    """Zeros behind the values of each entry, up to ``width``."""
+    return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, width - values.shape[-1])])
 
 
 def expand(latent: Array, k_rope: Array, up_key: Array, up_value: Array) -> tuple[Array, Array]:

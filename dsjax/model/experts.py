@@ -23,7 +23,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dsjax.kernels.pallas import activations
+from dsjax.kernels.pallas import activations, tpu_products
 from dsjax.kernels.pallas.experts import combine, round_pairs
 from dsjax.kernels.pallas.products import SLACK, Groups, addressable, down, gate_up
 from dsjax.kernels.table import Kernels
@@ -93,6 +93,8 @@ class ExpertProduct:
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
             if self.kernels.name("experts") == "pallas" and self.implementation == "auto":
                 stack = experts.stack()
+                if self.kernels.pallas.platform == "tpu":
+                    return self._mosaic(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
                 if all(map(addressable, stack.values())):
                     return self._pallas(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
@@ -145,6 +147,34 @@ class ExpertProduct:
         if size < N * min(K, X):
             out_ND = lax.fori_loop(1, -(-total // size), lambda r, out: out + one_round(r), out_ND)
         return out_ND
+
+    def _mosaic(self, experts: Experts, stack, rows_ND, ids_NK, weights_NK, mean_load: float) -> Float[Array, "N D"]:
+        """The same on TPUs: pairs stand in tiles that begin with an expert's first, and each is added to its row by XLA."""
+        (N, K), X = ids_NK.shape, experts.count
+        size = round_pairs(mean_load, X, N * min(K, X))
+        own_load = min(mean_load, size / X)
+        tiles = tpu_products.TpuProductTiles.for_load(own_load)
+        pairs = sort_pairs(ids_NK, weights_NK, X)
+        options = {"mean_load": own_load, "tiles": tiles, "interpret": self.kernels.pallas.interpret}
+
+        def one_round(r: Array | int, out_ND: Array) -> Array:
+            start_X = jnp.clip(pairs.start_X, r * size, (r + 1) * size)
+            count_X = jnp.clip(pairs.start_X + pairs.count_X, r * size, (r + 1) * size) - start_X
+            placed = tpu_products.tile_pairs(start_X, count_X, size, tiles.rows)
+            row_S = pairs.row_P.at[placed.pair_S].get(mode="promise_in_bounds")
+            weight_S = pairs.weight_P.at[placed.pair_S].get(mode="promise_in_bounds")
+            x_SD = rows_ND.take(row_S, axis=0, mode="clip")
+            of_layer = self.weight_dtype, experts.layer
+            hidden_SF = tpu_products.gate_up(stack["gate_up.weight"], *of_layer, x_SD, placed, **options)
+            y_SD = tpu_products.down(stack["down.weight"], *of_layer, hidden_SF, placed, **options)
+            y_SD = jnp.where(placed.used_S[:, None], y_SD * weight_S[:, None], 0)
+            return out_ND.at[row_S].add(y_SD, mode="promise_in_bounds")
+
+        out_ND = one_round(0, jnp.zeros(rows_ND.shape, jnp.float32))
+        if size < N * min(K, X):
+            rounds = -(-(pairs.start_X[-1] + pairs.count_X[-1]) // size)
+            out_ND = lax.fori_loop(1, rounds, one_round, out_ND)
+        return out_ND.astype(rows_ND.dtype)
 
     def _rows(self, rows_ND, index_P: Int[Array, "P"]) -> Float[Array, "P D"] | fp8.Quantised:
         """Rows by index for the Pallas kernels: as they are, or quantised. What travelled in FP8 is not quantised twice."""

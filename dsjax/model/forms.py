@@ -55,11 +55,16 @@ def reads(form: Form, dtype: np.dtype) -> bool:
     return np.dtype(dtype) != fp8.E4M3 or "split" in _READS[form]
 
 
-def cache_arrays(layout: Layout, config: ModelConfig, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+def cache_arrays(
+    layout: Layout, config: ModelConfig, dtype: np.dtype, lanes: int = 1
+) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Arrays of a cache layout → trailing shape of one token's entry in one layer, and its dtype.
 
     dtype: float32 or bfloat16, which all numbers are kept in, or ``fp8.E4M3``: then only the latent is FP8, with a float32 scale for each
     128 of its values, and the rotary key stays bfloat16. So for V3 an entry takes 656 bytes of 1,152, as in FlashMLA's cache.
+
+    lanes: widths of a token's entry are rounded up to a multiple of it, with zeros: 128 for the TPU's kernels, so that V3's entry of
+    512 + 64 takes 512 + 128 numbers.
 
     Raises:
         UserError: FP8 in a layout that does not keep the latent apart.
@@ -80,4 +85,4 @@ def cache_arrays(layout: Layout, config: ModelConfig, dtype: np.dtype) -> dict[s
         "joined": {"joined": (M + O,)},
         "split": {"latent": (M,), "rope": (O,)},
     }[layout]
-    return {name: (width, dtype) for name, width in widths.items()}
+    return {name: ((*width[:-1], -(-width[-1] // lanes) * lanes), dtype) for name, width in widths.items()}

@@ -55,10 +55,13 @@ class Candidate:
     @property
     def cost(self) -> Figure | None:
         """Price of a million output tokens, in the currency of the devices' price an hour; None where that is not given."""
-        price = self.decode.cluster.hardware.price_per_hour
-        if price is None:
+        own = self.decode.layout.devices * self.count
+        sides = ((self.decode, own), (self.prefill, self.devices - own))
+        prices = [(side.cluster.hardware.price_per_hour, devices) for side, devices in sides if devices]
+        if any(price is None for price, _ in prices):
             return None
-        return (price * self.devices / 3600 * 1e6 / self.throughput).named("cost of a million output tokens")
+        total = sum(price * devices for price, devices in prices)
+        return (total / 3600 * 1e6 / self.throughput).named("cost of a million output tokens")
 
     @property
     def per_user(self) -> Figure:
@@ -88,7 +91,12 @@ class Candidate:
     def name(self) -> str:
         """`4 × dp=8`, or `2 × dp=8 | 1 × dp=16` with prefill before the bar."""
         own = f"{self.count} × {self.decode.layout}"
-        return own if self.mode == "aggregated" else f"{self.prefill_count} × {self.prefill.layout} | {own}"
+        if self.mode == "aggregated":
+            return own
+        first = f"{self.prefill_count} × {self.prefill.layout}"
+        if self.decode.cluster.prefill is None:
+            return f"{first} | {own}"
+        return f"{first} {self.prefill.cluster.hardware.key} | {own} {self.decode.cluster.hardware.key}"
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
@@ -117,6 +125,7 @@ class Candidate:
                 "redundant_experts": self.prefill.layout.redundant,
                 "instances": self.prefill_count,
                 "tokens_per_step": self.prefill_tokens,
+                "hardware": self.prefill.cluster.hardware.key,
             }
         return found
 
@@ -265,7 +274,7 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     output, work = instance.workload.output.mean, instance.workload
     decoding_at_once = _decoding(pool, prefill_count, instance, count, batch, _priced(instance))
     tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
-    transfer = _transfer(instance).named("cache transfer", "s")
+    transfer = _transfer(instance, pool.instance).named("cache transfer", "s")
     passing = instance.decode_step(decoding_at_once) * _passing(instance)
     first = transfer + passing.named("steps in progress", "s") + _FRONT
     # With room for more requests than prefill sends, decode could still do what it does with all of them.
@@ -324,7 +333,11 @@ def _quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step
     most = _BUSY if instance.workload.concurrency is None else 0.95
     busy = min(most, rate / (pool.rate.value * prefill_count))
     return (
-        _FRONT.value + _transfer(instance).value + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
+        _FRONT.value
+        + _transfer(instance, pool.instance).value
+        + step * _passing(instance)
+        + prompt
+        + prompt * busy / (2 * (1 - busy))
     )
 
 
@@ -364,11 +377,12 @@ def _priced(instance: Instance) -> Callable[[float], float]:
     return lambda batch: instance.middle.decode_step(batch).value
 
 
-def _transfer(instance: Instance) -> Figure:
-    """Of one request's cache to one replica."""
+def _transfer(instance: Instance, prefill: Instance) -> Figure:
+    """Of one request's cache to one replica, from where its prompt was computed."""
     if "transfer" not in instance.steps:
         size = instance.memory.cache_per_token * instance.workload.input.mean
-        instance.steps["transfer"] = cache_transfer(instance.cluster, size / instance.layout.mesh.tp_size)
+        sender = prefill.cluster if instance.cluster.prefill is not None else None
+        instance.steps["transfer"] = cache_transfer(instance.cluster, size / instance.layout.mesh.tp_size, sender)
     return instance.steps["transfer"]
 
 

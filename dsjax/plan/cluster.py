@@ -13,6 +13,7 @@ from typing import Any
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.plan.measured_network import COLLECTIVES, MeasuredNetwork
+from dsjax.plan.tiers import Wiring, read_wiring
 
 RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")
 
@@ -38,7 +39,9 @@ class Cluster:
     `devices_per_host` or of all devices. network_gbps: of one network card, each way, in gigabits a second; nics_per_host:
     cards that a host's devices share; latency: seconds of the network one way, with latency_low, latency_high its range.
     storage: bytes a second at which each host reads a checkpoint while all do, or None where nobody said. acceptance: for a measurement
-    of the network; measured: such a measurement, in place of the links' figures. sources: field → where it is from.
+    of the network; measured: such a measurement, in place of the links' figures. sources: field → where it is from. wiring: tiers of
+    switches, or direct links, where the network is not one switch of full bandwidth. prefill: hosts of another kind that compute
+    prompts, while these decode; None where all are alike.
     """
 
     name: str
@@ -57,6 +60,8 @@ class Cluster:
     storage: float | None = None
     acceptance: Acceptance = Acceptance()
     measured: MeasuredNetwork | None = None
+    wiring: Wiring = Wiring()
+    prefill: Cluster | None = None
 
     @property
     def num_devices(self) -> int:
@@ -77,9 +82,24 @@ class Cluster:
         """Scale-up domains that so many neighbouring devices touch."""
         return -(-devices // self.domain)
 
+    def between(self, ranks: int, *, ring: bool = False) -> Cluster:
+        """The cluster as an exchange among so many neighbouring devices meets it: bandwidth and latency of the tiers that it crosses.
+
+        ring: of a sum over them, in which neighbours send to each other.
+        """
+        hosts = -(-ranks // self.devices_per_host)
+        if not self.wiring or hosts < 2:
+            return self
+        share, tier = self.wiring.share(hosts, self.hosts, ring=ring), self.wiring.highest(hosts)
+        ends = (tier.latency, tier.latency_low, tier.latency_high) if tier else ()
+        latency = dict(zip(("latency", "latency_low", "latency_high"), ends, strict=False))
+        return dataclasses.replace(self, network_gbps=self.network_gbps * share, wiring=Wiring(), **latency)
+
     def scaled(self, resource: str, factor: float) -> Cluster:
         """The same cluster with `factor` times as much of one of `RESOURCES` (latency: so many times shorter)."""
         chip = self.hardware
+        if self.prefill is not None:
+            self = dataclasses.replace(self, prefill=self.prefill.scaled(resource, factor))
         if self.measured is not None:
             self = dataclasses.replace(self, measured=self.measured.scaled(resource, factor))
         if resource == "compute":
@@ -94,12 +114,28 @@ class Cluster:
             return dataclasses.replace(self, network_gbps=self.network_gbps * factor)
         else:
             low, high = self.latency_low / factor, self.latency_high / factor
-            return dataclasses.replace(self, latency=self.latency / factor, latency_low=low, latency_high=high)
+            tiers = (
+                dataclasses.replace(
+                    t,
+                    latency=t.latency / factor,
+                    latency_low=t.latency_low / factor,
+                    latency_high=t.latency_high / factor,
+                )
+                for t in self.wiring.tiers
+            )
+            wiring = dataclasses.replace(self.wiring, tiers=tuple(tiers))
+            return dataclasses.replace(
+                self, latency=self.latency / factor, latency_low=low, latency_high=high, wiring=wiring
+            )
         return dataclasses.replace(self, hardware=chip)
 
     def resized(self, hosts: int) -> Cluster:
-        """The same cluster with another number of hosts."""
-        return dataclasses.replace(self, hosts=hosts)
+        """The same cluster with another number of hosts; the highest tier joins as many as there are."""
+        wiring = self.wiring
+        if wiring.tiers and hosts > wiring.tiers[-1].hosts:
+            *below, top = wiring.tiers
+            wiring = dataclasses.replace(wiring, tiers=(*below, dataclasses.replace(top, hosts=hosts)))
+        return dataclasses.replace(self, hosts=hosts, wiring=wiring)
 
 
 _LEAST = {"hosts": 1, "devices_per_host": 1, "nics_per_host": 1, "scale_up_devices": 1}
@@ -118,8 +154,12 @@ _FIELDS = {
     "storage_gb_per_s": float,
     "acceptance": dict,
     "sources": dict,
+    "tiers": list,
+    "direct": bool,
+    "prefill": dict,
 }
-_OPTIONAL = ("scale_up_devices", "devices_per_host", "storage_gb_per_s", "acceptance")
+_OPTIONAL = ("scale_up_devices", "devices_per_host", "storage_gb_per_s", "acceptance", "tiers", "direct", "prefill")
+_OF_PREFILL = ("hardware", "hosts", "devices_per_host", "scale_up_devices", "network_gbps", "nics_per_host")
 _PLACES = ("inside_host", "between_hosts")
 
 
@@ -162,7 +202,7 @@ def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
         )
     for name, value in found.items():
         wanted = (int, float) if _FIELDS[name] is float else (_FIELDS[name],)
-        if isinstance(value, bool) or not isinstance(value, wanted):
+        if isinstance(value, bool) != (_FIELDS[name] is bool) or not isinstance(value, wanted):
             raise UserError(f"cluster {key!r}: {name} is {value!r}, expected {_FIELDS[name].__name__}")
         if name in _LEAST and value < _LEAST[name]:
             raise UserError(f"cluster {key!r}: {name} is {value}, expected at least {_LEAST[name]}")
@@ -187,6 +227,8 @@ def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
         sources=dict(found["sources"]),
         storage=found["storage_gb_per_s"] * 1e9 if "storage_gb_per_s" in found else None,
         acceptance=_acceptance(key, found.get("acceptance", {})),
+        wiring=read_wiring(key, found, found["hosts"], found["nics_per_host"]),
+        prefill=_prefill(key, found) if "prefill" in found else None,
     )
     if cluster.domain % devices_per_host and devices_per_host % cluster.domain:
         raise UserError(
@@ -194,6 +236,21 @@ def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
             "expected one to be a multiple of the other"
         )
     return cluster
+
+
+def _prefill(key: str, found: Mapping[str, Any]) -> Cluster:
+    """The table `[prefill]`: hosts of another kind, on the same network."""
+    own = found["prefill"]
+    if set(own) - set(_OF_PREFILL) or {"hardware", "hosts"} - set(own):
+        raise UserError(
+            f"cluster {key!r}: prefill has {', '.join(sorted(own)) or 'nothing'}; expected hardware and hosts, and where they differ "
+            f"{', '.join(_OF_PREFILL[2:])}"
+        )
+    apart = ("prefill", "scale_up_devices", "devices_per_host", "tiers", "direct", "acceptance")
+    others = {name: value for name, value in found.items() if name not in apart}
+    chip = load_hardware(own["hardware"]).name if isinstance(own["hardware"], str) else own["hardware"]
+    described = {"name": f"{found['name']}, prefill", "description": f"{own['hosts']} hosts of {chip}"}
+    return _from_fields(f"{key}, prefill", {**others, **described, **own})
 
 
 def _range(key: str, ends: list, value: float) -> tuple[float, float]:

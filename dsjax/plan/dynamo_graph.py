@@ -229,15 +229,10 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
     """The winner of a plan. command: what it was planned with, for the first line.
 
     Raises:
-        UserError: a worker cannot run it: prefill or decode over several hosts, or no NVIDIA GPUs.
+        UserError: Dynamo's operator cannot place it: no NVIDIA GPUs.
     """
     made = recipe(model, question, candidate)
     cluster = question.cluster
-    if len(made["services"]) > 1 and any(_hosts(one, cluster) > 1 for one in made["services"]):
-        raise UserError(
-            "--recipe FILE.yaml writes what dsjax dynamo can run, which has each side of a separated service on one host, and the winner "
-            "has one on several; give --engine dsjax, or add --mode aggregated"
-        )
     if cluster.hardware.platform != "cuda":
         raise UserError(
             f"--recipe FILE.yaml is for Dynamo, whose operator places NVIDIA GPUs, and {cluster.name} has {cluster.hardware.platform}; "

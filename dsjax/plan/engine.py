@@ -12,8 +12,7 @@ from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 
 @dataclass(frozen=True)
 class Engine:
-    """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode instances,
-    of which each is on one host where `on_one_host`.
+    """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode instances.
     drafts: with the MTP module. fp4: loads FP4 experts. fp8_cache: bytes a value of its FP8 latent cache, None without one.
     dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step one by one; otherwise one compiled program does.
     """
@@ -27,22 +26,33 @@ class Engine:
     fp8_cache: float | None
     dispatch: str
     eager: bool
-    on_one_host: bool = False
 
-    def check(self, *, separated: bool, overlap: bool, drafts: bool, fp4: bool, fp8_cache: bool, dispatch: str) -> None:
+    def check(
+        self,
+        *,
+        separated: bool,
+        overlap: bool,
+        drafts: bool,
+        fp4: bool,
+        fp8_cache: bool,
+        dispatch: str,
+        int8: bool = False,
+    ) -> None:
         """Raise `UserError` where something is asked for that this engine cannot do."""
         asked = (
             (separated and not self.transfers, "--mode separated", "does not move caches between instances"),
             (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
             (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
-            (fp4 and not self.fp4, "--precision nvfp4", "does not load FP4 experts"),
+            (fp4 and not self.fp4, "--precision nvfp4 or nvfp4-bf16", "does not load FP4 experts"),
+            (int8 and self.name == "dsjax", "--precision int8", "does not load INT8 weights"),
             (fp8_cache and self.fp8_cache is None, "an FP8 cache", "has none"),
             (dispatch == "deepep" and self.dispatch != "deepep", "--dispatch deepep", "has dispatches of its own"),
         )
         for wrong, flag, reason in asked:
             if wrong:
+                who = "dsjax serve" if self.name == "dsjax" else self.name
                 raise UserError(
-                    f"{flag} is asked for, but dsjax serve {reason}; leave it out, or give --engine published for engines that can"
+                    f"{flag} is asked for, but {who} {reason}; leave it out, or give --engine published for engines that can"
                 )
 
     def precision(self, chosen: Precision) -> Precision:
@@ -54,6 +64,12 @@ class Engine:
 
 PUBLISHED = Engine("published", True, True, True, True, True, 1.0, "deepep", eager=True)
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish."""
+_OTHERS = {
+    "vllm": dataclasses.replace(PUBLISHED, name="vllm"),
+    "sglang": dataclasses.replace(PUBLISHED, name="sglang"),
+    "tensorrt-llm": dataclasses.replace(PUBLISHED, name="tensorrt-llm", overlaps=False),
+}
+"""One engine of them: the published kernels, the layouts that it can be asked for (`launch.unfit`), and its own commands."""
 
 
 @functools.cache
@@ -73,11 +89,10 @@ def dsjax_engine() -> Engine:
         fp8_cache=FP8_CACHE if any("fp8" in name for name in cache) else None,
         dispatch="auto",
         eager=False,
-        on_one_host=True,
     )
 
 
-ENGINES = ("dsjax", "published")
+ENGINES = ("dsjax", "published", *_OTHERS)
 
 
 def find_engine(name: str) -> Engine:
@@ -88,4 +103,4 @@ def find_engine(name: str) -> Engine:
     """
     if name not in ENGINES:
         raise UserError(f"--engine is {name!r}, expected one of {', '.join(ENGINES)}")
-    return PUBLISHED if name == "published" else dsjax_engine()
+    return dsjax_engine() if name == "dsjax" else _OTHERS.get(name, PUBLISHED)

@@ -15,18 +15,8 @@ from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.question import Question
-from dsjax.plan.recipe import recipe
+from dsjax.plan.recipe import REPOSITORIES, recipe
 
-REPOSITORIES = {
-    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
-    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
-    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
-    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
-    "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
-}
-"""Where the weights of bundled configurations are; a service has to load some."""
 _TPU = {"tpu-v5e": "tpu-v5-lite-podslice", "tpu-v6e": "tpu-v6e-slice"}
 """Hardware → label `cloud.google.com/gke-tpu-accelerator` of its nodes (GKE's documentation, "Plan TPUs in GKE")."""
 _SERVER = {"--host": "0.0.0.0", "--port": "8000", "--shutdown-timeout": "600"}

@@ -22,19 +22,29 @@ def on(
     candidate: Candidate, cluster: Cluster, batch: float | None = None, concurrency: float | None = None
 ) -> Candidate:
     """The same deployment on another cluster; optionally with another batch, or with so many requests in flight."""
-    decode, prefill = (_moved(i, cluster, {}, concurrency) for i in (candidate.decode, candidate.prefill))
+    decode, prefill = _both(candidate, cluster, {}, concurrency)
     return in_full(_with(candidate, decode, prefill, batch))
 
 
 def quick_on(candidate: Candidate, cluster: Cluster, shared: dict, batch: float | None = None) -> Candidate:
     """`on` with middle values only. shared: what deployments have in common on that cluster; give them the same dict."""
-    decode, prefill = (_moved(i, cluster, shared).middle for i in (candidate.decode, candidate.prefill))
+    decode, prefill = (instance.middle for instance in _both(candidate, cluster, shared))
     return in_full(_with(candidate, decode, prefill, batch))
 
 
 def _with(candidate: Candidate, decode: Instance, prefill: Instance, batch: float | None) -> Candidate:
     batch = candidate.batch if batch is None else batch
     return dataclasses.replace(candidate, decode=decode, prefill=prefill, batch=batch)
+
+
+def _both(
+    candidate: Candidate, cluster: Cluster, shared: dict, concurrency: float | None = None
+) -> tuple[Instance, Instance]:
+    """Decode and prefill on another cluster, prefill on its own hosts where the cluster has two kinds."""
+    decode = _moved(candidate.decode, cluster, shared, concurrency)
+    if candidate.mode == "aggregated" or cluster.prefill is None:
+        return decode, _moved(candidate.prefill, cluster, shared, concurrency)
+    return decode, _moved(candidate.prefill, cluster.prefill, shared.setdefault("prefill", {}), concurrency)
 
 
 def _moved(instance: Instance, cluster: Cluster, shared: dict, concurrency: float | None = None) -> Instance:

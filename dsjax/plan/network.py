@@ -78,6 +78,7 @@ def low_latency_exchange(
     timed = _timed_inside(cluster, ranks, share, curve, tokens, slowest, "low-latency kernels in one host")
     if timed:
         return timed
+    cluster = cluster.between(ranks)
     fixed, network, link = low_latency_fit(combine)
     near = min(cluster.domain, ranks)
     payload = tokens * top_k * row_bytes
@@ -119,6 +120,7 @@ def normal_exchange(
     )
     if timed:
         return timed
+    cluster = cluster.between(ranks)
     inside = exact(tokens * row_bytes * spread, "bytes over the scale-up link", "B") * slowest
     time = inside * torus_hops(cluster) / (link * cluster.hardware.scale_up_bandwidth)
     if domains > 1:
@@ -176,6 +178,7 @@ def xla_collective(
             first = cluster.measured.seconds(kind, spans_hosts(cluster, ranks), ranks, exact(0.0))
             return found if count == 1 else found + first * (count - 1)
     near = min(cluster.domain, ranks) if near is None else near
+    cluster = cluster.between(ranks)
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
     rows = (each * (near - 1)).named("bytes to neighbours", "B")
     time = rows * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
@@ -193,6 +196,7 @@ def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:
             return found
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
     away = 1 - min(cluster.domain, ranks) / ranks
+    cluster = cluster.between(ranks)
     time = size * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
     return largest(time, size * away / (share * cluster.network_bandwidth)) if away else time
 
@@ -228,6 +232,7 @@ def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | N
         if found is not None:
             return found
     near = min(cluster.domain, ranks) if near is None else near
+    cluster = cluster.between(ranks, ring=True)
     share = assumed(0.7, 0.5, 0.85, "all-reduce, share of scale-up link", "ring or multicast over NVLink or ICI")
     size = size if isinstance(size, Figure) else exact(size)
     summed = (size * (2 * (near - 1) / near)).named("summed bytes", "B")
@@ -244,9 +249,17 @@ def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | N
     return time
 
 
-def cache_transfer(cluster: Cluster, size: float) -> Figure:
-    """Seconds that moving one request's cache adds: what is not hidden behind the layers still being computed."""
+def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None) -> Figure:
+    """Seconds that moving one request's cache adds: what is not hidden behind the layers still being computed.
+
+    sender: where the prompt was computed, if on another kind of hosts: the thinner of both sides' cards counts. With tiers the two are
+    taken to be as far apart as hosts of the cluster can be.
+    """
+    far = cluster.between(cluster.num_devices)
+    bandwidth = far.network_bandwidth
+    if sender is not None:
+        bandwidth = min(bandwidth, sender.network_bandwidth)
     exposed = assumed(
         0.3, 1 / 61, 1.0, "share of the transfer that is exposed", "layer by layer, or after the last layer"
     )
-    return size * exposed / (normal_shares()[0] * cluster.network_bandwidth)
+    return size * exposed / (normal_shares()[0] * bandwidth)

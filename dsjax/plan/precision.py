@@ -37,6 +37,10 @@ class Precision:
             UserError: FP4 on a device that has no FP4 unit.
         """
         itemsize = self.expert if expert else self.linear
+        if self.name == "int8" and chip.key.startswith(("gb300", "tpu")):
+            raise UserError(
+                f"--precision int8: {chip.name} has no INT8 unit as fast as its FP8 one; choose fp8 or bf16"
+            )
         if itemsize < 1:
             if chip.fp4_flops is None:
                 raise UserError(f"--precision {self.name}: {chip.name} has no FP4 unit; choose fp8 or bf16")
@@ -50,8 +54,12 @@ PRECISIONS = {
     "fp8": Precision("fp8", FP8_BLOCK, FP8_BLOCK, wire=_WIRE_FP8),
     "bf16": Precision("bf16", BF16, BF16, wire=BF16),
     "nvfp4": Precision("nvfp4", FP4_BLOCK, FP8_BLOCK, cache=1.0, wire=FP4_BLOCK),
+    "nvfp4-bf16": Precision("nvfp4-bf16", FP4_BLOCK, BF16, cache=1.0, wire=FP4_BLOCK),
+    "int8": Precision("int8", FP8_BLOCK, FP8_BLOCK, wire=BF16),
 }
-"""`fp8`: DeepSeek's own checkpoint. `nvfp4`: experts and dense MLP in FP4, attention FP8, FP8 cache, FP4 dispatch."""
+"""`fp8`: DeepSeek's own checkpoint. `nvfp4`: experts and dense MLP in FP4, attention FP8, FP8 cache, FP4 dispatch; `nvfp4-bf16`: the same
+with attention in bf16, as NVIDIA's DeepSeek-R1-0528-FP4 is. `int8`: block-wise INT8 as meituan/DeepSeek-R1-Block-INT8, at FP8's speed:
+their units are as fast on Hopper, Ada and B200, and bf16 is dispatched."""
 
 
 def precision(name: str, cache: str = "auto") -> Precision:

@@ -5,14 +5,34 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from pathlib import Path
 from typing import Any
 
+from dsjax.engine.args import EngineArgs
+from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, host_bytes
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
+from dsjax.plan.launch import LAUNCHED, Launch, script
+from dsjax.plan.launch_flags import launch
 from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
+
+REPOSITORIES = {
+    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
+    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
+}
+"""Where the weights of bundled configurations are; a service has to load some."""
+
+
+_MOST = 0.98
+"""Of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
 
 
 def serve_options(
@@ -41,6 +61,9 @@ def serve_options(
         "--max-num-batched-tokens": str(max(seqs, tokens)),
         "--prefill-chunk": str(max(1, min(math.ceil(prefill_tokens), length))),
     }
+    share = memory_share(instance, seqs * length)
+    if share > EngineArgs.gpu_memory_utilization:
+        found["--gpu-memory-utilization"] = f"{share:g}"
     if options.drafts:
         found["--speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": options.drafts})
     if options.precision.linear == FP8_BLOCK:
@@ -61,6 +84,15 @@ def serve_options(
     return found
 
 
+def memory_share(instance: Instance, tokens: float) -> float:
+    """Of a device's memory, what weights, the cache of so many tokens and a step's temporaries take, rounded up; at most 0.98: the rest
+    of what is set aside is the runtime's."""
+    memory = instance.memory
+    temporaries = max(0.0, memory.reserve.value - (1 - _MOST) * memory.device)
+    needed = memory.weights_total + tokens * memory.cache_per_token + temporaries
+    return min(_MOST, math.ceil(needed / memory.device * 100) / 100)
+
+
 def command(options: dict[str, str]) -> str:
     """One line for a shell; an option without a value is a flag. Sides of a separated service are workers of NVIDIA Dynamo."""
     program = "dynamo" if "--disaggregation-mode" in options else "serve"
@@ -78,9 +110,11 @@ def notes(candidate: Candidate) -> list[str]:
     found += _contradicted(candidate)
     if candidate.mode == "separated":
         found.append("Prefill and decode find each other through NVIDIA Dynamo's frontend: docs/dynamo.md.")
-        host = candidate.decode.cluster.devices_per_host
-        if able.on_one_host and max(candidate.decode.layout.devices, candidate.prefill.layout.devices) > host:
-            found.append("A side spans several hosts in this plan; dsjax runs each side of a separated service on one.")
+        if candidate.decode.cluster.prefill is not None:
+            sides = candidate.prefill.cluster.hardware.name, candidate.decode.cluster.hardware.name
+            found.append(
+                f"Prefill belongs on the hosts of {sides[0]} and decode on those of {sides[1]}: start them there."
+            )
     if candidate.decode.overlapped(candidate.batch) and not able.overlaps:
         found.append("The estimate overlaps two half batches, which is not an option of dsjax serve.")
     if candidate.decode.options.drafts and not able.drafts:
@@ -126,14 +160,39 @@ def _contradicted(candidate: Candidate) -> list[str]:
     return found
 
 
-def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, Any]:
-    """Everything needed to run and to check the winner again: the question, the services, the expected figures."""
+def launches(engine: str, model: str, candidate: Candidate) -> list[Launch]:
+    """The services of a plan as another engine starts them, prefill first."""
+    return [launch(engine, REPOSITORIES.get(model, model), *service) for service in _roles(candidate)]
+
+
+def _roles(candidate: Candidate) -> list[tuple[Instance, float, float, str, int]]:
+    """(instance, batch, prompt tokens of a step, role, how many) of each service."""
     apart = candidate.mode == "separated"
     role = "decode" if apart else "prefill and decode"
-    services = [_service(model, role, candidate.decode, candidate.batch, candidate.prefill_tokens, candidate.count)]
+    found = [(candidate.decode, candidate.batch, candidate.prefill_tokens, role, candidate.count)]
     if apart:
-        other = candidate.prefill, 1, candidate.prefill_tokens, candidate.prefill_count
-        services.insert(0, _service(model, "prefill", *other))
+        found.insert(0, (candidate.prefill, 1, candidate.prefill_tokens, "prefill", candidate.prefill_count))
+    return found
+
+
+def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, Any]:
+    """Everything needed to run and to check the winner again: the question, the services, the expected figures.
+
+    Commands are dsjax's, or those of the engine that was planned for; of `published` each service has those of all engines beside them.
+    """
+    engine = question.options.engine.name
+    services = [_service(model, *service) for service in _roles(candidate)]
+    said = notes(candidate)
+    others = LAUNCHED if engine == "published" else (engine,) if engine in LAUNCHED else ()
+    for name in others:
+        for service, one in zip(services, launches(name, model, candidate), strict=True):
+            service.setdefault("launches", {})[name] = one.to_json()
+            if name == engine:
+                service |= {"command": one.commands()[0], "options": one.flags | (one.each_host or [{}])[0]}
+                service |= {"instances": one.instances, "devices_each": one.devices}
+    if engine in LAUNCHED:
+        every = (note for one in launches(engine, model, candidate) for note in one.lacks)
+        said = list(dict.fromkeys([*_contradicted(candidate), *every]))
     work, objective = question.workload, question.objective
     return {
         "model": model,
@@ -156,11 +215,11 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
         },
         "services": services,
         "expected": candidate.to_json(),
-        "notes": notes(candidate),
+        "notes": said,
     }
 
 
-def _service(model: str, role: str, instance: Instance, batch: float, tokens: float, count: int) -> dict[str, Any]:
+def _service(model: str, instance: Instance, batch: float, tokens: float, role: str, count: int) -> dict[str, Any]:
     options = serve_options(model, instance, batch, tokens, role == "prefill")
     if role in ("prefill", "decode"):
         options["--disaggregation-mode"] = role
@@ -173,3 +232,29 @@ def _service(model: str, role: str, instance: Instance, batch: float, tokens: fl
         "weight_bytes_per_host": host_bytes(instance),
         "cold_start_s": cold_start(instance).to_json(),
     }
+
+
+def check_recipe(file: Path | None, engine: str) -> None:
+    """Whether a recipe of that kind can be written for an engine.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if file is None or file.suffix == ".json":
+        return
+    if file.suffix == ".sh" and engine not in LAUNCHED:
+        raise UserError(
+            f"--recipe {file} holds the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "
+            f"{LAUNCHED[-1]}, or FILE.json, which has those of all of them with --engine published"
+        )
+    if file.suffix != ".sh" and engine in LAUNCHED:
+        raise UserError(
+            f"--recipe {file} is a deployment of dsjax, and --engine is {engine}; give FILE.sh or FILE.json for its own commands"
+        )
+
+
+def write_script(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
+    """The winner as a shell script of the engine that it was planned for. command: what it was planned with."""
+    engine = question.options.engine.name
+    made, services = recipe(model, question, candidate), launches(engine, model, candidate)
+    file.write_text(script(made, engine, services, command), encoding="utf-8")

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsjax.plan.candidate import Candidate
+from dsjax.plan.cluster import Cluster
 from dsjax.plan.dry_runs import Usage
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
@@ -28,7 +29,7 @@ def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Se
     return {
         "model": model,
         "cluster": question.cluster.name,
-        "devices": question.devices,
+        "devices": question.devices + (question.cluster.prefill.num_devices if question.cluster.prefill else 0),
         "layouts_considered": len(plan.considered),
         "layouts_too_large": len(plan.too_large),
         "ranked": [_with_bottleneck(c, shared) for c in plan.ranked[:rows]],
@@ -56,6 +57,12 @@ def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Se
     }
 
 
+def _beside(cluster: Cluster) -> str:
+    """Hosts of another kind that compute prompts."""
+    first = cluster.prefill
+    return "" if first is None else f" that decode, and {first.num_devices} {first.hardware.name} for prefill"
+
+
 def _with_bottleneck(candidate: Candidate, shared: dict) -> dict[str, Any]:
     first = bottlenecks(candidate, shared)[0]
     return {**candidate.to_json(), "bottleneck": {"resource": first.resource, "gain_if_doubled": first.gain}}
@@ -65,7 +72,8 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
     """The ranked table, the first bottlenecks, and the winner's commands; or what forbids a winner."""
     question = plan.question
     console.print(
-        f"[bold]{model}[/bold] on [bold]{question.cluster.name}[/bold] ({question.cluster.description}; {question.devices} devices), "
+        f"[bold]{model}[/bold] on [bold]{question.cluster.name}[/bold] ({question.cluster.description}; {question.devices} devices"
+        f"{_beside(question.cluster)}), "
         f"{question.options.precision.name}: {len(plan.considered)} layouts, {len(plan.too_large)} of them too large for "
         "memory and one request",
         highlight=False,
@@ -195,6 +203,11 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     for service in made["services"]:
         console.print(f"{service['instances']} × {service['role']}:", highlight=False)
         console.print(Text("  " + service["command"], "green"), soft_wrap=True)
+        hosts = max((len(one["commands"]) for one in service.get("launches", {}).values()), default=1)
+        if hosts > 1 and plan.question.options.engine.name in service["launches"]:
+            console.print(
+                f"  … and on its {hosts - 1} other host{'s' * (hosts > 2)}: --recipe FILE.sh has each", highlight=False
+            )
         start = service["cold_start_s"]
         console.print(
             f"  cold start: a host reads {service['weight_bytes_per_host'] / 1e9:,.0f} GB of weights in {start['value']:,.0f} s "

@@ -14,6 +14,7 @@ from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, in_full, quick_aggregated
 from dsjax.plan.dry_runs import Usage, usage
 from dsjax.plan.instance import Instance
+from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.layout import Layout, layouts
 from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.prompts import best_step
@@ -79,6 +80,7 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
                 f"--enable-shared-experts-fusion needs a model with one shared expert; this one has {question.config.n_shared_experts}"
             )
         found = [dataclasses.replace(layout, fused=True) for layout in found]
+    found = _runnable(question, found)
     widest = question.options.widest
     if widest is not None:
         found = [layout for layout in found if layout.devices <= widest]
@@ -96,6 +98,30 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
     shared: dict = {}
     made = [question.instance(layout, steps.setdefault(layout.unit, {"shared": shared})) for layout in found]
     return found, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
+
+
+def _runnable(question: Question, found: list[Layout]) -> list[Layout]:
+    """Without those that the engine cannot be asked for.
+
+    Raises:
+        UserError: the mesh that was given is one of them.
+    """
+    options, cluster = question.options, question.cluster
+    if options.engine.name not in LAUNCHED:
+        return found
+    reasons = {
+        layout: unfit(options.engine.name, layout, cluster.devices_per_host, cluster.hardware.key, options.precision)
+        for layout in found
+    }
+    kept = [layout for layout in found if reasons[layout] is None]
+    wanted = {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
+    for mesh in sorted(wanted, key=str):
+        refused = next((reasons[layout] for layout in found if layout.mesh == mesh and reasons[layout]), None)
+        if refused and not any(layout.mesh == mesh for layout in kept):
+            raise UserError(
+                f"--engine {options.engine.name} cannot run {refused}; give another mesh, or --engine published"
+            )
+    return kept
 
 
 def usages(question: Question, among: Sequence[Instance]) -> list[Usage]:
@@ -124,7 +150,7 @@ def _search(question: Question) -> Plan:
     if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
     if "separated" in question.options.possible_modes:
-        candidates += separated_candidates(question, fitting)
+        candidates += separated_candidates(question, fitting, _of_prefill(question, fitting))
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]
@@ -138,6 +164,14 @@ def _search(question: Question) -> Plan:
     late = [] if bound is None else [c for c in frontier(candidates) if c.ttft.value > bound]
     full = ([in_full(c) for c in some] for some in (front, late))
     return Plan(question, ranked, missed, *full, found, fitting, too_large, every)
+
+
+def _of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
+    """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two."""
+    if question.cluster.prefill is None:
+        return fitting
+    # A mesh that is given is of every instance; one that those hosts are too few for is no answer.
+    return instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
 
 
 def _shown(candidates: list[Candidate]) -> list[Candidate]:
@@ -154,10 +188,12 @@ def _order(question: Question):
 
 
 def _best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first of each pair of layouts and mode."""
+    """The first of each pair of layouts and mode, and of each ratio of prefill to decode instances."""
     seen, kept = set(), []
     for candidate in candidates:
-        key = (candidate.mode, candidate.decode.layout, candidate.prefill.layout)
+        most = math.gcd(candidate.prefill_count, candidate.count) if candidate.mode == "separated" else 0
+        ratio = (candidate.prefill_count // most, candidate.count // most) if most else ()
+        key = (candidate.mode, candidate.decode.layout, candidate.prefill.layout, ratio)
         if key not in seen:
             seen.add(key)
             kept.append(candidate)

@@ -13,27 +13,25 @@ from sharding.mesh import MeshSpec
 
 _POOLS, _DECODERS = 6, 400
 """Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
+_FINE = 1 << 24
+"""Parts of a DP rank's batch that are told apart where prefill and decode have hosts of their own."""
 _BISECTED = 60
 """On many devices, decode instances whose batch is bisected."""
 
 
-def separated_candidates(question: Question, fitting: list[Instance]) -> list[Candidate]:
+def separated_candidates(question: Question, fitting: list[Instance], prefilling: list[Instance]) -> list[Candidate]:
     """Every way to pair prefill pools with decode instances that may be the best, with middle values only.
 
-    fitting: instances that fit into memory.
+    fitting: instances that fit into memory; prefilling: those that may compute prompts, the same ones unless the cluster has two kinds.
 
     Raises:
         UserError: a mesh was given that is none of theirs.
     """
-    if question.devices < 2:
+    if question.devices < 2 and question.cluster.prefill is None:
         return []
     pins = question.options.pins
-    where = ""
-    if question.options.engine.on_one_host:
-        where = ", on one host, where dsjax runs each side of a separated service"
-        fitting = [one for one in fitting if one.layout.devices <= question.cluster.devices_per_host]
-    chosen = _pools(question, _pinned(fitting, pins.prefill_mesh, "--prefill-mesh", where))
-    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh", where)
+    chosen = _pools(question, _pinned(prefilling, pins.prefill_mesh, "--prefill-mesh"))
+    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh")
     points = [(i, b) for i in decoding for b in _decode_batches(question, i)]
     rate = {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
@@ -62,8 +60,8 @@ def separated_candidates(question: Question, fitting: list[Instance]) -> list[Ca
     return found
 
 
-def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str, where: str) -> list[Instance]:
-    """Those of the mesh that was given. where: what the layouts are bound to, for the message.
+def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
+    """Those of the mesh that was given.
 
     Raises:
         UserError: no layout that fits has it.
@@ -77,7 +75,7 @@ def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str, where: st
             key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size),
         )
         raise UserError(
-            f"{flag} {mesh} is no layout that fits here{where}; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
+            f"{flag} {mesh} is no layout that fits here; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
         )
     return found
 
@@ -112,7 +110,8 @@ def _relieved(
     """Where prefill is too busy for the TTFT: the same with the most requests that leave it time enough, if any do."""
     if pool.alone.value > ttft:
         return []
-    users, tried = users_told_apart(instance, right), {}
+    # With two kinds of hosts no other split of them makes up for a user who is rounded away: means are not whole users.
+    users, tried = users_told_apart(instance, right) if instance.cluster.prefill is None else _FINE, {}
 
     def keeps(part: int, seconds: Callable[[float], float] | None = None) -> bool:
         tried[part] = quick_separated(pool, left, instance, right, part / users, seconds)
@@ -187,9 +186,11 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
     """(prefill instances, decode instances) that balance both sides, rounded both ways, on the devices at hand."""
     own, other = pool.instance.layout.devices, instance.layout.devices
     devices = question.devices
+    work, pins = question.workload, question.options.pins
+    if question.cluster.prefill is not None:
+        return _both_kinds(question, pool, instance, batch)
     if own + other > devices:
         return []
-    work = question.workload
     if work.concurrency is not None:
         lefts = {max(1, devices * share // (own * 8)) for share in (1, 2, 4, 6)}
     else:
@@ -199,7 +200,6 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
         lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
     # Where the TTFT forbids prefill to be as busy, one or two more instances of it relieve the rest.
     lefts |= {left + more for left in tuple(lefts) for more in (1, 2)}
-    pins = question.options.pins
     if pins.prefill_count is not None:
         lefts = {pins.prefill_count}
     elif pins.decode_count is not None:
@@ -210,4 +210,28 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
         right = room if pins.decode_count is None else min(pins.decode_count, room + 1)
         if 1 <= right <= room and right == (pins.decode_count or right):
             found.append((left, right))
+    return found
+
+
+def _both_kinds(question: Question, pool: PrefillPool, instance: Instance, batch: float) -> list[tuple[int, int]]:
+    """The same where each side has hosts of its own: all decode instances that fit, or fewer where a load is given, and of prefill
+    instances those that keep up with them, one more, and all."""
+    own, other, pins = pool.instance.layout.devices, instance.layout.devices, question.options.pins
+    first = question.cluster.prefill
+    most_left, most_right = first.num_devices // own, question.devices // other
+    work = question.workload
+    if not most_left or not most_right:
+        return []
+    free = work.rate is None and work.concurrency is None
+    rights = {most_right} if free else {max(1, most_right // part) for part in (1, 2, 4, 8)}
+    if pins.decode_count is not None:
+        rights = {pins.decode_count} if pins.decode_count <= most_right else set()
+    each = batch * instance.replicas / (instance.middle.tpot(batch).value * max(work.output.mean - 1, 1.0))
+    found = []
+    for right in sorted(rights):
+        needed = math.ceil(each * right / (0.85 * pool.rate.value))
+        lefts = {min(most_left, max(1, needed)), min(most_left, needed + 1), most_left}
+        if pins.prefill_count is not None:
+            lefts = {pins.prefill_count} if pins.prefill_count <= most_left else set()
+        found += [(left, right) for left in sorted(lefts)]
     return found

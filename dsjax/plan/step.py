@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from dsjax.config import ModelConfig
 from dsjax.plan.balancing import STEP_INTERVAL, Slots
@@ -354,6 +354,7 @@ class StepModel:
             layers,
             busy,
             fused,
+            self.sums_experts,
             self.middle,
         )
         if key in self.shared and not self.dry_runs:
@@ -405,10 +406,19 @@ class StepModel:
         hosts = ranks // each if ranks == self.layout.mesh.num_devices and ranks % each == 0 else 1
         return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))
 
+    @cached_property
+    def sums_experts(self) -> bool:
+        """Whether nothing is dispatched, with published kernels: where attention's heads are over all devices of the EP group, each
+        has every token, computes those of its experts, and the layer's second sum adds the results up (vLLM's all-to-all is for data
+        parallelism; SGLang's `--moe-a2a-backend none`)."""
+        return self.dispatch == "deepep" and self.layout.unit.mesh.dp_size == 1
+
     def _exchanges(self, own: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
         config, cluster, mesh = self.config, self.cluster, self.layout.mesh
         ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
         width, top_k = config.hidden_size, config.num_experts_per_tok
+        if self.sums_experts:
+            return exact(0.0), exact(0.0)
         there, back = width * self.precision.wire, width * BF16
         if self.dispatch != "deepep":
             run = exchange_run(self.dry_runs, decode, self.dispatch, top_k, ranks, own) if ranks > 1 else None

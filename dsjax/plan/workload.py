@@ -268,6 +268,7 @@ class Options:
             fp4=self.precision.expert < 1,
             fp8_cache=self.precision.cache < 2,
             dispatch=self.dispatch,
+            int8=self.precision.name == "int8",
         )
         longest = max(one.input.mean + one.output.mean for one in workload.kinds)
         if longest > config.max_position_embeddings:

@@ -148,6 +148,14 @@ class TierMetrics:
             self._registry, f"{name}s_under_way", "Prompts that prefill engines compute now.", labels, read("under_way")
         )
         Total(self._registry, f"{name}_pages", "Pages that came from prefill engines.", labels, read("pages"))
+        landed = read("landed")
+        Gauge(
+            self._registry,
+            f"{name}_landed_bytes",
+            "Of pages from prefill engines that lie on the devices and are not in the cache yet.",
+            labels,
+            lambda: [(own, pages * self._page_bytes) for own, pages in landed()],
+        )
         Total(
             self._registry,
             f"{name}s",

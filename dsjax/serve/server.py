@@ -24,6 +24,11 @@ from dsjax.serve.watchdog import Watchdog
 _FLUSH_SECONDS = 5
 _LOOK_SECONDS = 0.05
 
+KEEP_ALIVE_SECONDS = 75
+"""How long a connection without a request is kept. Longer than clients keep theirs (httpx 5 s, aiohttp 15 s, nginx 60 s): a request that a
+client sends in the moment in which the server closes the connection is lost, and for a POST no client may try again by itself. uvicorn's
+own 5 s are httpx's."""
+
 YOUNG_OBJECTS = 20_000
 SWITCH_SECONDS = 0.0005
 
@@ -81,6 +86,7 @@ class Server(uvicorn.Server):
             ws="none",
             http=bounded_connections(serving.options.request_timeout),
             timeout_graceful_shutdown=_FLUSH_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
         super().__init__(config)
 

@@ -22,6 +22,15 @@ FREE = {
     "conditional", "call", "iota", "domain", "opt-barrier",
 }  # fmt: skip
 """Operations that name, pass on or order things; their computations, where they have any, count by themselves."""
+ORDERING = {
+    "AllocateBuffer",
+    "ConcatBitcast",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+    "AsyncCollectiveStart",
+    "AsyncCollectiveDone",
+}
+"""Custom calls of TPU programs that likewise only name buffers or order what is asynchronous."""
 _RENAMES = ("bitcast", "reshape", "copy", "transpose")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
@@ -59,10 +68,11 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
         size = one.times * bytes_moved(program, one.computation, one.operation)
         moved += size
         bytes_assumed += size if assumed else 0.0
-        if one.operation.opcode == "custom-call" and told is None and _gemm(one.computation, one.operation) is None:
-            target = re.search(r'custom_call_target="([^"]*)"', one.operation.attributes)
-            name = target.group(1) if target else "custom-call"
-            uncounted[name] = uncounted.get(name, 0.0) + one.times
+        known = told or _gemm(one.computation, one.operation) or _grouped(one.operation)
+        if one.operation.opcode == "custom-call" and not known:
+            name = _target(one.operation)
+            if name not in ORDERING:
+                uncounted[name] = uncounted.get(name, 0.0) + one.times
     return ProgramCosts(flops, by_dtype, moved, flops_assumed, bytes_assumed, uncounted)
 
 
@@ -75,6 +85,8 @@ def bytes_moved(program: Program, computation: Computation, operation: Operation
     told = told_cost(operation)
     if told:
         return round(told.bytes)
+    if opcode == "custom-call" and _target(operation) in ORDERING:
+        return 0
     if opcode == "fusion":
         if collective_of(program, operation) or is_done(program, operation):
             return 0
@@ -144,6 +156,8 @@ def products(program: Program, computation: Computation, operation: Operation) -
         yield left.dtype, convolution_flops(operation, left, right)
     elif operation.opcode == "dot":
         contracting = operation.integers("lhs_contracting_dims")
+    elif _grouped(operation):
+        yield _grouped(operation)
     elif operation.opcode == "custom-call":
         contracting = _gemm(computation, operation)
     if contracting is None:
@@ -173,9 +187,30 @@ def told_cost(operation: Operation) -> ToldCost | None:
     None where it has none."""
     if operation.opcode != "custom-call" or "cost_flops" not in operation.attributes:
         return None
-    # XLA prints the quotation marks of the JSON in it as \22.
-    found = dict(re.findall(r"cost_(\w+)\\22: \\22([\w.]+)\\22", operation.attributes))
+    # For GPUs XLA prints the quotation marks of the JSON in it as \22, for TPUs as they are.
+    found = dict(re.findall(r'cost_(\w+)(?:\\22|"): ?(?:\\22|")([\w.]+)', operation.attributes))
     return ToldCost(float(found["flops"]), float(found["bytes"]), found["dtype"], found["assumed"] == "1")
+
+
+def _target(operation: Operation) -> str:
+    """What a custom call calls."""
+    found = re.search(r'custom_call_target="([^"]*)"', operation.attributes)
+    return found.group(1) if found else "custom-call"
+
+
+def _grouped(operation: Operation) -> tuple[str, int] | None:
+    """Dtype and operations of XLA's own grouped product for TPUs (``lax.ragged_dot``), as if all its rows belonged to a group: the
+    last two operands are rows ``[M, K]`` and groups ``[X, K, N]``. What makes its tables of tiles has none."""
+    if operation.opcode != "custom-call" or "ragged" not in operation.attributes:
+        return None
+    if operation.op_name.endswith("ragged-dot-metadata"):
+        return "bf16", 0
+    found = re.search(r"operand_layout_constraints=\{(.*?)\}\}.*ragged_dot_tiling=", operation.attributes)
+    if not found:
+        return None
+    (dtype, rows), (_, groups) = re.findall(r"(\w+)\[([\d,]+)\]", found.group(1))[-2:]
+    (M, K), N = map(int, rows.split(",")), int(groups.split(",")[-1])
+    return dtype, 2 * M * K * N
 
 
 def _gemm(computation: Computation, operation: Operation) -> tuple[int, ...] | None:

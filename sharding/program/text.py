@@ -19,6 +19,8 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _OPERATION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"([\w\-]+)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
+_METADATA_LINES = re.compile(r'\n(?="|\}\})')
+"""Line ends within a TPU kernel's metadata, which is printed over several lines."""
 
 
 class ProgramTextError(ValueError):
@@ -173,7 +175,7 @@ class Program:
             ProgramTextError: no entry computation, or a line that is none of XLA's.
         """
         computations, entry, name, operations = {}, None, None, {}
-        for line in text.splitlines():
+        for line in _METADATA_LINES.sub(" ", text).splitlines():
             if name is None:
                 header = _COMPUTATION.match(line)
                 if header:

@@ -186,6 +186,35 @@ def test_a_ragged_exchange_sends_no_more_than_its_smaller_buffer_holds():
     assert (one.bytes_inside, one.bytes_between) == (16 * 8 * 2 // 4, 2 * 16 * 8 * 2 // 4)
 
 
+def test_a_tpu_kernels_metadata_is_read_over_its_lines_and_custom_calls_that_order_move_nothing():
+    told = '"cost_assumed":"0",\n"cost_bytes":"640",\n"cost_dtype":"bf16",\n"cost_flops":"4096"\n'
+    program = Program.parse(
+        "HloModule m, is_scheduled=true\n\nENTRY %main.1 (p0: f32[100]) -> f32[100] {\n"
+        "  %p0 = f32[100]{0} parameter(0)\n"
+        '  %b = f32[100]{0} custom-call(), custom_call_target="AllocateBuffer"\n'
+        '  ROOT %k = f32[100]{0} custom-call(%p0), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
+        + told
+        + '}}, metadata={op_name="jit(run)/attend/pallas_call"}\n}\n'
+    )
+    costs = program_costs(program)
+    assert (costs.flops_by_dtype, costs.bytes, costs.uncounted) == ({"bf16": 4096}, 640, {})
+    assert program.entry.root.op_name == "jit(run)/attend/pallas_call"
+
+
+def test_a_tpus_ragged_dot_counts_its_rows_by_its_groups_matrices():
+    program = Program.parse(
+        "HloModule m, is_scheduled=true\n\nENTRY %main.1 (p0: bf16[64,16], p1: bf16[4,16,32]) -> f32[64,32] {\n"
+        "  %p0 = bf16[64,16]{1,0} parameter(0)\n  %p1 = bf16[4,16,32]{2,1,0} parameter(1)\n"
+        '  %t = s32[5]{0} custom-call(), custom_call_target="tpu_custom_call", metadata={op_name="ragged-dot-metadata"}\n'
+        '  ROOT %k = f32[64,32]{1,0} custom-call(%t, %p0, %p1), custom_call_target="tpu_custom_call", '
+        "operand_layout_constraints={s32[5]{0}, bf16[64,16]{1,0}, bf16[4,16,32]{2,1,0}}, "
+        'frontend_attributes={mosaic_fusion_entry_point="true",ragged_dot_tiling="64,16,32"}, '
+        'metadata={op_name="jit(f)/ragged_dot_general/ragged-dot-none"}\n}\n'
+    )
+    costs = program_costs(program)
+    assert (costs.flops_by_dtype, costs.uncounted) == ({"bf16": 2 * 64 * 16 * 32}, {})
+
+
 def test_a_custom_call_that_tells_its_cost_is_counted_by_that_and_another_is_named():
     told = r'serialized_metadata = "{\22cost_flops\22: \224096\22, \22cost_bytes\22: \22640\22, \22cost_dtype\22: \22bf16\22, '
     told += r'\22cost_assumed\22: \221\22}"'

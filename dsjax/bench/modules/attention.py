@@ -14,7 +14,7 @@ from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting, Stack
 from dsjax.bench.modules.timing import Prepared, device_loop
 from dsjax.model.attention import Cache, PagedAttention, Rows
-from dsjax.model.forms import Form, cache_arrays, common_layout
+from dsjax.model.forms import Form, common_layout
 from dsjax.model.mla import MLA
 from dsjax.model.mla_costs import cache_bytes, mla_cost
 from dsjax.model.parameters import Multiply, storage_dtype
@@ -108,7 +108,7 @@ def cache_for(setting: Setting, form: Form, rows: int, context: int) -> Cache:
     """Zeros, for `cache_layers` layers."""
     step, pages = setting.step, rows * -(-context // setting.step.page_size) + 1
     lead = (cache_layers(setting, form, rows, context), pages, step.page_size)
-    found = cache_arrays(common_layout(form, form), setting.config, step.cache_dtype)
+    found = paged_attention(setting, form).arrays
     return {
         name: jnp.zeros((*lead, *width), storage_dtype(dtype, setting.platform))
         for name, (width, dtype) in found.items()

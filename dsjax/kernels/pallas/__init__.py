@@ -1,8 +1,9 @@
-"""Kernels for NVIDIA GPUs, written with Pallas (Triton): attention over the paged latent cache, and the routed experts' product."""
+"""Kernels written with Pallas: for NVIDIA GPUs (Triton) and, in the files ``tpu_…``, for TPUs (Mosaic)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dsjax.kernels.pallas.tile_table import TileTable
 
@@ -11,9 +12,11 @@ from dsjax.kernels.pallas.tile_table import TileTable
 class PallasKernels:
     """That the kernels of this package are used.
 
-    interpret: run by Pallas's interpreter where there is no GPU: slow, and for tests. tiles: sizes of products' tiles that were timed
-    (``--kernel-config``); None, and products that it lacks: sizes reckoned from shapes.
+    platform: whose kernels. interpret: run by Pallas's interpreter where there is no such device: slow, and for tests. tiles: sizes of
+    products' tiles that were timed (``--kernel-config``); None, and products that it lacks: sizes reckoned from shapes.
     """
+
+    platform: Literal["gpu", "tpu"] = "gpu"
 
     interpret: bool = False
     tiles: TileTable | None = None

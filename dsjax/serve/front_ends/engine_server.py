@@ -107,6 +107,7 @@ def _welcome(serving: Serving, engine: LLMEngine, log_level: str, log_json: bool
             vocab_size=inputs.vocab_size,
             eos_token_ids=list(inputs.eos_token_ids),
             seed=inputs.draw_seed() + next(starts),
+            stream_interval=engine.outputs.stream_interval,
             model_names=list(serving.model_names),
             model_root=serving.model_root,
             max_model_len=serving.max_model_len,

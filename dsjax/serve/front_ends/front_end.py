@@ -20,7 +20,7 @@ from dsjax.engine.executor import RowResult
 from dsjax.engine.input_processor import InputProcessor, PreparedRequest
 from dsjax.engine.output_processor import OutputProcessor
 from dsjax.engine.outputs import EngineDeadError
-from dsjax.engine.request import Request
+from dsjax.engine.request import ErrorKind, Request
 from dsjax.engine.scheduler import Update
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
@@ -78,7 +78,7 @@ class RemoteEngine(AsyncEngine):
         self.tokenizer = tokenizer
         config = _scheduler_config(welcome.scheduler)
         self._inputs = InputProcessor(tokenizer, config, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
-        self._outputs = OutputProcessor(tokenizer)
+        self._outputs = OutputProcessor(tokenizer, welcome.stream_interval)
         self._limited = welcome.limited
         self._handles = itertools.count(1)
         self._numbers = itertools.count(1)
@@ -194,7 +194,8 @@ def _scheduler_config(told: dict[str, Any]) -> SchedulerConfig:
 def _result(token_ids: list[int], more: More) -> RowResult:
     scores = [tuple(entry) for entry in more.scores] if more.scores is not None else None
     prompt_scores = [tuple(entry) for entry in more.prompt_scores] if more.prompt_scores is not None else None
-    return RowResult(token_ids, more.finite, scores, prompt_scores, more.error)
+    kind = None if more.kind is None else ErrorKind(more.kind)
+    return RowResult(token_ids, more.finite, scores, prompt_scores, more.error, kind=kind)
 
 
 def _note(request: Request, more: More) -> None:

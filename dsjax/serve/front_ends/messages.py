@@ -15,16 +15,17 @@ from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.errors import UserError
-from dsjax.hosts.wire import exactly
+from dsjax.hosts.wire import receive_frame
 
 _LENGTH = 4
 MOST_UNSENT_BYTES = 64 << 20
 """Of messages that a front end does not read. One that is so far behind hangs, and is ended."""
+_MOST_FIRST_BYTES = 1 << 30
+"""Of the first message, which has the tokenizer's file."""
 _TEXT_ALONE = (
     "n",
     "seed",
     "stop",
-    "max_tokens",
     "detokenize",
     "skip_special_tokens",
     "include_stop_str_in_output",
@@ -74,7 +75,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
     def sampling_params(self) -> SamplingParams:
         """Of all its completions together."""
-        return _params_from_wire(self.params, len(self.completions), self.max_tokens)
+        return _params_from_wire(self.params, len(self.completions))
 
     def requests(self, params: SamplingParams, rules: list) -> list[Request]:
         """What the core is given; rules: one of each completion."""
@@ -113,6 +114,7 @@ class More(msgspec.Struct, array_like=True, omit_defaults=True):
     finished: float | None = None
     cached: int | None = None
     preemptions: int = 0
+    kind: str | None = None
 
 
 UpdateEntry = tuple[int, list[int] | None, str | None, More | None]
@@ -165,6 +167,7 @@ class Welcome(_Message):
     vocab_size: int
     eos_token_ids: list[int]
     seed: int
+    stream_interval: int
     model_names: list[str]
     model_root: str
     max_model_len: int
@@ -280,8 +283,7 @@ def read_first(end: socket.socket) -> Any:
     Raises:
         EOFError: the engine's process has gone.
     """
-    length = int.from_bytes(exactly(end, _LENGTH), "little")
-    return msgspec.msgpack.decode(exactly(end, length), type=FromEngine)
+    return msgspec.msgpack.decode(receive_frame(end, _MOST_FIRST_BYTES), type=FromEngine)
 
 
 def finish_reason(text: str | None) -> FinishReason | None:
@@ -304,10 +306,10 @@ def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
     return found
 
 
-def _params_from_wire(found: dict[str, Any], completions: int, max_tokens: int) -> SamplingParams:
+def _params_from_wire(found: dict[str, Any], completions: int) -> SamplingParams:
     form = found.pop("structured_outputs", None)
     structured = None if form is None else StructuredOutputs(**form)
-    return SamplingParams(n=completions, max_tokens=max_tokens, structured_outputs=structured, **found)
+    return SamplingParams(n=completions, structured_outputs=structured, **found)
 
 
 def _to_bytes(text: str | None) -> bytes | None:

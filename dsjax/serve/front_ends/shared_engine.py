@@ -100,7 +100,7 @@ class _Owner:
         if plain and not first and reason is None:
             return self.handle, result.token_ids, None, None
         more = _more(request)
-        more.finite, more.error = result.finite, result.error
+        more.finite, more.error, more.kind = result.finite, result.error, result.kind
         more.scores, more.prompt_scores = result.scores, result.prompt_scores
         return self.handle, result.token_ids, told, more
 

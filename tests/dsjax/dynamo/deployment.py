@@ -66,11 +66,11 @@ class Worker(Process):
 
 
 class Frontend(Process):
-    """`python -m dynamo.frontend` with the KV router; a request whose worker is lost goes on with another."""
+    """`python -m dynamo.frontend`, by default with the KV router; a request whose worker is lost goes on with another."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, router: str = "kv"):
         self.port = free_port()
-        options = ["--router-mode", "kv", "--http-port", str(self.port), "--migration-limit", "3"]
+        options = ["--router-mode", router, "--http-port", str(self.port), "--migration-limit", "3"]
         super().__init__(folder, "frontend", ["dynamo.frontend", *options])
 
     @property

@@ -11,6 +11,7 @@ from dsjax.engine.commands import (
     Command,
     Copy,
     DropPages,
+    DropParcels,
     FetchPages,
     Flush,
     PlacePages,
@@ -24,7 +25,7 @@ from dsjax.engine.commands import (
     names_of,
 )
 from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, PageReports, RankResults, RowResult
-from dsjax.engine.page_transfer import ParcelGoneError, Release
+from dsjax.engine.page_transfer import ParcelGoneError, PulledParcel, Source
 from dsjax.engine.plan import StepPlan
 from dsjax.engine.step_writer import StepWriter, clear_command
 
@@ -127,8 +128,8 @@ class FakeExecutor:
         self.disk_takes: int | None = 1
         self.disk_fails = False
         self.parcels_take: int | None = 0
-        self._offer = self._links = None
-        self._wake = lambda: None
+        self.dropped_parcels: list[int] = []
+        self._offer = self._pull_by = self._report = None
         self._parcel_work: deque[list] = deque()  # [polls left, "offer" or "pull", what]
         self._found: list[bytes] | None = list(self.disk) if disk_pages else None
         self._landed: dict[tuple[int, int], list] = {}
@@ -181,15 +182,30 @@ class FakeExecutor:
         return {page for command in places for page in from_int32s(command.ranks[rank])}
 
     def _run_what_nobody_waits_for(self) -> None:
-        moving = Copy | Clear | StorePages | FetchPages | PlacePages | ReadPages | DropPages | SendPages | PullPages
+        moving = (
+            DropParcels
+            | Copy
+            | Clear
+            | StorePages
+            | FetchPages
+            | PlacePages
+            | ReadPages
+            | DropPages
+            | SendPages
+            | PullPages
+        )
         while self._queue and isinstance(self._queue[0].command, moving):
             self._run(self._queue.popleft().command)
 
-    def send_parcels(self, offer) -> None:
+    @property
+    def processes_of_ranks(self):
+        return [[0]] * self.limits.num_ranks
+
+    def send_parcels(self, offer, drop=None) -> None:
         self._offer = offer
 
-    def pull_parcels(self, links, wake) -> None:
-        self._links, self._wake = links, wake
+    def pull_parcels(self, pull, report) -> None:
+        self._pull_by, self._report = pull, report
 
     def move_parcels(self, reports: PageReports | None = None) -> None:
         """Offer what is ready, and pull what was asked for."""
@@ -200,22 +216,17 @@ class FakeExecutor:
             elif kind == "offer":
                 self._offer(*what)
             else:
-                self._pull(*what, reports)
+                self._pull(*what)
 
-    def _pull(self, rank, link, parcel, pages, reports) -> None:
+    def _pull(self, rank, source, parcel, pages) -> None:
         try:
-            found = self._links[link].pull(parcel, None)
+            found = self._pull_by(source, parcel, None)
         except ParcelGoneError:
             found = None
-        self._links[link].send(Release(parcel))
         for place, number in pages:
-            if (rank, number) not in self._landed:
-                continue
-            if found is None:
-                del self._landed[rank, number]
-            else:
+            if (rank, number) in self._landed and found is not None:
                 self._landed[rank, number] = found["tokens"][place]
-            reports.read.append((rank, number, found is not None))
+        self._report(PulledParcel(rank, source.link, parcel, [number for _, number in pages], found is not None))
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         found, self._found = self._found, None
@@ -320,12 +331,15 @@ class FakeExecutor:
         elif isinstance(command, PullPages):
             for rank, own in enumerate(command.ranks):
                 wanted: dict[tuple, list] = {}
-                for link, parcel, place, number in zip(*[iter(from_int32s(own))] * 4, strict=True):
+                for index, parcel, place, number in zip(*[iter(from_int32s(own))] * 4, strict=True):
+                    source = Source(*command.sources[index])
                     assert (rank, number) not in self._landed, "no number is used twice at a time"
                     self._landed[rank, number] = None
-                    wanted.setdefault((link, parcel), []).append((place, number))
-                for (link, parcel), pages in wanted.items():
-                    self._parcel_work.append([0, "pull", (rank, link, parcel, pages)])
+                    wanted.setdefault((source, parcel), []).append((place, number))
+                for (source, parcel), pages in wanted.items():
+                    self._parcel_work.append([0, "pull", (rank, source, parcel, pages)])
+        elif isinstance(command, DropParcels):
+            self.dropped_parcels += from_int32s(command.numbers)
         elif isinstance(command, DropPages):
             self._disk_work.append([0, "drop", (command.everything, names_of(command.names)), None])
         elif isinstance(command, PlacePages):

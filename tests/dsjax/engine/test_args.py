@@ -2,7 +2,9 @@
 
 import pytest
 from fake_executor import FakeExecutor
+from typer.testing import CliRunner
 
+from dsjax.cli.main import app
 from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
 from sharding.errors import MeshError
@@ -49,3 +51,17 @@ def test_the_scheduler_uses_all_the_room_of_the_runner():
     config = EngineArgs(**options).scheduler_config(limits)
     assert (config.max_num_seqs, config.prefill_chunk, config.max_tokens_in_cache) == (5, 7, 24)
     assert (config.max_num_batched_tokens, config.policy, config.prefix_caching) == (99, "priority", False)
+
+
+def test_what_only_a_decode_side_has_is_refused_of_a_prefill_side():
+    for name, value in (("host_cache_bytes", 1), ("enable_eplb", True)):
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is not for --disaggregation-mode prefill"):
+            EngineArgs(disaggregation_mode="prefill", **{name: value})
+        EngineArgs(disaggregation_mode="decode", **{name: value})
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["dryrun"]], ids=lambda command: command[0])
+def test_a_command_that_is_no_side_of_two_refuses_to_be_one(command):
+    result = CliRunner().invoke(app, [*command, "--disaggregation-mode", "decode"])
+    assert "--disaggregation-mode decode" in str(result.exception)
+    assert isinstance(result.exception, UserError)

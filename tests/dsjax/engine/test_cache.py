@@ -229,3 +229,15 @@ def test_running_out_of_memory_says_while_doing_what_and_what_to_do():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1234 bytes.")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained_out_of_memory("a step", "give less"):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_what_fails_while_a_program_is_started_is_the_same_error_as_what_fails_later():
+    # JAX's fast way to call a program raises a ValueError with XLA's text: a lost collective would end the group as a wrong command does.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Gloo"), explained_out_of_memory("a step", "give less"):
+        raise ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
+    with pytest.raises(OutOfDeviceMemoryError), explained_out_of_memory("a step", "give less"):
+        raise ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes")
+    for error in (ValueError("a wrong shape"), OutOfDeviceMemoryError("RESOURCE_EXHAUSTED: told before")):
+        with pytest.raises(ValueError, match=r"shape|told") as found, explained_out_of_memory("a step", "give less"):
+            raise error
+        assert found.value is error

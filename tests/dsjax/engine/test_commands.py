@@ -59,7 +59,8 @@ every_command = st.one_of(
     st.builds(StorePages, of_each_rank, of_each_rank),
     st.builds(ReadPages, of_each_rank, of_each_rank, of_each_rank),
     st.builds(SendPages, of_each_rank),
-    st.builds(PullPages, of_each_rank),
+    st.builds(PullPages, of_each_rank, st.lists(st.tuples(integer, st.text(max_size=9)), max_size=2)),
+    st.builds(commands.DropParcels, packed),
     st.builds(DropPages, st.booleans(), packed),
     st.builds(Clear, of_each_rank),
     st.builds(Score, packed, packed),
@@ -80,7 +81,7 @@ def test_decoding_gives_back_what_was_encoded(command):
 
 def test_every_command_of_the_union_is_generated():
     every = {Step, Copy, Clear, Score, Flush, ReadLoads, StageExperts, PlaceExperts}
-    every |= {StorePages, FetchPages, ReadPages, DropPages, PlacePages, SendPages, PullPages}
+    every |= {StorePages, FetchPages, ReadPages, DropPages, PlacePages, SendPages, PullPages, commands.DropParcels}
     assert every == set(commands.Command.__args__)
 
 
@@ -92,7 +93,7 @@ def test_integers_come_back_from_their_bytes(values):
 
 def test_the_bytes_of_a_command_are_pinned_to_their_version():
     # Whoever changes these bytes changes what older readers see, and must raise VERSION.
-    assert commands.VERSION == 5
+    assert commands.VERSION == 6
     row = PrefillRow(1, 2, int32s([7]), commands.TOKEN_MADE, 16)
     own = RankStep([Admission(1, 2, 7, Sampling(3, 9))], [PageChange(1, 0, [5])], int32s([0, 16]), [row], [])
     assert encode(Step([own], 0, 0)).hex() == (
@@ -102,7 +103,7 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
     )
     moving = (ReadLoads(), StageExperts(1, b""), PlaceExperts(1, b"", b""))
     moving += (StorePages([b""], [b""]), FetchPages([b""]), ReadPages([b""], [b""], [b""]), DropPages(False))
-    moving += (PlacePages([b""]), SendPages([b""]), PullPages([b""]))
+    moving += (PlacePages([b""]), SendPages([b""]), PullPages([b""]), commands.DropParcels(b""))
     assert [encode(command).hex() for command in (Copy([b""]), Clear([b""]), Score(b"", b""), Flush(), *moving)] == [
         "92a4636f707991c400",
         "92a5636c65617291c400",
@@ -117,7 +118,8 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
         "93aa64726f705f7061676573c2c400",
         "93ab706c6163655f706167657391c40000",
         "92aa73656e645f706167657391c400",
-        "92aa70756c6c5f706167657391c400",
+        "93aa70756c6c5f706167657391c40090",
+        "92ac64726f705f70617263656c73c400",
     ]
 
 

@@ -13,10 +13,11 @@ from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingPara
 from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
 
 
-def make_engine(tokenizer=None, eos=(), **executor_options) -> LLMEngine:
+def make_engine(tokenizer=None, eos=(), stream_interval=1, **executor_options) -> LLMEngine:
     executor = FakeExecutor(**executor_options)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return LLMEngine(executor, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
+    tokenizer = tokenizer or tiny_tokenizer()
+    return LLMEngine(executor, tokenizer, config, eos_token_ids=eos, stream_interval=stream_interval)
 
 
 def finish(engine: LLMEngine) -> dict:
@@ -88,6 +89,19 @@ def test_deltas_add_up_to_the_cumulative_output():
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
     assert [entry for piece in pieces for entry in piece.logprobs] == whole.logprobs
     assert pieces[-1].cumulative_logprob == whole.cumulative_logprob == pytest.approx(-0.5 * 12)
+
+
+@pytest.mark.parametrize(("max_tokens", "pieces"), [(12, [1, 4, 4, 3]), (5, [1, 4]), (1, [1])])
+def test_a_stream_interval_makes_fewer_and_larger_pieces_of_the_same_text(max_tokens, pieces):
+    engine = make_engine(stream_interval=4)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, output_kind=OutputKind.DELTA)
+    engine.add_request("r", "abc", params)
+    found = []
+    while engine.has_unfinished():
+        found += [output.outputs[0] for output in engine.step()]
+    assert [len(piece.token_ids) for piece in found] == [len(piece.logprobs) for piece in found] == pieces
+    assert "".join(piece.text for piece in found) == generate(make_engine(), "abc", max_tokens=max_tokens).text
+    assert found[-1].finish_reason == "length"
 
 
 def test_logprobs_hold_the_token_taken_first_with_rank_and_text():

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,8 +15,12 @@ from fake_executor import FakeExecutor
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.commands import int32s
-from dsjax.engine.page_network import PrefillServer, RemoteLink, handoff, split_address
-from dsjax.engine.page_transfer import Ask, Failed, ParcelGoneError, Release
+from dsjax.engine.leader import Landings
+from dsjax.engine.leases import Keeper
+from dsjax.engine.page_channel import split_address
+from dsjax.engine.page_network import PrefillServer, RemoteLink, handoff
+from dsjax.engine.page_transfer import Ask, Failed, ParcelGoneError, PulledParcel, Release
+from dsjax.engine.parcel_network import KeptParcels, ParcelServer, RemoteParcels
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
@@ -31,8 +36,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 class PrefillProcess:
     def __init__(self, checkpoint, **options):
-        script = Path(__file__).with_name("prefill_process.py")
-        given = {"model": str(checkpoint), "mesh": "tp=2", **SIZES, **OPTIONS, **options}
+        script = Path(__file__).with_name("side_process.py")
+        given = {
+            "disaggregation_mode": "prefill",
+            "model": str(checkpoint),
+            "mesh": "tp=2",
+            **SIZES,
+            **OPTIONS,
+            **options,
+        }
         root = str(Path(__file__).parents[3])
         environment = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         self.process = subprocess.Popen(
@@ -169,7 +181,7 @@ class FakeCarrier:
     address = "here"
 
     def __init__(self):
-        self.granted, self.revoked = {}, []
+        self.granted, self.revoked, self.pulls = {}, [], True
 
     def grant(self, number, parcel):
         self.granted[number] = parcel
@@ -178,6 +190,8 @@ class FakeCarrier:
         self.revoked.append(number)
 
     def pull(self, address, number, shapes, device):
+        if not self.pulls:
+            raise OSError("the link is down")
         return self.granted.pop(number)
 
 
@@ -186,10 +200,20 @@ def served(**fields):
     executor = FakeExecutor(transfers=True)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=0.5)
-    carrier = FakeCarrier()
-    server = PrefillServer(engine, carrier, {"page_size": 4, **fields}, "127.0.0.1")
+    carrier, space = FakeCarrier(), {"page_size": 4, **fields}
+    parcels = ParcelServer(engine.leases.take, carrier, space, "127.0.0.1", 0.5)
+    server = PrefillServer(engine, parcels, space, "127.0.0.1")
+    engine.leases.begin_anew([Keeper(parcels.address)])
     engine.start()
     return server, carrier
+
+
+def linked(server, carrier, **space):
+    """The way to a server, and what comes from it."""
+    link = RemoteLink(server.address, RemoteParcels(carrier, space, {}, 5), space)
+    found = []
+    link.connect(found.append)
+    return link, found
 
 
 def until(true, seconds=20):
@@ -201,9 +225,7 @@ def until(true, seconds=20):
 
 def test_sides_whose_pages_differ_are_told_in_what():
     server, carrier = served(dtype="bfloat16")
-    link = RemoteLink(server.address, carrier, {"page_size": 4, "dtype": "float32"}, {}, 5)
-    found = []
-    link.connect(found.append)
+    link, found = linked(server, carrier, page_size=4, dtype="float32")
     link.send(Ask("a", int32s(range(9)), 0, 2))
     until(lambda: found)
     assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in found[0].reason
@@ -214,19 +236,19 @@ def test_sides_whose_pages_differ_are_told_in_what():
 
 def test_a_parcel_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
     server, carrier = served()
-    link = RemoteLink(server.address, carrier, {"page_size": 4}, {}, 5)
-    found = []
-    link.connect(found.append)
+    link, found = linked(server, carrier, page_size=4)
     link.send(Ask("a", int32s(range(33)), 0, 8))
     until(lambda: sum(message.count for message in found) == 8)
     first, *others = found
-    assert link.pull(first.number, None)["tokens"][0] == [0, 1, 2, 3]
+    assert link.pull(first.number, None, first.address)["tokens"][0] == [0, 1, 2, 3]
     link.send(Release(first.number))
-    with pytest.raises(ParcelGoneError):
-        link.pull(12345, None)
-    link.pull(others[0].number, None)
+    with pytest.raises(ParcelGoneError, match="is not kept any more"):
+        link.pull(12345, None, first.address)
+    carrier.pulls = False
+    with pytest.raises(ParcelGoneError, match="the link is down"):
+        link.pull(others[0].number, None, others[0].address)
     link.close()
-    until(lambda: carrier.revoked == [others[0].number])
+    until(lambda: carrier.revoked and carrier.revoked == list(carrier.granted))
     until(lambda: server.engine.num_jobs == server.engine.leases.num_kept == 0)
     server.shutdown()
 
@@ -241,13 +263,53 @@ def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
 
 
 def test_a_side_that_cannot_be_reached_is_told_of_at_once():
-    link = RemoteLink("127.0.0.1:9", FakeCarrier(), {}, {}, 5)
+    link = RemoteLink("127.0.0.1:9", RemoteParcels(FakeCarrier(), {}, {}, 5), {})
     found = []
     link.connect(found.append)
     link.send(Ask("a", b"", 0, 1))
     until(lambda: found)
     assert "cannot be reached" in found[0].reason
     link.close()
+
+
+def test_a_parcel_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
+    kept = KeptParcels(timeout=5)
+    timer = threading.Timer(0.05, kept.ready, (3, {"tokens": []}))
+    timer.start()
+    assert kept.take(3) == {"tokens": []}
+    kept.ready(4, None)  # a third process has that one
+    kept.drop([3, 4])
+    for number in (3, 4):
+        with pytest.raises(ParcelGoneError):
+            kept.take(number)
+    assert len(kept) == 0
+
+
+def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
+    executor = FakeExecutor(transfers=True)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    engine = PrefillEngine(executor, config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
+    offers = []
+    engine.post(Ask("a", int32s(range(9)), 0, 2), offers.append)
+    while not offers:
+        engine.turn(wait=False)
+    assert {offer.address for offer in offers} == {"there:1"}
+    for offer in offers:
+        engine.post(Release(offer.number), offers.append)
+    engine.turn(wait=False)
+    engine.turn(wait=False)
+    assert executor.dropped_parcels == [offer.number for offer in offers]
+    assert engine.leases.num_kept == engine.num_jobs == 0
+
+
+def test_a_parcel_has_come_when_it_has_come_in_every_process_of_its_rank():
+    found = []
+    landings = Landings([[0], [0, 1]], found.append)
+    landings.enter(PulledParcel(0, 0, 7, [1], True))
+    for ok in (True, False):
+        landings.enter(PulledParcel(1, 0, 8, [2, 3], ok))
+        landings.enter(PulledParcel(1, 0, 9, [4], True))
+    assert [(parcel.number, parcel.ok) for parcel in found] == [(7, True), (8, False), (9, True)]
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:0", "host:x"])

@@ -150,16 +150,18 @@ CONFIG = ModelConfig.from_dict(TINY)
 
 
 @pytest.mark.parametrize(
-    ("own", "losses", "found"),
+    ("own", "losses", "wanted", "found"),
     [
-        (0, 1, {"dp=6": (0, 1, 4, 5, 6, 7)}),
-        (1, 1, {"dp=6": (0, 1, 2, 3, 6, 7)}),  # without 2: process 1 has a part in it
-        (3, 2, {"dp=6": (0, 1, 4, 5, 6, 7), "dp=4": (0, 1, 6, 7)}),
-        (0, 3, {"dp=6": (0, 1, 4, 5, 6, 7), "dp=4": (0, 1, 6, 7), "dp=2": (0, 1)}),
+        (0, 1, "dp=8", {"dp=6": (0, 1, 4, 5, 6, 7)}),
+        (1, 1, "dp=8", {"dp=6": (0, 1, 2, 3, 6, 7)}),  # without 2: process 1 has a part in it
+        (3, 2, "dp=8", {"dp=6": (0, 1, 4, 5, 6, 7), "dp=4": (0, 1, 6, 7)}),
+        (0, 3, "dp=8", {"dp=6": (0, 1, 4, 5, 6, 7), "dp=4": (0, 1, 6, 7), "dp=2": (0, 1)}),
+        # After /scale to three of the four: the one that stands by takes the place of one that goes, and then there are fewer.
+        (0, 1, "dp=6", {"dp=6": (0, 1, 4, 5, 6, 7)}),
+        (0, 2, "dp=6", {"dp=6": (0, 1, 4, 5, 6, 7), "dp=4": (0, 1, 6, 7)}),
     ],
 )
-def test_each_mesh_that_losses_may_lead_to_is_a_candidate_once(own, losses, found):
+def test_each_mesh_that_losses_may_lead_to_is_a_candidate_once(own, losses, wanted, found):
     devices = [SimpleNamespace(id=i, process_index=i // 2) for i in range(8)]
-    args, wanted = EngineArgs(mesh="dp=8"), MeshSpec.parse("dp=8")
-    given = candidates(args, CONFIG, "f32", wanted, devices, own, losses)
+    given = candidates(EngineArgs(mesh="dp=8"), CONFIG, "f32", MeshSpec.parse(wanted), devices, own, losses)
     assert {str(each.spec): each.device_ids for each in given} == found

@@ -145,6 +145,14 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(prompt_len, ma
     assert scheduler.num_unfinished == 0
 
 
+def test_a_request_without_max_tokens_that_comes_while_the_mesh_shrinks_makes_as_many_as_the_new_cache_holds():
+    request = make_request("open", 30, max_tokens=34)  # what the larger cache could hold
+    request.params = SamplingParams(max_tokens=None)
+    scheduler = Scheduler(make_config(pages_per_rank=11), num_ranks=1)
+    scheduler.add(request)
+    assert (request.max_tokens, request.max_total_tokens) == (11, 41)  # the last one is never stored
+
+
 def test_the_largest_request_that_fits_runs_alone_to_its_end():
     executor = FakeExecutor(page_size=4, pages_per_rank=11, max_model_len=64)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=12)

@@ -170,7 +170,7 @@ def test_a_member_that_goes_is_seen_at_once_and_may_come_back_under_its_id():
     processes = group_of(3)
     hold(processes)
     left: list[int] = []
-    door_of(left)
+    door_of(left).wanted = "dp=2"
     connections = {found.connection.getsockname()[1]: found for found in open_meetings if found.connection}
     gone = next(iter(connections.values()))
     gone.close()
@@ -179,6 +179,8 @@ def test_a_member_that_goes_is_seen_at_once_and_may_come_back_under_its_id():
     (members,) = hold([back])
     assert [member.process_id for member in members] == [0, 1, 2]
     assert open_meetings[-1].generation == 3
+    assert open_meetings[-1].here == [0, 1, 2]  # whom it has to reach, itself among them
+    assert open_meetings[-1].wanted == "dp=2"  # what it should compile for
     assert open_meetings[-1].service == open_meetings[0].service
 
 

@@ -277,10 +277,8 @@ def test_pallas_is_for_gpus_and_says_so_elsewhere():
     }  # fmt: skip
     assert on_gpu.name("decode attention", "CD") == "plain"
     assert "interpreter" in PALLAS.note
-    with pytest.raises(
-        UserError, match="--kernels is pallas, but these kernels are for GPUs, and these devices are tpu"
-    ):
-        choose("pallas", "tpu", np.dtype(np.float32))
+    with pytest.raises(UserError, match="--kernels is pallas, but these kernels are for GPUs and TPUs"):
+        choose("pallas", "metal", np.dtype(np.float32))
 
 
 def test_the_engine_on_two_devices_gives_the_answer_of_one_with_plain_kernels(tmp_path):

@@ -3,6 +3,9 @@
 import pytest
 
 from dsjax.plan.layout import Layout, fits, instance_sizes, layouts, parse_layout
+from dsjax.plan.recipe import memory_share, serve_options
+from dsjax.plan.search import search
+from dsjax.plan.workload import Objective, Options, Pins
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
 
@@ -49,3 +52,20 @@ def test_a_mesh_that_does_not_fit_is_refused_with_the_redundancy_that_would(v3):
     with pytest.raises(MeshError, match="least number of redundant experts that fits is 32"):
         parse_layout("dp=72", 0, v3)
     assert parse_layout("dp=72", None, v3).redundant == 32
+
+
+def test_each_ratio_of_prefill_to_decode_instances_is_a_row(ask):
+    pins = Pins(MeshSpec.parse("dp=16"), MeshSpec.parse("dp=16"))
+    options = Options(modes=("separated",), redundant=0, pins=pins)
+    found = search(ask("h100-32", prompt=2000, hosts=8, objective=Objective(ttft=4, tpot=0.06), options=options)).ranked
+    assert [(one.prefill_count, one.count) for one in found] == [(2, 2), (1, 3), (3, 1)]
+
+
+def test_a_recipe_gives_the_engine_the_memory_that_its_batch_was_priced_with(ask):
+    instance = ask("h200-8", prompt=2000, output=500).instance(parse_layout("dp=8", 0, ask().config), {})
+    few, all_of_them = (serve_options("demo", instance, batch, 2000) for batch in (1, instance.max_batch))
+    assert "--gpu-memory-utilization" not in few, "the engine's own 0.9 is enough"
+    share = float(all_of_them["--gpu-memory-utilization"])
+    assert 0.9 < share <= 0.98
+    assert share * instance.memory.device >= instance.memory.weights_total + instance.max_batch * 2500 * 70_272
+    assert memory_share(instance, 0) < memory_share(instance, 100_000)

@@ -93,6 +93,8 @@ def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
                 name = flag.removeprefix("--").replace("-", "_")
                 numeric = fields[name].metadata["least"] is not None
                 given[name] = True if value.startswith("--") else int(value) if numeric else value
+        if "gpu_memory_utilization" in given:
+            given["gpu_memory_utilization"] = float(given["gpu_memory_utilization"])
         args = EngineArgs(**given)
         assert (args.num_redundant > 0) == args.enable_eplb, "what was priced as balanced is balanced"
         assert args.enable_shared_experts_fusion == options.fused

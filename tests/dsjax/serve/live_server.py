@@ -36,11 +36,14 @@ class LiveServer:
         executor=None,
         metrics=None,
         front_ends=0,
+        stream_interval=1,
         **sizes,
     ):
         self.executor = executor or FakeExecutor(**sizes)
         config = SchedulerConfig.from_limits(self.executor.limits, max_num_batched_tokens=32)
-        self.llm_engine = LLMEngine(self.executor, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos)
+        self.llm_engine = LLMEngine(
+            self.executor, tokenizer or tiny_tokenizer(), config, eos_token_ids=eos, stream_interval=stream_interval
+        )
         self.engine = (SharedEngine if front_ends else AsyncEngine)(self.llm_engine)
         self.serving = Serving(
             self.engine, ("tiny", "alias"), "tiny", config.max_model_len, options or ServeOptions(), metrics=metrics

@@ -5,6 +5,7 @@ The imported tests run here with this file's `server` and `start_server`.
 # ruff: noqa: F401
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -147,7 +148,8 @@ def test_tool_calls_prompt_logprobs_and_structured_output_come_through(start_ser
     said = (
         "</think>ok<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     )
-    server = start_server(executor=ScriptedExecutor(tokenizer, said), tokenizer=tokenizer, eos=(tokenizer.eos_id,))
+    executor = ScriptedExecutor(tokenizer, said)
+    server = start_server(executor=executor, tokenizer=tokenizer, eos=(tokenizer.eos_id,), stream_interval=3)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 60}
     message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
@@ -161,6 +163,10 @@ def test_tool_calls_prompt_logprobs_and_structured_output_come_through(start_ser
         assert re.fullmatch("[0-9]{3}-[0-9]{4}", choice["text"])
     wrong = server.post("/v1/completions", {**form, "structured_outputs": {"regex": "("}})
     assert wrong.status_code == 400
+    pieces = {"prompt": "ab", "max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=pieces, timeout=20) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    assert [len(event["choices"][0]["token_ids"]) for event in events] == [1, 3, 3, 1]
 
 
 def test_what_waits_is_limited_over_all_processes(start_server):

@@ -1,0 +1,272 @@
+"""Absorbed MLA over the paged latent cache on TPUs, for decodes, drafts being verified and chunks of prompts alike (Mosaic, by Pallas).
+
+A program takes a tile of (token, head) pairs of one row, which all read the same latents. The cache stays in main memory: pages of a
+block of positions are copied into the core's own memory, looked up in the row's table, while the block before them is multiplied; the
+first block of the next program comes during the last block of this one. Entries are as wide as the core's registers, whole 128 values
+(``lanes`` of ``cache_arrays``), so that neither XLA nor a copy rearranges them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
+
+NOTHING = -1e30
+"""The score of what is not seen: finite, so that the difference of two of them is a number."""
+LANES = 128
+"""Numbers of a register's row: widths of a cache's entries are multiples of it."""
+MOST_TABLE_ENTRIES = 2**17
+"""Page numbers of one call, which lie in the core's scalar memory: half of its MiB. Rows beyond them are further calls."""
+
+
+@dataclass(frozen=True)
+class TpuAttentionTiles:
+    """Sizes that shape the kernel, not its results beyond rounding: (token, head) pairs of a program, a power of two of at least 16, and
+    positions of the context read at once."""
+
+    rows: int = 512
+    positions: int = 512
+
+    @classmethod
+    def of(cls, pairs: int) -> TpuAttentionTiles:
+        """For rows of so many pairs: no larger than a row needs."""
+        return cls(rows=min(512, power(pairs)))
+
+
+def refuses(page_size: int, cache_dtype: np.dtype) -> str:
+    """Why the kernel cannot read a cache of such pages; empty where it can."""
+    if np.dtype(cache_dtype).itemsize == 1:
+        return "attention's kernel for TPUs reads no FP8 cache: the plain form does"
+    sublanes = 32 // np.dtype(cache_dtype).itemsize  # rows of a tile of the core's memory, which copies do not cut
+    if page_size % sublanes:
+        return f"attention's kernel for TPUs wants a --page-size that {sublanes} divides, and it is {page_size}: attention is plain"
+    return ""
+
+
+def latent_attention(
+    q_latent: Float[Array, "R C H M"],
+    q_rope: Float[Array, "R C H O"],
+    cache: Mapping[str, Array],
+    cache_dtype: np.dtype,
+    layer: Int[Array, ""],
+    start: Int[Array, "R"],
+    length: Int[Array, "R"],
+    tables: Int[Array, "R Pr"],
+    filled: Bool[Array, "P G"] | None = None,
+    *,
+    scale: float,
+    interpret: bool = False,
+    tiles: TpuAttentionTiles | None = None,
+) -> Float[Array, "R C H M"]:
+    """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
+
+    cache: ``latent [L, P, G, ≥ M]`` and ``rope [L, P, G, ≥ O]``, or ``joined [L, P, G, ≥ M + O]``, whose bits mean ``cache_dtype``; what is
+        behind an entry's own values is 0. filled: which slots of the cache hold an entry; a token sees those and its own. None: all.
+    scale: of the scores. Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the
+        latents, as in the plain form.
+    """
+    R, C, H, M = q_latent.shape
+    if R * tables.shape[1] > MOST_TABLE_ENTRIES and R > 1:
+        options = {"scale": scale, "interpret": interpret, "tiles": tiles}
+        halves = [
+            latent_attention(
+                q_latent[at],
+                q_rope[at],
+                cache,
+                cache_dtype,
+                layer,
+                start[at],
+                length[at],
+                tables[at],
+                filled,
+                **options,
+            )
+            for at in (slice(R // 2), slice(R // 2, R))
+        ]
+        return jnp.concatenate(halves)
+    tiles = tiles or TpuAttentionTiles.of(C * H)
+    pairs = -(-C * H // tiles.rows) * tiles.rows
+    if "joined" in cache:
+        stored, queries = [cache["joined"]], [jnp.concatenate([q_latent, q_rope], axis=-1)]
+    else:
+        stored, queries = [cache["latent"], cache["rope"]], [q_latent, q_rope]
+    widths = [array.shape[-1] for array in stored]
+    G, pages = stored[0].shape[2], tables.shape[1]
+    # As many whole pages as a block takes, but no more than a row has.
+    block_pages = max(1, min(tiles.positions // G, pages))
+    positions = block_pages * G
+
+    def by_pair(q, width):
+        q = q.reshape(R, C * H, q.shape[-1])
+        return jnp.pad(q, ((0, 0), (0, pairs - C * H), (0, width - q.shape[-1])))
+
+    holes = []
+    if filled is not None:
+        blocks = -(-pages // block_pages)
+        held = filled.at[jnp.pad(tables, ((0, 0), (0, blocks * block_pages - pages)))].get(mode="promise_in_bounds")
+        holes = [held.reshape(R, blocks, 1, positions).astype(jnp.int32)]
+    kernel = partial(
+        _kernel, heads=H, pages=pages, block_pages=block_pages, page_slots=G, programs=(R, pairs // tiles.rows),
+        cache_dtype=np.dtype(cache_dtype), scale=scale * math.log2(math.e), parts=len(stored), holes=bool(holes),
+    )  # fmt: skip
+    scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), start, length, tables)]
+    tile = lambda width: pl.BlockSpec((None, tiles.rows, width), lambda r, t, *_: (r, t, 0))  # noqa: E731
+    whole_row = [pl.BlockSpec((None, *array.shape[1:]), lambda r, t, *_: (r, 0, 0, 0)) for array in holes]
+    cost = attention_cost(
+        R, C, H, widths, pages * G, q_latent.dtype, stored[0].dtype.itemsize, TpuAttentionTiles(tiles.rows, positions)
+    )
+    out = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(R, pairs // tiles.rows),
+            in_specs=[*map(tile, widths), *whole_row, *[pl.BlockSpec(memory_space=pl.ANY) for _ in stored]],
+            out_specs=tile(widths[0]),
+            scratch_shapes=[
+                *(pltpu.VMEM((2, positions, width), array.dtype) for width, array in zip(widths, stored, strict=True)),
+                pltpu.VMEM((tiles.rows, widths[0]), jnp.float32),
+                pltpu.VMEM((tiles.rows, LANES), jnp.float32),
+                pltpu.VMEM((tiles.rows, LANES), jnp.float32),
+                pltpu.SMEM((2,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2, len(stored))),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((R, pairs, widths[0]), q_latent.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        cost_estimate=cost.estimate,
+        metadata=cost.metadata,
+        interpret=pltpu.InterpretParams() if interpret else False,
+        name="latent_attention",
+    )(*scalars, *map(by_pair, queries, widths), *holes, *stored)
+    return out[:, : C * H, :M].reshape(R, C, H, M)
+
+
+def _kernel(
+    layer_ref, start_ref, length_ref, tables_ref, *refs,
+    heads, pages, block_pages, page_slots, programs, cache_dtype, scale, parts, holes,
+):  # fmt: skip
+    queries, refs = refs[:parts], refs[parts:]
+    held_ref, refs = (refs[0], refs[1:]) if holes else (None, refs)
+    stored, out_ref, buffers, refs = refs[:parts], refs[parts], refs[parts + 1 : 2 * parts + 1], refs[2 * parts + 1 :]
+    sums_ref, peak_ref, total_ref, state_ref, arrived = refs
+    row, tile = pl.program_id(0), pl.program_id(1)
+    rows, positions, dtype = queries[0].shape[0], block_pages * page_slots, queries[0].dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    def seen_by(row, tile):
+        """Positions that the last token of a tile sees; 0 where all its tokens are padding."""
+        length = length_ref[row]
+        last = jnp.minimum(lax.div(tile * rows + (rows - 1), heads), length - 1)
+        seen = jnp.minimum(start_ref[row] + last + 1, pages * page_slots)
+        return jnp.where(lax.div(tile * rows, heads) < length, seen, 0)
+
+    def each_copy(row, seen, block, place, act):
+        """``act`` on the copy of each page of a block that is seen, and of each array."""
+        used = jnp.minimum(block_pages, pl.cdiv(seen, page_slots) - block * block_pages)
+
+        @pl.loop(0, used)
+        def _(i):
+            page = tables_ref[row, block * block_pages + i]
+            to = pl.ds(pl.multiple_of(i * page_slots, page_slots), page_slots)
+            for part, (array, buffer) in enumerate(zip(stored, buffers, strict=True)):
+                act(pltpu.make_async_copy(array.at[layer_ref[0], page], buffer.at[place, to], arrived.at[place, part]))
+
+    def fetch(row, seen, block, place):
+        each_copy(row, seen, block, place, lambda copy: copy.start())
+
+    # Of a program: the number of its first buffer, and whether the program before has begun to fill it.
+    @pl.when((row == 0) & (tile == 0))
+    def _():
+        state_ref[0], state_ref[1] = 0, 0
+        for buffer in buffers:  # so that what no page has come to is a number, which a weight of 0 makes nothing
+            buffer[...] = jnp.zeros_like(buffer)
+
+    turned = tile + 1 == programs[1]
+    next_row, next_tile = row + turned.astype(jnp.int32), jnp.where(turned, 0, tile + 1)
+    another = next_row < programs[0]
+    next_row = jnp.minimum(next_row, programs[0] - 1)
+    next_seen = jnp.where(another, seen_by(next_row, next_tile), 0)
+    seen, first_place = seen_by(row, tile), state_ref[0]
+    blocks = pl.cdiv(seen, positions)
+
+    @pl.when((blocks > 0) & (state_ref[1] == 0))
+    def _():
+        fetch(row, seen, 0, first_place)
+
+    sums_ref[...] = jnp.zeros_like(sums_ref)
+    peak_ref[...] = jnp.full_like(peak_ref, NOTHING)
+    total_ref[...] = jnp.zeros_like(total_ref)
+    token = lax.div(tile * rows + lax.broadcasted_iota(jnp.int32, (rows, 1), 0), heads)
+    own = jnp.where(token < length_ref[row], start_ref[row] + token, -1)  # -1 sees nothing
+
+    @pl.loop(0, blocks)
+    def _(block):
+        place = lax.rem(first_place + block, 2)
+
+        @pl.when(block + 1 < blocks)
+        def _():
+            fetch(row, seen, block + 1, 1 - place)
+
+        @pl.when((block + 1 == blocks) & (next_seen > 0))
+        def _():
+            fetch(next_row, next_seen, 0, 1 - place)
+
+        each_copy(row, seen, block, place, lambda copy: copy.wait())
+        context = [_widened(buffer[place], cache_dtype, dtype) for buffer in buffers]
+        scores = sum(
+            lax.dot_general(
+                q[...], entries, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+            )
+            for q, entries in zip(queries, context, strict=True)
+        )
+        at = block * positions + lax.broadcasted_iota(jnp.int32, (1, positions), 1)
+        visible = own >= at
+        if held_ref is not None:
+            visible = visible & ((held_ref[block] != 0) | (own == at))
+        scores = jnp.where(visible, scores * scale, NOTHING)
+        peak = peak_ref[:, :1]
+        higher = jnp.maximum(peak, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.where(visible, jnp.exp2(scores - higher), 0.0)
+        shrink = jnp.exp2(peak - higher)
+        product = jnp.dot(weights.astype(dtype), context[0], precision=precision, preferred_element_type=jnp.float32)
+        sums_ref[...] = sums_ref[...] * shrink + product
+        total = total_ref[:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+        peak_ref[...] = jnp.broadcast_to(higher, peak_ref.shape)
+
+    total = total_ref[:, :1]
+    out_ref[...] = (sums_ref[...] / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
+    state_ref[0] = lax.rem(first_place + blocks, 2)
+    state_ref[1] = ((blocks > 0) & (next_seen > 0)).astype(jnp.int32)
+
+
+def _widened(found: Array, stored: np.dtype, dtype) -> Array:
+    found = found if found.dtype == stored else lax.bitcast_convert_type(found, stored)
+    return found.astype(dtype)
+
+
+def attention_cost(
+    R: int, C: int, H: int, widths: list[int], context: int, dtype, stored_bytes: int, tiles: TpuAttentionTiles
+) -> KernelCost:
+    """Of rows whose last token is the last of ``context`` positions: each tile goes over the blocks up to its own last token, of which
+    it copies the pages from main memory, for itself alone."""
+    programs = -(-C * H // tiles.rows)
+    last = np.minimum((np.arange(1, programs + 1) * tiles.rows - 1) // H, C - 1)
+    seen = np.minimum(context - C + last + 1, context)
+    blocks = -(-seen // tiles.positions) * tiles.positions
+    flops = 2.0 * R * tiles.rows * int(blocks.sum()) * (sum(widths) + widths[0])
+    queries = R * programs * tiles.rows * np.dtype(dtype).itemsize
+    moved = R * int(seen.sum()) * sum(widths) * stored_bytes + queries * (sum(widths) + widths[0])
+    return KernelCost(flops, moved, hlo_dtype(dtype), assumed=True)

@@ -1,0 +1,197 @@
+"""The routed experts' products on TPUs, over pairs of (row, expert), weights read from the stack of layers (Mosaic, by Pallas).
+
+Pairs stand in tiles of rows that never cross an expert: an expert's first pair begins a tile. The number of each tile's expert lies in
+the core's scalar memory and says which block of the stack ``[layers, experts, depth, columns]`` is copied next, so that XLA slices no
+layer out of it, and the weights of an expert without pairs are not read. A block has the whole depth and as many columns as the core's
+memory has room for.
+
+Gate and up stand side by side in ``[depth, 2, columns]``, of which XLA keeps the two bfloat16 numbers of a place in one 32-bit word. The
+kernel copies such blocks as they are and takes the words apart in registers; a reshaped stack would be a copy of all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
+
+BLOCK = 128
+"""Columns of a register."""
+LARGEST_BLOCK = 16 * 2**20
+"""Most bytes of a block of weights, of which two are in the core's memory at once: of its 128 MiB there is room for both, a tile of
+rows, and what is widened."""
+MEMORY = 96 * 2**20
+"""What the compiler may use of the core's memory, in bytes."""
+
+
+@dataclass(frozen=True)
+class TpuProductTiles:
+    """Rows of a tile; whether all its columns come before the next tile's (``rows_first``), or all tiles of a column of weights.
+
+    An expert that has one tile reads its weights once either way, and then each row is read once; experts of many tiles would read
+    their weights for each.
+    """
+
+    rows: int
+    rows_first: bool
+
+    @classmethod
+    def for_load(cls, mean_load: float) -> TpuProductTiles:
+        """For experts of so many pairs on the mean."""
+        likely = mean_load + 4 * mean_load**0.5
+        rows = min(256, power(mean_load + 2 * mean_load**0.5))
+        return cls(rows, likely <= rows)
+
+
+class TiledPairs(NamedTuple):
+    """Where pairs stand: ``expert`` of each tile (of those behind the last in use its expert again), how many are in ``use``, and of each
+    row in the tiles which sorted ``pair`` it is, and whether it is one."""
+
+    expert_T: Int[Array, "T"]
+    use: Int[Array, "1"]
+    pair_S: Int[Array, "S"]
+    used_S: Bool[Array, "S"]
+
+
+def tile_pairs(start_X: Int[Array, "X"], count_X: Int[Array, "X"], most: int, rows: int) -> TiledPairs:
+    """Tiles of ``rows`` for sorted pairs, of which there are at most ``most``: each expert's begin at a tile."""
+    X = len(start_X)
+    tiles = -(-most // rows) + X
+    last_X = jnp.cumsum(-(-count_X // rows))
+    use = last_X[-1:]
+    tile_T = jnp.minimum(jnp.arange(tiles), jnp.maximum(use - 1, 0))
+    expert_T = jnp.minimum(jnp.sum(last_X[None, :] <= tile_T[:, None], axis=1), X - 1)
+    first_T = jnp.where(expert_T > 0, last_X[expert_T - 1], 0)
+    place_TR = ((jnp.arange(tiles) - first_T) * rows)[:, None] + jnp.arange(rows)
+    used_TR = (place_TR < count_X[expert_T][:, None]) & (jnp.arange(tiles) < use)[:, None]
+    pair_TR = jnp.where(used_TR, start_X[expert_T][:, None] + place_TR, 0)
+    return TiledPairs(expert_T.astype(jnp.int32), use.astype(jnp.int32), pair_TR.reshape(-1), used_TR.reshape(-1))
+
+
+def block_columns(depth: int, columns: int, matrices: int) -> int | None:
+    """Columns of a block of 16-bit weights: all, or the most whole registers that divide them and fit; None where nothing does."""
+    sizes = [columns, *(size for size in range(columns // BLOCK * BLOCK, 0, -BLOCK) if columns % size == 0)]
+    return next((size for size in sizes if 2 * depth * size * matrices <= LARGEST_BLOCK), None)
+
+
+def takes(depth: int, width: int) -> bool:
+    """Whether blocks of both matrices of an expert of ``width``, of 16-bit numbers, are whole registers and fit."""
+    whole = depth % BLOCK == 0 and width % BLOCK == 0
+    return whole and all(block_columns(*shape) for shape in ((depth, width, 2), (width, depth, 1)))
+
+
+def gate_up(
+    weight: Array, weight_dtype: np.dtype, layer: Int[Array, ""], x_SD: Float[Array, "S D"],
+    pairs: TiledPairs, mean_load: float, tiles: TpuProductTiles, *, interpret: bool = False,
+) -> Float[Array, "S F"]:  # fmt: skip
+    """``silu(x · gate) × (x · up)`` of each row in the tiles, in the dtype of ``x_SD``. Rows of tiles that are not in use mean nothing.
+
+    weight: ``[L, X, D, 2, F]``, whose 16 bits mean ``weight_dtype``.
+    """
+    return _product(weight, weight_dtype, layer, x_SD, pairs, mean_load, tiles, interpret)
+
+
+def down(
+    weight: Array, weight_dtype: np.dtype, layer: Int[Array, ""], hidden_SF: Float[Array, "S F"],
+    pairs: TiledPairs, mean_load: float, tiles: TpuProductTiles, *, interpret: bool = False,
+) -> Float[Array, "S D"]:  # fmt: skip
+    """``hidden · down`` of each row in the tiles, float32; arguments as of ``gate_up``. weight: ``[L, X, F, D]``."""
+    return _product(weight, weight_dtype, layer, hidden_SF, pairs, mean_load, tiles, interpret)
+
+
+def _product(weight, weight_dtype, layer, x, pairs: TiledPairs, mean_load, tiles: TpuProductTiles, interpret: bool):
+    depth, columns, fused = weight.shape[2], weight.shape[-1], weight.ndim == 5
+    own = block_columns(depth, columns, 1 + fused)
+    across, row_tiles = columns // own, len(pairs.expert_T)
+    at = (lambda t, n: (t, n)) if tiles.rows_first else (lambda n, t: (t, n))
+    grid = (row_tiles, across) if tiles.rows_first else (across, row_tiles)
+
+    def rows_of(tile, use):
+        # Tiles that are not in use stay at the last one, so that nothing is copied for them.
+        return jnp.minimum(tile, jnp.maximum(use[0] - 1, 0))
+
+    def rows_block(i, j, layer, expert, use):
+        return rows_of(at(i, j)[0], use), 0
+
+    def weights_block(i, j, layer, expert, use):
+        tile, column = at(i, j)
+        return (layer[0], expert[tile], 0, *[0] * fused, column)
+
+    def out_block(i, j, layer, expert, use):
+        tile, column = at(i, j)
+        return rows_of(tile, use), column
+
+    out_dtype = x.dtype if fused else jnp.float32
+    cost = _cost(x, weight, mean_load, tiles, across, np.dtype(out_dtype).itemsize)
+    return pl.pallas_call(
+        partial(_gate_up if fused else _down, tiles=tiles, weight_dtype=np.dtype(weight_dtype)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=grid,
+            in_specs=[
+                pl.BlockSpec((tiles.rows, depth), rows_block),
+                pl.BlockSpec((1, 1, depth, *[2] * fused, own), weights_block),
+            ],
+            out_specs=pl.BlockSpec((tiles.rows, own), out_block),
+        ),
+        out_shape=jax.ShapeDtypeStruct((row_tiles * tiles.rows, columns), out_dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=MEMORY),
+        cost_estimate=cost.estimate,
+        metadata=cost.metadata,
+        interpret=interpret,  # the TPU interpreter knows no words of a buffer
+        name="experts_gate_up" if fused else "experts_down",
+    )(jnp.reshape(layer, 1).astype(jnp.int32), pairs.expert_T, pairs.use, x, weight)
+
+
+def _multiply(x: Array, weight: Array) -> Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.dot(x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype):
+    depth, own = weight_ref.shape[2], weight_ref.shape[-1]
+    registers = own // BLOCK
+    # Of each place of the depth, ``registers`` rows of words one after the other.
+    words_ref = weight_ref.bitcast(jnp.uint32).reshape(depth * registers, BLOCK)
+
+    @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
+    def _():
+        @pl.loop(0, registers)
+        def _(register):
+            words = words_ref[pl.ds(register, depth, stride=registers), :]
+            halves = (words << 16, words & jnp.uint32(0xFFFF0000))
+            # The upper 16 bits of a float32 number are the bfloat16 number of the same value.
+            gate, up = (_multiply(x_ref[...], lax.bitcast_convert_type(half, jnp.float32)) for half in halves)
+            at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
+            out_ref[:, at] = (gate / (1 + jnp.exp(-gate)) * up).astype(out_ref.dtype)
+
+
+def _down(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype):
+    @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
+    def _():
+        found = weight_ref[0, 0]
+        found = found if found.dtype == weight_dtype else lax.bitcast_convert_type(found, weight_dtype)
+        out_ref[...] = _multiply(x_ref[...], found)
+
+
+def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, across: int, out_bytes: int) -> KernelCost:
+    """Under even routing: all rows of tiles that are begun; weights once for each expert that has a pair, or for each tile of it."""
+    X, size = weight.shape[1], math.prod(weight.shape[2:])
+    begun = X * expected_tiles(mean_load, tiles.rows)
+    rows = begun * tiles.rows
+    experts = begun if tiles.rows_first else X * (1 - np.exp(-mean_load))
+    moved = experts * size * weight.dtype.itemsize
+    moved += rows * x.shape[1] * x.dtype.itemsize * (1 if tiles.rows_first else across)
+    moved += rows * weight.shape[-1] * out_bytes
+    return KernelCost(2.0 * rows * size, moved, hlo_dtype(x.dtype), assumed=True)

@@ -1,0 +1,77 @@
+"""A process of a prefill or a decode side, for the one that started it: a request a line, and a line for each answer.
+
+Of a prefill side a request is a prompt, and what decode has to be told comes back. Of a decode side it is several prompts, each with
+what prefill said of it, and their tokens come back. A request of nothing gives what the side keeps. A process that is not the first of its
+side follows that one, and answers nothing.
+"""
+
+import json
+import sys
+
+from dsjax import LLM, SamplingParams
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.joining import host_options, join_group
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    if options["disaggregation_mode"] == "prefill":
+        prefill(EngineArgs.from_options(**options))
+    else:
+        decode(LLM(**options))
+
+
+def prefill(args: EngineArgs) -> None:
+    group = join_group(args, host_options(args))
+    from dsjax.engine.disaggregated import load_prefill
+    from dsjax.engine.follower import Follower
+
+    if group is not None and not group.is_leader:
+        Follower(group).run_with(args)
+        return
+    server = load_prefill(args, group)
+    tell(address=server.address)
+    for line in sys.stdin:
+        request, engine = json.loads(line), server.engine
+        if "tokens" in request:
+            tell(**server.prefill(request["tokens"], room=request.get("room")))
+            continue
+        pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
+        tell(jobs=engine.num_jobs, parcels=engine.leases.num_kept, pages=pages, sent=engine.leases.pages_sent)
+    server.shutdown()
+
+
+def decode(llm: LLM) -> None:
+    tell(mesh=llm.facts.mesh)
+    core = llm.engine.core
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "requests" not in request:
+            counts = core.scheduler.incoming.counts._asdict()
+            tell(used=sum(rank.pool.num_used for rank in core.scheduler.ranks), mesh=llm.facts.mesh, **counts)
+            continue
+        llm.engine.flush_prefix_cache()
+        tell(found=run(llm, request["requests"]))
+    llm.shutdown()
+
+
+def run(llm: LLM, requests: list) -> dict[str, list[int]]:
+    """Tokens of (name, prompt, what prefill said)."""
+    for name, tokens, said in requests:
+        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, prefill=said)
+    found = {}
+    while llm.engine.has_unfinished():
+        for output in llm.engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+    return found
+
+
+def tell(**found) -> None:
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

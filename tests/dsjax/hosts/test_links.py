@@ -1,0 +1,41 @@
+"""Who is reached, and who is gone on without where two processes do not reach each other."""
+
+import contextlib
+import socket
+from itertools import combinations
+
+import pytest
+
+from dsjax.hosts.links import Answerer, left_out, unreached
+from dsjax.hosts.wire import Arrival
+
+
+def arrival(process_id: int, port: int) -> Arrival:
+    return Arrival(process_id, 4, "host", 10, "127.0.0.1", "machine", port)
+
+
+def test_who_answers_is_reached_and_neither_who_is_gone_nor_who_hangs():
+    with contextlib.closing(Answerer("127.0.0.1")) as well, socket.create_server(("127.0.0.1", 0)) as hangs:
+        gone = Answerer("127.0.0.1")
+        gone.close()
+        members = [arrival(1, well.port), arrival(2, gone.port), arrival(3, hangs.getsockname()[1]), arrival(0, 0)]
+        assert unreached(members, seconds=0.2) == [2, 3]  # and nobody looks at one that does not listen
+        assert unreached(members[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        ({0: [], 1: [], 2: []}, []),
+        ({0: [], 1: [2], 2: [1]}, [2]),
+        ({1: [], 2: [1]}, [2]),  # in one direction alone
+        ({0: [], 1: [2, 3], 2: [1], 3: [1]}, [1]),  # one of three does, where two would
+        ({0: [1], 1: [0], 2: []}, [1]),  # never process 0
+        ({1: [2], 3: [4]}, [2, 4]),
+    ],
+)
+def test_as_few_as_it_takes_are_left_out_and_all_others_reach_each_other(cut, expected):
+    assert left_out(cut) == expected
+    left = set(range(5)) - set(expected)
+    pairs = {frozenset((one, other)) for one, others in cut.items() for other in others}
+    assert not any(frozenset(pair) in pairs for pair in combinations(left, 2))

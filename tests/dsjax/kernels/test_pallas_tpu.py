@@ -1,0 +1,154 @@
+"""The kernels for TPUs, run by Pallas's TPU interpreter, give what float64 loops and the plain forms give.
+
+The interpreter plays memories and copies and takes up to a second for a call, so that the cases are small and few.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import STORED, AttentionCase, ExpertsCase
+from layouts import TINY
+
+from dsjax.config import ModelConfig
+from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_products
+from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
+from dsjax.model.attention import PagedAttention, Rows
+from dsjax.model.experts import ExpertProduct
+from dsjax.model.forms import cache_arrays
+from dsjax.model.mla import Projections
+from sharding import MeshSpec, fp8
+
+FEW = settings(max_examples=2, deadline=None, derandomize=True)
+
+
+def attention_of(case, tiles=None, *, joined=False, spare=0):
+    """spare: numbers behind each entry's own, which hold zeros."""
+    cache = {name: np.pad(array, [(0, 0)] * 3 + [(0, spare)]) for name, array in case.cache().items()}
+    if joined:
+        cache = {"joined": np.pad(np.concatenate(list(case.cache().values()), axis=-1), [(0, 0)] * 3 + [(0, spare)])}
+    return np.asarray(
+        tpu_attention.latent_attention(
+            *(jnp.asarray(a) for a in (case.q_nope, case.q_rope)),
+            cache,
+            case.latent.dtype,
+            jnp.int32(len(case.latent) - 1),
+            *(jnp.asarray(a) for a in (case.start, case.length, case.tables)),
+            None if case.filled is None else jnp.asarray(case.filled),
+            scale=case.scale,
+            interpret=True,
+            tiles=tiles or tpu_attention.TpuAttentionTiles(rows=16, positions=16),
+        )
+    )
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    R=st.integers(1, 2),
+    C=st.sampled_from([1, 3, 9]),
+    H=st.integers(1, 5),
+    O=st.integers(1, 20),
+    M=st.sampled_from([1, 16, 150]),
+    G=st.sampled_from([1, 4, 16]),
+    longest=st.sampled_from([1, 16, 17, 40]),
+    kept=st.sampled_from([(4, False), (4, True), (2, False), (2, True)]),
+    spare=st.sampled_from([0, 3]),
+    holes=st.booleans(),
+)
+def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longest, kept, spare, holes):
+    stored, joined = kept
+    case = AttentionCase.drawn(
+        seed, R=R, C=C, H=H, N=1, O=O, U=1, M=M, G=G, longest=longest, stored=stored, absorbs=False, holes=holes
+    )
+    found = attention_of(case, joined=joined, spare=spare)
+    # Scores of M + O products reach 15; e to an error of a few units in their last place.
+    np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
+
+
+def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cache():
+    chosen = choose_kernels("auto", "tpu", np.dtype(np.float32), devices=1, cache=None)
+    assert chosen.pallas == PallasKernels("tpu")
+    assert chosen.name("decode attention", "A_CC_ME") == "pallas"
+    assert chosen.name("decode attention", "CD") == "plain"
+    left = dataclasses.replace(chosen, left_plain=("prefill attention",))
+    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "plain"]
+    bf16 = np.dtype(ml_dtypes.bfloat16)
+    assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
+    assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)
+    assert "no FP8 cache" in tpu_attention.refuses(64, fp8.E4M3)
+
+
+def test_entries_of_the_cache_are_as_wide_as_registers():
+    config = ModelConfig.from_dict(TINY)
+    of = lambda lanes: cache_arrays("split", config, np.dtype(np.float32), lanes)  # noqa: E731
+    assert [width for (width,), _ in of(1).values()] == [config.kv_lora_rank, config.qk_rope_head_dim]
+    assert [width for (width,), _ in of(128).values()] == [128, 128]
+
+
+def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():
+    config, spec, rng = ModelConfig.from_dict(TINY), MeshSpec.parse("dp=1"), np.random.default_rng(0)
+    H, N, O = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    M, U, R, C, G = config.kv_lora_rank, config.v_head_dim, 2, 3, 4
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    weight = draw(M, H, N), draw(M, H, U)
+    mla = SimpleNamespace(key_value_weight=lambda dtype: weight)
+    p = Projections(draw(1, R, C, H, N), draw(1, R, C, H, O), draw(1, R, C, 1), draw(1, R, C, M), draw(1, R, C, O))
+    tables, positions = jnp.asarray([[[1, 3], [2, 0]]]), jnp.asarray([[[3, 4, 5], [0, 1, 2]]])
+    slots = jnp.take_along_axis(tables, positions // G, axis=2) * G + positions % G
+
+    def attended(kernels):
+        attention = PagedAttention(spec.build(), spec, config, "split", jnp.float32, kernels=kernels)
+        cache = {name: jnp.zeros((1, 4, G, *width)) for name, (width, _) in attention.arrays.items()}
+        flat = jax.tree.map(lambda array: array.reshape(1, R * C, *array.shape[3:]), p)
+
+        def run(cache):
+            cache = attention.write(mla, cache, jnp.int32(0), slots.reshape(1, -1), flat)
+            return attention.attend(mla, "A_CC_ME", cache, jnp.int32(0), Rows(positions, tables), p)
+
+        return np.asarray(jax.jit(run)(cache))
+
+    found = attended(Kernels(pallas=PallasKernels("tpu", interpret=True)))
+    np.testing.assert_allclose(found, attended(Kernels()), atol=1e-4)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    X=st.integers(1, 4),
+    D=st.sampled_from([128, 256]),
+    F=st.sampled_from([128, 384]),
+    N=st.sampled_from([1, 7, 40]),
+    K=st.integers(1, 3),
+    routing=st.sampled_from(["all", "some", "one expert", "none"]),
+    mean_load=st.sampled_from([0.5, 40.0]),
+)
+def test_experts_are_those_of_a_loop(seed, X, D, F, N, K, routing, mean_load):
+    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=2, routing=routing)
+    kernels = Kernels(pallas=PallasKernels("tpu", interpret=True))
+    product = ExpertProduct(weight_dtype=STORED[2], kernels=kernels, mean_load=mean_load)
+    found = np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
+    expected, size = case.expected()
+    # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
+    assert np.all(np.abs(found - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+
+
+def test_tiles_hold_each_experts_pairs_and_blocks_fit_the_cores_memory():
+    placed = jax.jit(tpu_products.tile_pairs, static_argnums=(2, 3))(
+        jnp.asarray([0, 5, 5]), jnp.asarray([5, 0, 17]), 22, 16
+    )
+    assert placed.use.tolist() == [3]
+    assert placed.expert_T.tolist()[:3] == [0, 2, 2]
+    assert placed.pair_S[placed.used_S].tolist() == list(range(22))
+    assert tpu_products.block_columns(7168, 2048, 2) == 512
+    assert tpu_products.takes(7168, 2048)
+    assert not tpu_products.takes(7168, 100)
+    assert not tpu_products.takes(2**20, 128)
+    few, many = (tpu_products.TpuProductTiles.for_load(load) for load in (64, 4096))
+    assert (few.rows, few.rows_first) == (128, True)
+    assert (many.rows, many.rows_first) == (256, False)

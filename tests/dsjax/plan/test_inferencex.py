@@ -1,0 +1,25 @@
+"""Runs of InferenceX that were predicted before their measured values were read."""
+
+from pathlib import Path
+
+import pytest
+
+from dsjax.plan.inferencex import COMMITTED, RUNS, beside_inferencex, inferencex_points
+from dsjax.plan.validation import score
+
+PAGE = Path(__file__).parents[3] / "docs" / "plan-validation.md"
+
+
+def test_the_page_shows_the_predictions_as_they_were_committed():
+    assert beside_inferencex() in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", [0, 13, 31])
+def test_the_model_has_not_moved_away_from_what_was_committed(number):
+    assert RUNS[number].predict().value == pytest.approx(COMMITTED[number][0], rel=0.1)
+
+
+def test_runs_of_the_tables_age_are_predicted_within_a_fifth():
+    found = score(inferencex_points())
+    assert found.count == 36
+    assert found.error < 0.2

@@ -1,0 +1,157 @@
+"""A plan in the commands of vLLM, SGLang and TensorRT-LLM: only flags that are documented, with the numbers that were priced."""
+
+import json
+import re
+import shlex
+import subprocess
+
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.errors import UserError
+from dsjax.plan.candidate import aggregated, prefill_pool, separated
+from dsjax.plan.engine import find_engine
+from dsjax.plan.launch import LAUNCHED, documented, unfit
+from dsjax.plan.launch_flags import launch
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.precision import precision
+from dsjax.plan.recipe import check_recipe, launches, recipe
+from dsjax.plan.search import instances
+from dsjax.plan.workload import Options
+from sharding.mesh import MeshSpec
+
+# Mesh, redundant experts, cluster, options: whole and cut experts, copies, several hosts, drafts, FP4 with an FP8 cache.
+CASES = {
+    "tp=8,ep=1": (0, "h200-8", {}),
+    "dp=8": (0, "h200-8", {"drafts": 2}),
+    "dp=16": (32, "h100-32", {}),
+    "dp=16,ep=8": (0, "h200-16", {}),
+    "dp=4,tp=4": (32, "h100-32", {}),
+    "tp=16,ep=1": (0, "h100-32", {}),
+    "dp=4": (0, "b200-8", {"precision": precision("nvfp4")}),
+}
+
+
+def candidate(ask, mesh, engine="published", apart=False):
+    redundant, cluster, others = CASES[mesh]
+    question = ask(cluster, options=Options(engine=find_engine(engine), **others))
+    instance = question.instance(parse_layout(mesh, redundant, question.config), {})
+    if not apart:
+        return question, aggregated(instance, 1, 32, 4096)
+    return question, separated(prefill_pool(instance, 4096), 1, instance, 1, 32)
+
+
+def words_of(line):
+    """Flags of a command, with their values; `""` without one."""
+    words, found = shlex.split(line), {}
+    for word, after in zip(words, [*words[1:], "--end"], strict=True):
+        if word.startswith("--"):
+            found[word] = "" if after.startswith("--") else after
+    return found
+
+
+def paths(config, above=""):
+    for key, value in config.items():
+        yield from paths(value, f"{above}{key}.") if isinstance(value, dict) else [f"{above}{key}"]
+
+
+@pytest.mark.parametrize("engine", LAUNCHED)
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_flag_of_a_recipe_is_documented_by_its_engine(ask, engine, apart):
+    about = documented(engine)
+    used = set()
+    for mesh in CASES:
+        for one in launches(engine, "deepseek-v3", candidate(ask, mesh, apart=apart)[1]):
+            for line in one.commands():
+                own = line.split("trtllm-llmapi-launch ")[-1]
+                assert own.startswith(about["program"])
+                used |= words_of(own).keys()
+            assert set(paths(one.config)) <= about.get("keys", {}).keys()
+    assert used <= about["flags"].keys()
+    assert len(used) > 8
+    sources = {*about["flags"].values(), *about.get("keys", {}).values()}
+    assert sources <= about["sources"].keys(), "each flag has a source"
+
+
+@pytest.mark.parametrize("mesh", CASES)
+def test_a_command_starts_the_layout_and_the_batch_that_were_priced(ask, mesh):
+    question, made = candidate(ask, mesh)
+    spec = MeshSpec.parse(mesh)
+    unit, copies = made.decode.layout.unit.mesh, spec.expert_copies
+    theirs = {engine: launches(engine, "deepseek-v3", made)[0] for engine in LAUNCHED}
+    flags = {engine: words_of(one.commands()[0]) for engine, one in theirs.items()}
+    assert {one.instances for one in theirs.values()} == {copies}
+    vllm, sglang, tensorrt = flags.values()
+    assert int(vllm["--tensor-parallel-size"]) * int(vllm.get("--data-parallel-size", 1)) == unit.num_devices
+    assert ("--enable-expert-parallel" in vllm) == (unit.ep_size > 1)
+    assert int(sglang["--tp-size"]) == int(tensorrt["--tp_size"]) == unit.num_devices
+    assert int(sglang.get("--ep-size", 1)) == int(tensorrt["--ep_size"]) == unit.ep_size
+    assert int(vllm["--max-num-seqs"]) == int(tensorrt["--max_batch_size"]) == 32
+    assert int(sglang["--max-running-requests"]) == 32 * unit.dp_size
+    assert int(sglang["--chunked-prefill-size"]) == 4096 * unit.dp_size
+    assert int(vllm["--max-num-batched-tokens"]) >= 4096 + 32
+    hosts = -(-unit.num_devices // question.cluster.devices_per_host)
+    assert [len(one.commands()) for one in theirs.values()][:2] == [hosts, hosts]
+
+
+def test_hosts_of_an_instance_share_out_its_replicas(ask):
+    first, second = launches("vllm", "deepseek-v3", candidate(ask, "dp=16")[1])[0].commands()
+    assert words_of(first)["--data-parallel-size-local"] == words_of(second)["--data-parallel-start-rank"] == "8"
+    assert ("--headless" in first, "--headless" in second) == (False, True)
+    slurm = launches("tensorrt-llm", "deepseek-v3", candidate(ask, "tp=16,ep=1")[1])[0].commands()
+    assert [line.split(" trtllm")[0] for line in slurm] == ["srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --mpi=pmix"]
+
+
+def test_what_an_engine_cannot_say_stands_in_the_recipe(ask):
+    question, made = candidate(ask, "dp=4,tp=4")
+    every = recipe("deepseek-v3", question, made)["services"][0]["launches"]
+    assert set(every) == set(LAUNCHED)
+    assert "attention is data parallel over all devices" in every["tensorrt-llm"]["not_expressed"][0]
+    hybrid = parse_layout("dp=6,tp=4,ep=3", 2, question.config)
+    assert "not both" in unfit("vllm", hybrid, 8, "h100", precision("fp8"))
+    assert unfit("sglang", hybrid, 8, "h100", precision("fp8")) is None
+
+
+def test_a_plan_for_an_engine_has_only_layouts_that_it_can_run(ask):
+    question = ask("h200-16", options=Options(engine=find_engine("tensorrt-llm")))
+    found, _, _ = instances(question)
+    assert found
+    assert all(min(one.unit.mesh.dp_size, one.unit.mesh.tp_size) == 1 and not one.redundant for one in found)
+    wrong = Options(engine=find_engine("tensorrt-llm"), mesh=MeshSpec.parse("dp=2,tp=8"))
+    with pytest.raises(UserError, match=r"cannot run dp=2,tp=8: attention is data parallel over all devices"):
+        instances(ask("h200-16", options=wrong))
+    with pytest.raises(UserError, match="tensorrt-llm does not overlap two half batches"):
+        Options(engine=find_engine("tensorrt-llm"), overlap="on").check(question.config, question.workload)
+
+
+@pytest.mark.parametrize("engine", LAUNCHED)
+def test_the_script_of_a_recipe_is_one_that_a_shell_reads(engine, tmp_path):
+    script, body = tmp_path / "run.sh", tmp_path / "run.json"
+    base = ["plan", "--cluster", "h200-16", "--mode", "separated", "--prefill-mesh", "dp=8", "--decode-mesh", "dp=8"]
+    for path in (script, body):
+        done = CliRunner().invoke(
+            app, [*base, "--engine", engine, "--redundant-experts", "0", "--recipe", str(path)], catch_exceptions=False
+        )
+        assert done.exit_code == 0
+    assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
+    usage = subprocess.run(["sh", script], check=False, capture_output=True, text=True)
+    assert (usage.returncode, "prefill [HOST] | decode [HOST]" in usage.stderr) == (2, True)
+    services = json.loads(body.read_text())["services"]
+    for service in services:
+        assert service["command"] in script.read_text()
+    flat = re.sub(r"\s+", "", done.output)
+    assert re.sub(r"\s+", "", services[0]["command"]) in flat, "the terminal shows the engine's own command"
+
+
+def test_a_recipe_of_the_wrong_kind_is_refused(tmp_path):
+    with pytest.raises(UserError, match="holds the commands of one engine, and --engine is dsjax"):
+        check_recipe(tmp_path / "run.sh", "dsjax")
+    with pytest.raises(UserError, match="is a deployment of dsjax, and --engine is vllm"):
+        check_recipe(tmp_path / "graph.yaml", "vllm")
+
+
+def test_a_flag_that_nobody_documents_is_never_written(ask):
+    one = launch("vllm", "x", candidate(ask, "dp=8")[1].decode, 1, 1000, "decode", 1)
+    with pytest.raises(KeyError, match="not a documented flag of vllm"):
+        one.put("--enable-speed")

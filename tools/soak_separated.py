@@ -1,0 +1,255 @@
+"""A decode engine with tiers, and a prefill process that is killed and started again, under random traffic: was anything lost or wrong?
+
+    python tools/soak_separated.py --minutes 10
+
+The decode engine runs in this process, on `--mesh` emulated devices with a cache far smaller than what the prompts need, a small tier in
+host memory and one on a disk; prompts are computed by another process, which is killed at random moments and started again. Some
+requests are aborted, at any moment, and now and then every cached page is forgotten. Holds, or exits with 1: every answer, greedy
+or drawn with a seed, is the one of an engine that nothing disturbs, and what an aborted one had said by then its beginning; in the end
+no page is in use on either side, nothing is under way, and the decode process has neither grown nor more threads than in the middle.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+SIZES = {"max_num_seqs": 8, "max_model_len": 512, "prefill_chunk": 64, "max_num_batched_tokens": 128}
+TRANSFER = {"transfer_host": "127.0.0.1", "transfer_timeout": 5, "local_prefill_tokens": 17}
+
+
+class PrefillProcess:
+    """A prefill engine in a process of its own, which is started again after it was killed. None of its methods but `end` waits for it."""
+
+    def __init__(self, options: dict):
+        self._options, self._lock = options, threading.Lock()
+        self.process: subprocess.Popen | None = None
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        """Begin to start a process."""
+        threading.Thread(target=self._start, daemon=True).start()
+
+    def _start(self) -> None:
+        command = [sys.executable, __file__, "--prefill", json.dumps(self._options)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""}, **pipes)
+        ready = process.stdout.readline()
+        with self._lock:
+            self.process = process if ready else None
+            self.starts += bool(ready)
+
+    def ask(self, **request) -> dict | None:
+        """The answer; None where it is not there."""
+        with self._lock:
+            if self.process is None:
+                return None
+            try:
+                self.process.stdin.write(json.dumps(request) + "\n")
+                self.process.stdin.flush()
+                return json.loads(self.process.stdout.readline() or "null")
+            except (OSError, ValueError):
+                return None
+
+    def kill(self) -> bool:
+        """Kill it, and start another; False where it is not there."""
+        with self._lock:
+            process, self.process = self.process, None
+        if process is None:
+            return False
+        process.kill()
+        process.wait()
+        self.start()
+        return True
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        with self._lock:
+            if self.process is not None:
+                self.process.kill()
+                self.process.wait()
+
+
+def serve_prefill(options: dict) -> None:
+    """In a process of its own: a prompt a line, and what the decode engine has to be told; a line of nothing asks what is kept."""
+    from dsjax.engine.args import EngineArgs
+    from dsjax.engine.joining import join_group
+
+    args = EngineArgs.from_options(**options)
+    join_group(args, None)
+    from dsjax.engine.disaggregated import load_prefill
+
+    server = load_prefill(args)
+    server.warm_up()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        tokens, engine = json.loads(line).get("tokens"), server.engine
+        pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
+        kept = {"jobs": engine.num_jobs, "parcels": engine.leases.num_kept, "pages": pages}
+        print(json.dumps(server.prefill(tokens) if tokens else kept), flush=True)
+
+
+def draw_requests(count: int, rng: random.Random) -> list[tuple[list[int], object]]:
+    """(prompt, parameters); prompts begin with one of a few long beginnings, and differ behind."""
+    from dsjax import SamplingParams
+
+    heads = [[rng.randrange(16, 250) for _ in range(rng.randrange(40, 240))] for _ in range(max(2, count // 6))]
+    found = []
+    for index in range(count):
+        tokens = [*rng.choice(heads), *(rng.randrange(16, 250) for _ in range(rng.randrange(1, 120)))]
+        drawn = {"temperature": 0.8, "seed": index} if index % 3 == 0 else {"temperature": 0}
+        found.append((tokens, SamplingParams(**drawn, max_tokens=rng.randrange(4, 40), ignore_eos=True)))
+    return found
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expected) -> dict:
+    """Run the traffic; give what was found."""
+    rng, core = random.Random(args.seed), llm.engine.core
+    began = time.monotonic()
+    end, next_kill, next_flush = began + 60 * args.minutes, began + args.kill_seconds, began + 7.0
+    under_way: dict[str, tuple[int, int]] = {}  # index of the request, and steps after which it is aborted
+    counts, wrong, samples, number = Counter(), [], [], 0
+    while time.monotonic() < end or under_way:
+        now = time.monotonic()
+        while now < end and len(under_way) < args.sessions:
+            index, number = rng.randrange(len(requests)), number + 1
+            tokens, params = requests[index]
+            said = prefill.ask(tokens=tokens)
+            counts["asked of prefill"] += said is not None
+            llm.engine.add_request(f"{number}", {"prompt_token_ids": tokens}, params, prefill=said)
+            under_way[f"{number}"] = index, rng.randrange(0, 60) if rng.random() < args.abort_share else -1
+        if now > next_kill and now < end:
+            counts["kills"] += prefill.kill()
+            next_kill = now + rng.uniform(0.7, 1.3) * args.kill_seconds
+        if now > next_flush:
+            llm.engine.flush_prefix_cache()
+            counts["flushes"] += 1
+            next_flush = now + rng.uniform(5, 20)
+        for name, (index, left) in list(under_way.items()):
+            if left == 0:
+                llm.engine.abort(name)
+            under_way[name] = index, left - 1
+        for output in llm.engine.step():
+            if not output.finished:
+                continue
+            index, _ = under_way.pop(output.request_id)
+            made, aborted = list(output.outputs[0].token_ids), output.outputs[0].finish_reason == "abort"
+            counts["aborted" if aborted else "completed"] += 1
+            if made != (expected[index][: len(made)] if aborted else expected[index]):
+                wrong.append({"request": index, "made": made, "expected": expected[index], "reason": aborted})
+        if not samples or now - samples[-1][0] > 1:
+            samples.append((now, resident_bytes(), threading.active_count()))
+    deadline = time.monotonic() + 60
+    kept = None
+    while time.monotonic() < deadline and kept != {"jobs": 0, "parcels": 0, "pages": 0}:
+        llm.engine.step()
+        kept = prefill.ask()
+        time.sleep(0.1)
+    third = max(1, len(samples) // 3)
+    middle, last = samples[third : 2 * third] or samples, samples[-third:]
+    growth = sum(s[1] for s in last) / len(last) / (sum(s[1] for s in middle) / len(middle)) - 1
+    loads = core.loads()
+    incoming = core.scheduler.incoming
+    claims = {
+        "wrong answers": (len(wrong), 0, not wrong),
+        "answers": (counts["completed"], "> 0", counts["completed"] > 0),
+        "kills": (counts["kills"], "> 0", counts["kills"] > 0),
+        "pages in use on the decode side": (pages := sum(load.used_pages for load in loads), 0, pages == 0),
+        "transfers under way": (incoming.num_under_way, 0, incoming.num_under_way == 0),
+        "kept on the prefill side": (kept, "nothing", kept == {"jobs": 0, "parcels": 0, "pages": 0}),
+        "growth of memory, last third over middle": (round(growth, 4), f"<= {args.growth}", growth <= args.growth),
+        "more threads than in the middle": (
+            more := max(s[2] for s in last) - max(s[2] for s in middle),
+            f"<= {args.more_threads}",
+            more <= args.more_threads,
+        ),
+    }
+    return {
+        "counts": dict(counts),
+        "transfers": incoming.counts._asdict(),
+        "hits": [load.hits._asdict() for load in loads],
+        "prefill starts": prefill.starts,
+        "resident_bytes": [s[1] for s in samples],
+        "wrong": wrong[:5],
+        "claims": {
+            name: dict(zip(("found", "expected", "holds"), claim, strict=True)) for name, claim in claims.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--mesh", default="dp=2", help="of the decode engine")
+    parser.add_argument("--prefill-mesh", default="tp=2")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--sessions", type=int, default=12)
+    parser.add_argument(
+        "--requests", type=int, default=48, help="different ones, of which each is asked again and again"
+    )
+    parser.add_argument("--abort-share", type=float, default=0.15)
+    parser.add_argument("--kill-seconds", type=float, default=45.0, help="about so long lives a prefill process")
+    parser.add_argument("--growth", type=float, default=0.03, help="of resident memory, most that counts as flat")
+    parser.add_argument("--more-threads", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--prefill", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.prefill:
+        serve_prefill(json.loads(args.prefill))
+        return
+    with tempfile.TemporaryDirectory(prefix="dsjax-soak-") as folder:
+        found = run(args, folder)
+    for name in ("counts", "transfers", "hits", "prefill starts", "wrong"):
+        print(f"{name}: {found[name]}")
+    for name, claim in found["claims"].items():
+        print(f"{'holds' if claim['holds'] else 'FAILS'}  {name}: found {claim['found']}, expected {claim['expected']}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    if not all(claim["holds"] for claim in found["claims"].values()):
+        sys.exit(1)
+
+
+def run(args: argparse.Namespace, folder: str) -> dict:
+    """Compute what is expected, then soak."""
+    from sharding.emulation import emulate_devices
+    from sharding.mesh import MeshSpec
+
+    emulate_devices(MeshSpec.parse(args.mesh).num_devices)
+    from dsjax import LLM
+
+    requests = draw_requests(args.requests, random.Random(args.seed))
+    plain = LLM(args.model, mesh="dp=1", **SIZES)
+    prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
+    expected = [list(o.outputs[0].token_ids) for o in plain.generate(prompts, [params for _, params in requests])]
+    plain.shutdown()
+    tiers = {"cache_tokens": 2048, "host_cache_bytes": 3 << 20, "disk_cache": folder, "disk_cache_bytes": 24 << 20}
+    llm = LLM(args.model, mesh=args.mesh, disaggregation_mode="decode", **tiers, **SIZES, **TRANSFER)
+    llm.warm_up()
+    own = {"model": args.model, "mesh": args.prefill_mesh, "disaggregation_mode": "prefill"}
+    prefill = PrefillProcess({**own, **SIZES, **TRANSFER})
+    try:
+        return soak(args, llm, prefill, requests, expected)
+    finally:
+        prefill.end()
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
