@@ -236,9 +236,13 @@ class Incoming:
             self._give_up(transfer)
 
     def void(self) -> None:
-        """Give up every transfer: nobody knows what became of what was being pulled, as the executor that did is gone."""
+        """Give up every transfer: nobody knows what became of what was being pulled, as the executor that did is gone.
+
+        Requests may have others asked for, on whichever rank they are then.
+        """
         for transfer in list(self._transfers.values()):
             self._give_up(transfer)
+        self._of.clear()
 
     def num_cached_elsewhere(self, request: Request) -> int:
         """Of the pages that have come for a request, how many its prefill side had cached."""

@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
@@ -361,6 +362,26 @@ def test_flushing_forgets_what_is_on_its_way():
     assert pair.incoming.num_under_way == 0
     pair.run()
     assert request.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 2)])
+def test_decode_goes_on_with_more_or_fewer_ranks_and_has_the_rest_computed_there(sizes, turns):
+    before, after = sizes
+    pair = Pair(ranks=(1, before))
+    pair.core.executor.parcels_take = 2
+    given = prompts(9)
+    requests = [pair.add(str(i), tokens) for i, tokens in enumerate(given)]
+    for _ in range(turns):
+        pair.turn()
+    executor = FakeExecutor(num_ranks=after, pages_per_rank=33, max_rows_decode=4, transfers=True)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    pair.core.change(lambda: SimpleNamespace(executor=executor, config=config, facts=None))
+    asked = len(pair.asked())
+    pair.run()
+    assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
+    assert len(pair.asked()) > asked
     pair.settle()
 
 
