@@ -1,7 +1,8 @@
 """Drawing with drafts is rejection sampling: the text is distributed exactly as without them (Leviathan et al. 2023, arXiv 2211.17192).
 
 A Markov model of six tokens stands in for the model, so that the probability of every text of three tokens can be written down. Drafts
-are arbitrary fixed tokens. 24,576 texts a case are drawn with the programs that serving runs.
+are arbitrary fixed tokens. 24,576 texts a case are drawn with the programs that serving runs, and half as many of those with biases, whose
+program takes ten times as long over so many rows.
 """
 
 import functools
@@ -22,7 +23,6 @@ from dsjax.engine.slots import StepRows
 from sharding import MeshSpec, Rules
 
 V, SLOTS, BATCHES, LENGTH, DRAFTS = 6, 256, 96, 3, 2
-TEXTS = SLOTS * BATCHES
 PROMPT = (2, 4)  # two tokens; the first is in the cache
 LOGITS = np.random.default_rng(11).normal(scale=1.2, size=(V, V)).astype(np.float32)
 """Of the token after each."""
@@ -147,7 +147,7 @@ def start(case: Case, seeds: np.ndarray) -> DeviceState:
 
 
 def run(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """`[TEXTS, LENGTH]` tokens, and how many tokens each slot made in its first step."""
+    """`[texts, LENGTH]` tokens, and how many tokens each slot made in its first step."""
     biased, draw = programs()
     s = case.values
     truncation, penalties = (
@@ -161,7 +161,7 @@ def run(case: Case) -> tuple[np.ndarray, np.ndarray]:
     ]
     packed = jnp.asarray(np.array(entries, np.int32).reshape(1, -1, 4)) if entries else None
     texts, first = [], []
-    for batch in range(BATCHES):
+    for batch in range(BATCHES // 2 if entries else BATCHES):
         state = start(case, np.arange(batch * SLOTS, (batch + 1) * SLOTS))
         made_so_far: list[list[int]] = [[] for _ in range(SLOTS)]
         for turn in range(LENGTH):  # each makes at least one token
@@ -189,16 +189,17 @@ def test_texts_are_distributed_as_without_drafts(name):
     of sound samplers one in 10,000 would fail.
     """
     case, texts, _ = drawn(name)
-    assert len(texts) >= 20_000
-    expected = {text: share * TEXTS for text, share in case.texts().items()}
-    assert sum(expected.values()) == pytest.approx(TEXTS)
+    count = len(texts)
+    assert count >= 10_000
+    expected = {text: share * count for text, share in case.texts().items()}
+    assert sum(expected.values()) == pytest.approx(count)
     found = dict.fromkeys(expected, 0)
     for text in map(tuple, texts.tolist()):
         found[text] += 1
-    assert not any(found[text] for text, count in expected.items() if count == 0), "a text that cannot be was drawn"
-    often = [text for text, count in expected.items() if count >= 5]
-    observed = [found[text] for text in often] + [TEXTS - sum(found[text] for text in often)]
-    wanted = [expected[text] for text in often] + [TEXTS - sum(expected[text] for text in often)]
+    assert not any(found[text] for text, wanted in expected.items() if wanted == 0), "a text that cannot be was drawn"
+    often = [text for text, wanted in expected.items() if wanted >= 5]
+    observed = [found[text] for text in often] + [count - sum(found[text] for text in often)]
+    wanted = [expected[text] for text in often] + [count - sum(expected[text] for text in often)]
     if wanted[-1] < 5:
         observed[-2:], wanted[-2:] = [sum(observed[-2:])], [sum(wanted[-2:])]
     statistic = sum((o - w) ** 2 / w for o, w in zip(observed, wanted, strict=True))
@@ -211,7 +212,7 @@ def test_a_draft_is_accepted_with_its_probability(name):
     """Within 4 standard errors of p(d): one of 16,000 sound samplers fails at a position; seeds are fixed."""
     case, _, made = drawn(name)
     text: tuple[int, ...] = ()
-    reached = TEXTS
+    reached = len(made)
     for position in range(DRAFTS):
         draft = DRAFTED[(*PROMPT, *text)[-1]]
         p = case.probabilities(text)[draft]
