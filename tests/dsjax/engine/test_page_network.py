@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
 from fake_executor import FakeExecutor
+from quick_compilation import QUICK_COMPILATION
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.commands import int32s
@@ -34,7 +35,11 @@ class PrefillProcess:
         script = Path(__file__).with_name("prefill_process.py")
         given = {"model": str(checkpoint), "mesh": "tp=2", **SIZES, **OPTIONS, **options}
         root = str(Path(__file__).parents[3])
-        environment = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = os.environ | {
+            "PYTHONPATH": root,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(QUICK_COMPILATION),
+        }
         self.process = subprocess.Popen(
             [sys.executable, str(script), json.dumps(given)],
             stdin=subprocess.PIPE,
