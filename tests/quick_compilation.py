@@ -1,4 +1,4 @@
-"""XLA's flags for compiling tiny models quickly: of the tests, and of the tools that check layouts and hosts."""
+"""XLA's flags for compiling tiny models quickly, and sizes of an engine with few shapes: of the tests, and of tools that check layouts."""
 
 from importlib.metadata import version
 
@@ -15,3 +15,13 @@ QUICK_COMPILATION = (
         else ()
     ),
 )
+
+FEW_SHAPES = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "prefill_chunk": 8,
+    "page_size": 4,
+    "max_model_len": 32,
+    "kernels": "plain",
+}
+"""Options of an engine that compiles three programs."""

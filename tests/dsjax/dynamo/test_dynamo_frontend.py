@@ -8,6 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from demo_crowd import CLIENTS, NEW_TOKENS, one_device, options, prompt
 
 pytestmark = [
     pytest.mark.dynamo,
@@ -15,32 +16,16 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-CLIENTS = 64
-NEW_TOKENS = 12
-WORDS = (
-    "def main(",
-    "import os\n",
-    "class Queue:\n",
-    "for i in range(",
-    "# Copyright",
-    "return self.",
-    "x = [",
-    "try:\n",
-)
-SIZES = ("--max-model-len", "256", "--prefill-chunk", "32", "--max-num-seqs", "8", "--mesh", "dp=2")
+SIZES = (*options(), "--mesh", "dp=2")
 LONG = "".join(f"value_{i} = {i}\n" for i in range(20))
-
-
-def prompt(client: int) -> str:
-    return WORDS[client % 8] + "".join(f"value_{client} = {i}\n" for i in range(client // 8))
 
 
 @pytest.fixture(scope="module")
 def alone():
     """Prompts and parameters to the engine's own answers."""
-    from dsjax import LLM, SamplingParams
+    from dsjax import SamplingParams
 
-    llm = LLM(model="demo", mesh="dp=1", max_model_len=256, prefill_chunk=32, max_num_seqs=32)
+    llm = one_device()
 
     def generate(prompts: list[str], params: list[dict]) -> list:
         # The frontend reads tokenizer.json alone, and puts no begin-of-sequence token before a text.
@@ -56,9 +41,11 @@ def deployment(tmp_path_factory):
     from deployment import Frontend, Worker, wait_until
 
     folder: Path = tmp_path_factory.mktemp("dynamo")
-    processes = [Frontend(folder), *(Worker(folder, f"worker-{index}", *SIZES) for index in range(2))]
+    processes = [Frontend(folder)]
     try:
-        wait_until(lambda: all(worker.is_ready for worker in processes[1:]), what="the workers are ready")
+        for index in range(2):  # one after the other: the second finds what the first has compiled
+            processes.append(Worker(folder, f"worker-{index}", *SIZES))
+            wait_until(lambda: processes[-1].is_ready, what="the worker is ready")
         wait_until(lambda: processes[0].num_workers() == 2, what="the frontend knows both")
         yield processes
     finally:

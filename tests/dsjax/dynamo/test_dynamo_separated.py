@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from demo_crowd import one_device, options
 
 pytestmark = [
     pytest.mark.dynamo,
@@ -13,10 +14,9 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-SIZES = ("--max-model-len", "256", "--prefill-chunk", "32", "--max-num-seqs", "8")
 TRANSFER = ("--transfer-host", "127.0.0.1", "--local-prefill-tokens", "17", "--transfer-timeout", "5")
-PREFILL = (*SIZES, *TRANSFER, "--mesh", "tp=2", "--disaggregation-mode", "prefill")
-DECODE = (*SIZES, *TRANSFER, "--mesh", "dp=2", "--disaggregation-mode", "decode")
+PREFILL = (*options(), *TRANSFER, "--mesh", "tp=2", "--disaggregation-mode", "prefill")
+DECODE = (*options(), *TRANSFER, "--mesh", "dp=2", "--disaggregation-mode", "decode")
 CLIENTS = 16
 PARAMS = {"max_tokens": 12, "temperature": 0}
 
@@ -28,9 +28,9 @@ def prompt(number: int) -> str:
 
 @pytest.fixture(scope="module")
 def alone():
-    from dsjax import LLM, SamplingParams
+    from dsjax import SamplingParams
 
-    llm = LLM(model="demo", mesh="dp=1", max_model_len=256, prefill_chunk=32, max_num_seqs=16)
+    llm = one_device()
 
     def generate(prompts: list[str]) -> list[str]:
         ids = [{"prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)} for text in prompts]

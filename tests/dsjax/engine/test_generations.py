@@ -11,6 +11,7 @@ from tiny_tokenizer import tiny_tokenizer
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from layouts import write_checkpoint
+from quick_compilation import FEW_SHAPES
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.core import ChangeUnderWayError
@@ -201,19 +202,10 @@ def test_experts_get_the_fewest_copies_that_divide(asked, mesh, found):
 
 # With a model.
 
-SIZES = {
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 8,
-    "prefill_chunk": 8,
-    "page_size": 4,
-    "max_model_len": 32,
-    "kernels": "plain",
-}
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True)
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True, first_k_dense_replace=0)
 
 
 FEATURES = {
@@ -236,7 +228,7 @@ def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_t
         "disk_cache": str(tmp_path / "pages"),
         "disk_cache_bytes": 10_000_000,
     }  # its lock is given back and taken again
-    llm = LLM(str(checkpoint), mesh="dp=2", **SIZES, **FEATURES, **disk)
+    llm = LLM(str(checkpoint), mesh="dp=2", **FEW_SHAPES, **FEATURES, **disk)
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         llm.engine.add_request(str(index), prompt, param)

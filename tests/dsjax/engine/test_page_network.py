@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
 from fake_executor import FakeExecutor
+from quick_compilation import QUICK_COMPILATION
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.commands import int32s
@@ -46,7 +47,11 @@ class PrefillProcess:
             **options,
         }
         root = str(Path(__file__).parents[3])
-        environment = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = os.environ | {
+            "PYTHONPATH": root,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(QUICK_COMPILATION),
+        }
         self.process = subprocess.Popen(
             [sys.executable, str(script), json.dumps(given)],
             stdin=subprocess.PIPE,

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from layouts import TINY, write_checkpoint
+from quick_compilation import FEW_SHAPES
 
 from dsjax.config import ModelConfig
 from dsjax.engine.args import EngineArgs
@@ -106,16 +107,6 @@ def test_a_cache_is_made_as_large_as_its_programs_were_compiled_for_where_that_c
         assert library.settled("dp=2", found).pages_per_rank == pages
 
 
-SIZES = {
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 8,
-    "prefill_chunk": 8,
-    "page_size": 4,
-    "max_model_len": 32,
-    "kernels": "plain",
-}
-
-
 def test_an_engine_whose_programs_were_compiled_ahead_compiles_none(tmp_path, monkeypatch):
     features = {
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
@@ -123,8 +114,8 @@ def test_an_engine_whose_programs_were_compiled_ahead_compiles_none(tmp_path, mo
         "eplb_config": {"num_redundant_experts": 4},
         "host_cache_bytes": 200_000,
     }
-    model = str(write_checkpoint(tmp_path, mtp=True))
-    args = EngineArgs(model=model, mesh="dp=2", **SIZES, **features)
+    model = str(write_checkpoint(tmp_path, mtp=True, first_k_dense_replace=0))
+    args = EngineArgs(model=model, mesh="dp=2", **FEW_SHAPES, **features)
     library = ProgramLibrary()
     ahead = CompileAhead(args, library)
     ahead.prepare(MeshSpec.parse("dp=2"), "this test is run")

@@ -7,20 +7,17 @@ import argparse
 import json
 import logging
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from quick_compilation import FEW_SHAPES
 
 from dsjax import SamplingParams
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.joining import host_options, join_group
 
-SIZES = {
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 8,
-    "prefill_chunk": 8,
-    "page_size": 4,
-    "max_model_len": 32,
-    "kernels": "plain",
-}
 PROMPTS = [[5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3], [90, 80, 70, 60, 50, 40]]
 OTHERS = [[40 + i] * 20 for i in range(8)]
 """As many as push the pages of `PROMPTS` out of a small cache."""
@@ -48,7 +45,7 @@ def main() -> None:
     parser.add_argument("--layouts", type=json.loads)
     given = vars(parser.parse_args())
     model, layouts = given.pop("model"), given.pop("layouts")
-    first = EngineArgs(model=model, mesh=layouts[0][0], **SIZES, **layouts[0][3], **given)
+    first = EngineArgs(model=model, mesh=layouts[0][0], **FEW_SHAPES, **layouts[0][3], **given)
     group = join_group(first, host_options(first))
     from dsjax.engine.follower import Follower
     from dsjax.engine.leader import End
@@ -57,7 +54,7 @@ def main() -> None:
     found = []
     for generation, (mesh, dispatch, sampled, options) in enumerate(layouts):
         group.generation = generation
-        args = EngineArgs(model=model, mesh=mesh, dispatch=dispatch, **SIZES, **options, **given)
+        args = EngineArgs(model=model, mesh=mesh, dispatch=dispatch, **FEW_SHAPES, **options, **given)
         loaded = load_model(args, group)
         if not group.is_leader:
             Follower(group).follow(loaded.executor)

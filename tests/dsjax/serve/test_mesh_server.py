@@ -9,30 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from demo_crowd import CLIENTS, NEW_TOKENS, one_device, options, prompt
 from openai import OpenAI
 
-from dsjax import LLM, SamplingParams
+from dsjax import SamplingParams
 
 DEMO = Path(__file__).parents[3] / "configs" / "models" / "demo"
 pytestmark = pytest.mark.skipif(not any(DEMO.glob("*.safetensors")), reason="the demo model's weights are not here")
-
-CLIENTS = 64
-NEW_TOKENS = 12
-WORDS = (
-    "def main(",
-    "import os\n",
-    "class Queue:\n",
-    "for i in range(",
-    "# Copyright",
-    "return self.",
-    "x = [",
-    "try:\n",
-)
-
-
-def prompt(client: int) -> str:
-    """A prompt of its own for every client, of one to about forty tokens."""
-    return WORDS[client % 8] + "".join(f"value_{client} = {i}\n" for i in range(client // 8))
 
 
 class Command:
@@ -72,7 +55,7 @@ class Command:
 
 @pytest.fixture(scope="module")
 def server():
-    command = Command("--mesh", "dp=32", "--max-model-len", "256", "--prefill-chunk", "32", "--max-num-seqs", "8")
+    command = Command("--mesh", "dp=32", *options())
     yield command
     assert command.stop() == 0, command.output
 
@@ -80,7 +63,7 @@ def server():
 @pytest.fixture(scope="module")
 def alone():
     """Each prompt's continuation by one device, one prompt at a time."""
-    llm = LLM("demo", mesh="dp=1", max_model_len=256, prefill_chunk=32, max_num_seqs=8)
+    llm = one_device()
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=1)
     answers = [llm.generate(prompt(client), params)[0].outputs[0] for client in range(CLIENTS)]
     llm.shutdown()
@@ -89,10 +72,10 @@ def alone():
 
 def ask(client: OpenAI, number: int) -> str:
     """Odd clients stream."""
-    options = {"model": "demo", "prompt": prompt(number), "max_tokens": NEW_TOKENS, "temperature": 0}
+    asked = {"model": "demo", "prompt": prompt(number), "max_tokens": NEW_TOKENS, "temperature": 0}
     if number % 2:
-        return "".join(part.choices[0].text for part in client.completions.create(**options, stream=True))
-    return client.completions.create(**options).choices[0].text
+        return "".join(part.choices[0].text for part in client.completions.create(**asked, stream=True))
+    return client.completions.create(**asked).choices[0].text
 
 
 @pytest.mark.slow
@@ -105,14 +88,14 @@ def test_64_concurrent_clients_each_get_what_one_device_gives_alone(server, alon
 
 def test_chat_answers_streamed_and_whole_alike(server):
     client = OpenAI(base_url=server.url + "/v1", api_key="none", timeout=300, max_retries=0)
-    options = {
+    asked = {
         "model": "demo",
         "messages": [{"role": "user", "content": "What is a list?"}],
         "max_tokens": 8,
         "temperature": 0,
     }
-    whole = text_of(client.chat.completions.create(**options).choices[0].message)
-    parts = [text_of(part.choices[0].delta) for part in client.chat.completions.create(**options, stream=True)]
+    whole = text_of(client.chat.completions.create(**asked).choices[0].message)
+    parts = [text_of(part.choices[0].delta) for part in client.chat.completions.create(**asked, stream=True)]
     assert whole == tuple(map("".join, zip(*parts, strict=True)))
     assert any(whole)
 
