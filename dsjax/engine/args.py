@@ -376,7 +376,7 @@ class EngineArgs:
     def _check_prefills_alone(self) -> None:
         """Whether an engine that computes prompts for other processes has what only a decode side has."""
         fields = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("host_cache_bytes", "disk_cache", "kv_events_config", "enable_eplb"):
+        for name in ("host_cache_bytes", "disk_cache", "kv_events_config"):
             if getattr(self, name) != fields[name]:
                 raise UserError(
                     f"--{name.replace('_', '-')} is not for --disaggregation-mode prefill, only for decode; leave it out there"

@@ -13,6 +13,7 @@ import msgspec
 
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.executor import Executor
+from dsjax.engine.expert_balancer import ExpertBalancer
 from dsjax.engine.generations import Generations
 from dsjax.engine.leader import pulled_stream
 from dsjax.engine.leases import Keeper
@@ -35,8 +36,6 @@ _DECODES_ALONE = {
     "disk_cache": None,
     "disk_cache_bytes": 0,
     "kv_events_config": None,
-    "enable_eplb": False,
-    "eplb_config": None,
     "record_steps": None,
 }
 """Options that prefill instances do without, and their values there."""
@@ -51,7 +50,7 @@ def decode_args(args: EngineArgs) -> EngineArgs:
 
 def prefill_args(args: EngineArgs) -> EngineArgs:
     """The options of a prefill instance."""
-    own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill", "redundant_experts": args.num_redundant}
+    own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"}
     return replace(decode_args(args), **own, **_DECODES_ALONE)
 
 
@@ -77,11 +76,17 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[Lo
             own.scheduler_config(model.executor.limits),
             timeout=args.transfer_timeout,
             async_scheduling=args.async_scheduling,
+            balancer=_balancer(own, model.executor),
         )
         engine.start()
         links.append(LocalLink(engine, move_parcel))
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)] * args.prefill_instances)
     return replace(loaded, facts=facts), links
+
+
+def _balancer(args: EngineArgs, executor: Executor) -> ExpertBalancer | None:
+    """What moves a prefill instance's experts after its own load, where that is asked for."""
+    return None if args.eplb is None else ExpertBalancer(args.eplb, executor)
 
 
 def load_prefill(
@@ -112,6 +117,7 @@ def load_prefill(
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
         publisher=event_sink,
+        balancer=_balancer(args, model.executor),
         keepers=_keepers(parcels.address, group),
     )
     if group is not None:

@@ -29,6 +29,7 @@ from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
 
 if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.expert_balancer import ExpertBalancer
     from dsjax.engine.generations import Generations
 
 Receive = Callable[[ToDecode], None]
@@ -79,12 +80,18 @@ class PrefillEngine:
         timeout: float,
         async_scheduling: bool = True,
         publisher: EventSink | None = None,
+        balancer: "ExpertBalancer | None" = None,
         keepers: Keepers | None = None,
     ):
         self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
         self.leases = Leases(self._keepers(executor), timeout, self._offer, time.monotonic)
         self.core = EngineCore(
-            executor, config, async_scheduling=async_scheduling, leases=self.leases, publisher=publisher
+            executor,
+            config,
+            async_scheduling=async_scheduling,
+            balancer=balancer,
+            leases=self.leases,
+            publisher=publisher,
         )
         executor.send_parcels(self.leases.ready)
         self.error: BaseException | None = None

@@ -15,7 +15,12 @@ from sharding import MeshError
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 128}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 MESHES = {
-    "tp=2 for dp=4": {"prefill_mesh": "tp=2", "decode_mesh": "dp=4"},
+    "tp=2 for dp=4, experts that move": {
+        "prefill_mesh": "tp=2",
+        "decode_mesh": "dp=4",
+        "enable_eplb": True,
+        "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
+    },
     "two instances, drafts": {
         "prefill_mesh": "dp=2",
         "decode_mesh": "tp=2",
@@ -100,6 +105,7 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options):
         llm.shutdown()
     for engine in prefills:
         assert engine.error is None
+        assert engine.core.balance() is None or engine.core.balance().rebalances > 0
         assert engine.num_jobs == engine.leases.num_kept == 0
         assert all(rank.pool.num_used == 0 for rank in engine.core.scheduler.ranks)
     assert all(rank.pool.num_used == 0 for rank in core.scheduler.ranks)

@@ -48,7 +48,7 @@ def test_plain_needs_and_says_nothing():
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "reason"), [("tpu", np.float32, "CPU platform"), ("cpu", np.float16, "--dtype is float16")]
+    ("platform", "dtype", "reason"), [("METAL", np.float32, "CPU platform"), ("cpu", np.float16, "--dtype is float16")]
 )
 def test_auto_is_plain_where_native_cannot_run_and_native_an_error_that_says_why(platform, dtype, reason):
     found = choose(platform=platform, dtype=dtype)

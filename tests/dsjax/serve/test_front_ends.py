@@ -297,7 +297,7 @@ sys.exit(serve_model(model, console, listeners[0], ("tiny",), 5.0, "error", fron
 def test_when_the_engine_s_process_ends_all_end(number):
     """Through the command's own `serve_model`."""
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent / "engine"), str(here.parents[2])])
+    path = os.pathsep.join([str(here), str(here.parent / "engine"), *map(str, here.parents[1:3])])
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )

@@ -597,7 +597,7 @@ def test_200_half_sent_requests_hold_up_nobody_and_are_given_up(server):
     sent = message(LONG_STREAM)
     connections = [connect(server) for _ in range(200)]
     for index, connection in enumerate(connections):
-        connection.sendall(sent[: 10 + index])
+        connection.sendall(sent[: min(10 + index, len(sent) - 1)])
     assert server.post(C, completion()).status_code == 200
     for connection in connections:
         while connection.recv(4096):

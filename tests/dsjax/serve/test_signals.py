@@ -54,7 +54,7 @@ def start():
     started = []
 
     def run(step_seconds: float, shutdown_timeout: float, script: str = SCRIPT) -> tuple[subprocess.Popen, str]:
-        path = os.pathsep.join([str(here), str(here.parent / "engine"), str(here.parents[2])])
+        path = os.pathsep.join([str(here), str(here.parent / "engine"), *map(str, here.parents[1:3])])
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(step_seconds), str(shutdown_timeout)],
             stdout=subprocess.PIPE,
