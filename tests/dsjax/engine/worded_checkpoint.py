@@ -19,12 +19,7 @@ def write_worded_checkpoint(directory: Path) -> Path:
     """``model.safetensors``, ``config.json`` and the tokenizer's files."""
     tokenizer = tiny_tokenizer()
     assert tokenizer.vocab_size < VOCABULARY
-    fields = TINY | {
-        "vocab_size": VOCABULARY,
-        "first_k_dense_replace": 0,  # one kind of layer less to compile
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-    }
+    fields = TINY | {"vocab_size": VOCABULARY, "bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     tensors = hf_tensors(ModelConfig.from_dict(fields), RandomWeights(7, bias_center=-0.2))
     specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
     write_file(directory / "model.safetensors", specs, tensors.__getitem__)
