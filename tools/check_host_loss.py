@@ -16,9 +16,9 @@ without an end, and wrong where its text is another.
 What is lost or wrong is printed at once, with the reason. Every `--progress` seconds a line says how far it is.
 
 The silence is the longest time without a token on any stream, from the signal, or from the start of the process that comes back, until
-the group has changed: so the seconds until the first token after the loss. Its parts: `noticing` until the change began; `releasing`,
-`loading` and `compiling` as process 0's log has them; `rest` until the next token. `--json FILE` writes `{"losses": [{"processes",
-"signal", "silence", "parts", "compiled_ahead", "change_seconds", "devices", "return_silence", "return_parts",
+the group has changed: so the seconds until the first token after the loss. Its parts: `noticing` until the change began; `looking` (at
+links), `releasing`, `loading` and `compiling` as process 0's log has them; `rest` until the next token. `--json FILE` writes `{"losses":
+[{"processes", "signal", "silence", "parts", "compiled_ahead", "change_seconds", "devices", "return_silence", "return_parts",
 "return_change_seconds"}], "answers", "lost", "wrong", "pages_left", "resident_bytes": [first, last]}`, anew after each loss. What stands
 behind `--` are more options of `dsjax serve`. Exits 1 where an answer was lost or wrong, a page was left, or a group did not change.
 """
@@ -343,12 +343,14 @@ class Check:
                 self.group.processes[index].send_signal(getattr(signal, f"SIG{self.args.signal}"))
             await asyncio.sleep(self.rng.uniform(0, self.args.apart))
         await self.until(lambda: self.has_begun(said))
+        begun = time.monotonic()
         if self.args.between:
             victims = await self.left_out()
-        noticed = time.monotonic() - began
-        seconds = await self.until(lambda: self.changed_since(changes)) + round(noticed, 2)
-        found = {"processes": victims, "signal": self.args.signal, "silence": await self.silence(began)}
-        found["parts"] = self.parts(said, found["silence"], noticed)
+        await self.until(lambda: self.changed_since(changes))
+        seconds = round(time.monotonic() - began, 2)
+        last, silence = await self.silence(began)
+        found = {"processes": victims, "signal": self.args.signal, "silence": silence}
+        found["parts"] = self.parts(said, silence, begun - last)
         found["compiled_ahead"] = compiled
         found |= {"change_seconds": seconds, "devices": await self.metric("dsjax_generation_devices")}
         if not self.args.no_return:
@@ -363,7 +365,7 @@ class Check:
                     self.network.mend(index)
                 self.group.start_again(index)
             await self.until(lambda: self.has_devices(wanted))
-            found["return_silence"] = await self.silence(began)
+            _, found["return_silence"] = await self.silence(began)
             found["return_parts"] = self.parts(said, found["return_silence"], 0.0)
             found["return_change_seconds"] = round(
                 await self.metric("dsjax_generation_change_seconds_total") - before, 2
@@ -390,21 +392,23 @@ class Check:
         """Whether process 0 has said since then that it gives up its mesh."""
         return re.search(r"Generation \d+ begins", self.group.output[0][said:]) is not None
 
-    def parts(self, said: int, silence: float, noticed: float) -> dict[str, float]:
-        """Of a silence, by what process 0 has said of its last change since then."""
+    def parts(self, said: int, silence: float, begun: float) -> dict[str, float]:
+        """Of a silence, by what process 0 has said of its last change since then. begun: seconds of it until the new generation began."""
         changes = re.findall(
             r"Generation \d+ has .* No step computed for [\d.]+ s: (.*)\.", self.group.output[0][said:]
         )
         found = {name: float(part) for name, part in re.findall(r"(\w+) ([\d.]+) s", changes[-1])} if changes else {}
-        found = {"noticing": round(max(0.0, noticed - found.get("releasing", 0.0)), 2), **found}
+        before = sum(found.get(name, 0.0) for name in ("looking", "releasing"))
+        found = {"noticing": round(max(0.0, begun - before), 2), **found}
         return found | {"rest": round(silence - sum(found.values()), 2)}
 
-    async def silence(self, since: float) -> float:
-        """The longest time without a token since then, on any stream; first waits for one."""
+    async def silence(self, since: float) -> tuple[float, float]:
+        """When the longest time without a token since then began, on any stream, and its seconds; first waits for a token."""
         count = len(self.arrivals)
         await self.until(lambda: self.has_more(count))
         times = [since, *(at for at in self.arrivals if at > since)]
-        return round(max(later - at for at, later in itertools.pairwise(times)), 2)
+        began, ended = max(itertools.pairwise(times), key=lambda pair: pair[1] - pair[0])
+        return began, round(ended - began, 2)
 
     async def has_more(self, count: int) -> bool:
         """Whether more tokens have come."""
