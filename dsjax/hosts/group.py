@@ -374,9 +374,12 @@ class HostGroup:
     def _look(self, alive: set[int]) -> None:
         if not self.is_leader:
             return  # process 0 says who is to go on
+        with self._seen:
+            coming = {process_id for process_id, _ in self._coming}  # let in, and not alive before it has joined
         for member in list(self.members):
             if member.process_id not in alive:
-                self._meeting.door.drop(member.process_id)
+                if member.process_id not in coming:
+                    self._meeting.door.drop(member.process_id)
                 self._lose(member)
 
     def _left(self, member: Arrival) -> None:

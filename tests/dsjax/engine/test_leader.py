@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -226,6 +227,24 @@ def test_questions_are_answered_by_all_in_the_order_of_their_ids():
         pair.groups[0].run("loading", lambda: 1)
     pair.leader.shutdown()
     pair.join()
+
+
+def test_a_process_that_comes_back_keeps_its_way_in_until_it_has_joined():
+    members = [Arrival(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
+    dropped, told = [], []
+    meeting = SimpleNamespace(door=SimpleNamespace(drop=dropped.append))
+    options = HostOptions(("127.0.0.1", 1), 2, 0, "127.0.0.1", 1, 1)
+    group = HostGroup(options, members, MemoryStore(), meeting=meeting)
+    group.on_change = told.append
+    group._unseen = {1}
+    group._look({0})
+    assert dropped == [1]
+    assert "process 1" in str(told[0])
+    group._welcome = lambda arrival: None
+    assert group._may_come(Arrival(1, 2, "host", 99, "127.0.0.1", "m")) == group.generation + 1
+    group._look({0})  # it is let in, and has not joined JAX's service yet
+    assert dropped == [1]
+    assert len(told) == 1
 
 
 class Group:
