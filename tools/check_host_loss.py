@@ -95,7 +95,7 @@ def main() -> int:
         "--apart", type=float, default=0, help="or within so many seconds, so that the change is hit too"
     )
     parser.add_argument(
-        "--ahead", action="store_true", help="take none before process 0 has compiled ahead (--compile-ahead)"
+        "--ahead", action="store_true", help="take none before every process has compiled ahead (--compile-ahead)"
     )
     parser.add_argument("--no-return", action="store_true", help="start none again")
     parser.add_argument("--heartbeat-timeout", type=int, default=10)
@@ -373,9 +373,16 @@ class Check:
         return found
 
     async def has_compiled_ahead(self) -> bool:
-        """Whether process 0 has all programs of the meshes that may come next."""
+        """Whether all processes have the programs of the meshes that may come next; one that has just come back begins with none."""
         wanted = await self.metric("dsjax_compile_ahead_programs_wanted")
-        return 0 < wanted == await self.metric("dsjax_compile_ahead_programs_done")
+        if not 0 < wanted == await self.metric("dsjax_compile_ahead_programs_done"):
+            return False
+        live = [index for index, process in enumerate(self.group.processes) if process.poll() is None]
+        if len(live) < 3:
+            return True  # a follower that is alone with process 0 has no smaller mesh to be in
+        # A process reads the checkpoint once for each mesh, and then compiles ahead.
+        since = [self.group.output[index].rpartition("of the checkpoint's")[2] for index in live[1:]]
+        return all("are there, after" in text for text in since)
 
     async def left_out(self) -> list[int]:
         """Wait for one of the two to end, between which the link is cut: it was left out."""
