@@ -109,6 +109,8 @@ def measuring_together(
     except (GroupError, jax.errors.JaxRuntimeError) as error:
         found = _explained(group, error)
         reason = str(found)
+        if found is error:
+            raise
         raise found from error
     except BaseException as error:
         reason = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
