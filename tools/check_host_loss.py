@@ -23,9 +23,9 @@ The silence is the longest time without a token on any stream, from the signal, 
 the group has changed: so the seconds until the first token after the loss. Its parts: `noticing` until the change began; `looking` (at
 links), `releasing`, `loading` and `compiling` as process 0's log has them; `rest` until the next token. `--json FILE` writes `{"losses":
 [{"processes", "signal", "silence", "parts", "compiled_ahead", "change_seconds", "devices", "return_silence", "return_parts",
-"return_change_seconds"}], "answers", "lost", "wrong", "pages_left", "resident_bytes": [first, last], "fuzz": {"cases", "statuses",
-"changing", "slowest_seconds", "wrong"}}`, anew after each loss. What stands behind `--` are more options of `dsjax serve`. Exits 1 where an
-answer was lost or wrong, also one to a generated request, a page was left, or a group did not change.
+"return_change_seconds", "resident_bytes"}], "answers", "lost", "wrong", "pages_left", "resident_bytes": [first, last], "fuzz": {"cases",
+"statuses", "changing", "slowest_seconds", "wrong"}}`, anew after each loss. What stands behind `--` are more options of `dsjax serve`.
+Exits 1 where an answer was lost or wrong, also one to a generated request, a page was left, or a group did not change.
 """
 
 import argparse
@@ -241,7 +241,7 @@ class Check:
                 sessions.append(asyncio.create_task(self.fuzz()))
             losses = []
             for number in range(self.args.losses):
-                losses.append(await self.lose())
+                losses.append(await self.lose() | {"resident_bytes": self.resident()})
                 self.say(f"{number + 1}: {json.dumps(losses[-1])}; {self.standing}")
                 self.write(self.found(losses))
                 if self.args.no_return and losses[-1]["devices"] <= self.args.devices:

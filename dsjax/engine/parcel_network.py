@@ -20,6 +20,8 @@ from dsjax.engine.parcel_carrier import ParcelCarrier, Shapes
 from dsjax.errors import UserError
 
 _MOST_DROPPED = 4096
+_PAUSE_SECONDS = 5.0
+"""After a process could not be reached, until it is tried again."""
 
 
 class KeptParcels:
@@ -146,6 +148,8 @@ class RemoteParcels:
     def __init__(self, carrier: ParcelCarrier, space: dict[str, Any], shapes: Shapes, timeout: float):
         self._carrier, self._space, self._shapes, self._timeout = carrier, space, shapes, timeout
         self._keepers: dict[str, _Keeper] = {}
+        self._connecting: dict[str, threading.Lock] = {}
+        self._refused: dict[str, tuple[float, str]] = {}
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Parcel:
@@ -175,13 +179,26 @@ class RemoteParcels:
                 keeper.channel.close()
 
     def _keeper(self, address: str) -> _Keeper:
+        """The connection to a process. A host that is gone costs the time limit of connecting once, not for each of its parcels, and
+        never for those of others."""
         with self._lock:
-            found = self._keepers.get(address)
-            if found is None or found.is_lost:
-                try:
-                    found = self._keepers[address] = _Keeper(address, self._space)
-                except (OSError, EOFError, msgspec.MsgspecError, UserError) as error:
-                    raise ParcelGoneError(f"{address} cannot be reached: {error}") from error
+            connecting = self._connecting.setdefault(address, threading.Lock())
+        with connecting:
+            with self._lock:
+                found = self._keepers.get(address)
+                until, reason = self._refused.get(address, (0.0, ""))
+            if found is not None and not found.is_lost:
+                return found
+            if time.monotonic() < until:
+                raise ParcelGoneError(f"{address} could not be reached a moment ago: {reason}")
+            try:
+                found = _Keeper(address, self._space)
+            except (OSError, EOFError, msgspec.MsgspecError, UserError) as error:
+                with self._lock:
+                    self._refused[address] = time.monotonic() + _PAUSE_SECONDS, str(error)
+                raise ParcelGoneError(f"{address} cannot be reached: {error}") from error
+            with self._lock:
+                self._keepers[address] = found
             return found
 
     def _pull(self, carrier: str, grant: int, device: Any, found: Future[Parcel]) -> None:

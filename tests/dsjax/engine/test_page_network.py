@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -275,6 +276,30 @@ def test_a_side_that_cannot_be_reached_is_told_of_at_once():
     until(lambda: found)
     assert "cannot be reached" in found[0].reason
     link.close()
+
+
+def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another(monkeypatch):
+    tried, limit = [], threading.Event()
+
+    def connected(address, space):
+        tried.append(address)
+        if address == "gone:1":
+            limit.wait(5)
+        raise OSError("no route")
+
+    monkeypatch.setattr("dsjax.engine.parcel_network.connected", connected)
+    parcels = RemoteParcels(FakeCarrier(), {}, {}, 5)
+    with ThreadPoolExecutor(2) as threads:
+        pulls = [threads.submit(parcels.pull, "gone:1", number, None) for number in (1, 2)]
+        until(lambda: tried)
+        with pytest.raises(ParcelGoneError, match="other:1 cannot be reached: no route"):
+            parcels.pull("other:1", 3, None)
+        assert not any(pull.done() for pull in pulls)
+        limit.set()
+        for pull in pulls:
+            with pytest.raises(ParcelGoneError, match=r"gone:1 .* reached"):
+                pull.result()
+    assert tried == ["gone:1", "other:1"]
 
 
 def test_a_parcel_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
