@@ -35,7 +35,7 @@ def test_a_server_error_and_a_lost_page_are_found(server, monkeypatch):
     monkeypatch.setattr("dsjax.serve.routes.status.package_version", lambda: 1 / 0)
     real = server.llm_engine.core.loads
     monkeypatch.setattr(server.llm_engine.core, "loads", lambda: [load._replace(used_pages=1) for load in real()])
-    monkeypatch.setattr("fuzz_server._good_answers", lambda client: [])
+    monkeypatch.setattr("fuzz_server._good_answers", lambda client, exact: [])
     monkeypatch.setattr("fuzz_server._left_behind.__defaults__", (0.1,))
     findings = fuzz(server.url, 20, api_key="root", told=lambda line: None)
     assert any("GET /version" in each for each in findings.wrong)
