@@ -78,7 +78,12 @@ def fuzz(
         operations = {
             f"{op.method.upper()} {op.path}": op for result in schema.get_all_operations() if (op := result.ok())
         }
-        for (name, operation), share in zip(operations.items(), _shares(operations), strict=True):
+        order = list(zip(operations.items(), _shares(operations), strict=True))
+        if changing:
+            random.Random(start).shuffle(
+                order
+            )  # else a change would meet the first operations more often than the last
+        for (name, operation), share in order:
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 count = max(1, int(cases * share / 2))
                 _send(operation, mode, count, start, headers, timeout, findings, vocab_size, changing)
