@@ -1,4 +1,4 @@
-"""How the suite is shared among processes: their number, the order of files, and programs kept on disk, in `conftest.py` beside this file."""
+"""How the suite is shared among processes: how many, the order of files, which programs are kept; `conftest.py` beside this file."""
 
 import os
 import time
