@@ -121,14 +121,17 @@ class StreamedAnswer(Protocol):
 class BodyWriter:
     """Writes pieces of a streamed body to uvicorn's connection, byte for byte as its `send` does, which is a coroutine."""
 
+    _STATE = ("chunked_encoding", "flow", "disconnected", "transport")
+
     def __init__(self, cycle: RequestResponseCycle):
         self._cycle = cycle
 
     @classmethod
     def behind(cls, send: Send) -> "BodyWriter | None":
-        """Of a connection's own `send`; None for another one."""
+        """Of a connection's own `send`; None for another one, or one of a uvicorn that keeps its state otherwise."""
         cycle = getattr(send, "__self__", None)
-        return cls(cycle) if isinstance(cycle, RequestResponseCycle) else None
+        known = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in cls._STATE)
+        return cls(cycle) if known else None
 
     @property
     def is_ready(self) -> bool:
