@@ -135,7 +135,7 @@ class Follower:
                 release(executor)
             del executor
             found = following
-            reason = self.group.why_left_out(found)
+            reason = self.group.links.why_left_out(found)
             if reason is not None:
                 raise GroupError(reason)
         self.reason = found.reason or None

@@ -246,7 +246,7 @@ class Generations:
         before, self.number = self.number, self.number + 1
         reason = "a collective has failed, and all look whom they reach"
         found = Announcement(self.number, wanted=str(self.wanted), reason=reason, broken=before, looks=True)
-        lost, all_answered = self._group.look_at_links(found)
+        lost, all_answered = self._group.links.look(found)
         return lost or (None if all_answered else self._lost_by(error))
 
     def _load(self, reason: str, broken: bool) -> LoadedModel:
@@ -259,7 +259,7 @@ class Generations:
         processes = sorted({device.process_index for device in chosen})
         _log.info("Generation %d begins, with %s on processes %s: %s.", self.number, self.spec, processes, reason)
         before = self.number - 1 if broken else None
-        out = self._group.left_out if self._group is not None else {}
+        out = self._group.links.left_out if self._group is not None else {}
         found = Announcement(
             self.number, processes, order, options, str(self.wanted), reason, before, left_out=dict(out)
         )

@@ -99,6 +99,6 @@ class Announcements:
                 self._group.collectives.cut(heard.broken)
             self._heard.put(heard)
             if heard.looks:
-                self._group.tell_links(heard.number)
+                self._group.links.tell(heard.number)
             for call in list(self._listeners):
                 call()

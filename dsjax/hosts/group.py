@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dsjax.hosts import announcement, coordination, links
+from dsjax.hosts import announcement, coordination
 from dsjax.hosts.announcement import Announcement, Announcements
 from dsjax.hosts.collectives import Collectives
+from dsjax.hosts.links import Answerer, Links
 from dsjax.hosts.meeting import Arrival, GroupError, Meeting, meet
 from dsjax.hosts.options import HostOptions
 
 Result = TypeVar("Result")
 
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 0.2
 _LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 _JOIN_SECONDS = 30.0
@@ -50,7 +50,7 @@ class HostGroup:
         on_change: process 0's: called in another thread when a member has gone (with the error) or come back (with None).
         announcements: of generations, for every other process.
         collectives: this process's connections for them.
-        left_out: process 0's, as of `Announcement`.
+        links: whom of them it reaches.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class HostGroup:
         self.store = store or coordination.Store()
         self.announcements: Announcements | None = None
         self.collectives = Collectives()
-        self.left_out: dict[int, tuple[int, str]] = {}
-        self._answerer: links.Answerer | None = None
+        self.links = Links(self, self._drop)
+        self._answerer: Answerer | None = None
         self._meeting = meeting
         self._unseen: set[int] = set()  # gave no sign of life when they were looked for last
         self._seen = threading.Condition()
@@ -90,12 +90,12 @@ class HostGroup:
         Raises:
             GroupError, UserError: there is no group, as `meet` says; or a link between two of its processes is cut.
         """
-        answerer = links.Answerer(options.address)
+        answerer = Answerer(options.address)
         meeting = meet(options, prepare, answerer.port)
         group = cls(options, meeting.members, meeting=meeting)
         group._answerer = answerer
         if meeting.generation > 0:
-            group._check_links(meeting.here)
+            group.links.check(meeting.here)
         coordination.join(options, meeting.service, group.collectives)
         group.generation = meeting.generation
         if group.is_leader:
@@ -107,7 +107,7 @@ class HostGroup:
         group._watching.start()
         atexit.register(group.leave)
         if meeting.generation == 0:
-            group.run("links", lambda: group._check_links([member.process_id for member in meeting.members]))
+            group.run("links", lambda: group.links.check([member.process_id for member in meeting.members]))
         return group
 
     @property
@@ -163,69 +163,6 @@ class HostGroup:
         """Agree, with all processes of the generation, on where its collectives' connections will be. device_ids: of its mesh, in order."""
         endpoints = self.ask("collectives", self.collectives.endpoint)
         self.collectives.begin(self.generation, device_ids, map(_endpoint, endpoints))
-
-    # Links.
-
-    def look_at_links(self, found: Announcement) -> tuple[GroupError | None, bool]:
-        """Process 0's: ask everybody who cannot be reached, and leave out whom it takes. Give why somebody was, and whether all have
-        answered: then all live.
-
-        found: the announcement that asks.
-        """
-        asked, present = self.live, self.present
-        self.announce(found)
-        self.present = present  # one of these may still turn out to be gone
-        deadline, cut = time.monotonic() + links.SECONDS + _GRACE_SECONDS, {0: self._unreached(asked)}
-        for member in asked[1:]:
-            said, key = None, _links_key(found.number, member.process_id)
-            while said is None and member.process_id not in self.lost and time.monotonic() < deadline:
-                said = self.store.get(key, _ANSWER_SECONDS)
-            if said is not None:
-                cut[member.process_id] = msgspec.msgpack.decode(said, type=list[int])
-        # Whoever has said nothing may only hang; whether it is gone is for its signs of life to say.
-        cut = {one: [other for other in others if other in cut] for one, others in cut.items()}
-        error = None
-        for process_id in links.left_out(cut):
-            error = self._leave_out(process_id, cut)
-        return error, len(cut) == len(asked)
-
-    def tell_links(self, number: int) -> None:
-        """Every other process's answer to that."""
-        self.store.set(
-            _links_key(number, self.options.process_id), msgspec.msgpack.encode(self._unreached(self.members))
-        )
-
-    def why_left_out(self, found: Announcement) -> str | None:
-        """Why this process is gone on without; None: it is not."""
-        pid, reason = found.left_out.get(self.options.process_id, (0, ""))
-        return reason if pid == os.getpid() else None
-
-    def _leave_out(self, process_id: int, cut: Mapping[int, Sequence[int]]) -> GroupError:
-        names = {member.process_id: member for member in self.members}
-        member = names[process_id]
-        others = sorted({*cut.get(process_id, ()), *(one for one, found in cut.items() if process_id in found)})
-        error = GroupError(
-            f"the link between {member.name} and {_named([names[i] for i in others])} is cut, though they live; {member.name} is left "
-            "out, and can come back when the link works"
-        )
-        self.left_out[process_id] = member.pid, str(error)
-        self.lost[process_id] = error
-        if self._meeting is not None:
-            self._meeting.door.drop(process_id)
-        return error
-
-    def _unreached(self, members: Sequence[Arrival]) -> list[int]:
-        return links.unreached(member for member in members if member.process_id != self.options.process_id)
-
-    def _check_links(self, process_ids: Sequence[int]) -> None:
-        asked = [member for member in self.members if member.process_id in process_ids]
-        missing = set(self._unreached(asked))
-        if missing:
-            names = _named([member for member in asked if member.process_id in missing])
-            raise GroupError(
-                f"process {self.options.process_id} cannot reach {names} within {links.SECONDS:g} s; check the network between these hosts "
-                "and their firewalls (any TCP port), then start it again"
-            )
 
     def say_prepared(self) -> None:
         """Of a process that comes back: say that it can be in the next generation without keeping the others waiting."""
@@ -379,7 +316,7 @@ class HostGroup:
         for member in list(self.members):
             if member.process_id not in alive:
                 if member.process_id not in coming:
-                    self._meeting.door.drop(member.process_id)
+                    self._drop(member.process_id)
                 self._lose(member)
 
     def _left(self, member: Arrival) -> None:
@@ -416,7 +353,7 @@ class HostGroup:
                 changed = [arrival if member.process_id == arrival.process_id else member for member in self.members]
                 self.members = changed
                 self.lost.pop(arrival.process_id, None)
-                self.left_out.pop(arrival.process_id, None)
+                self.links.left_out.pop(arrival.process_id, None)
             others = bool(self._coming)
         if self.on_change is not None and not self.leaving and not others:
             self.on_change(None)
@@ -434,6 +371,10 @@ class HostGroup:
             if not self._meeting.door.has(arrival):
                 return False
         return False
+
+    def _drop(self, process_id: int) -> None:
+        if self._meeting is not None:
+            self._meeting.door.drop(process_id)
 
     def _lose(self, member: Arrival) -> None:
         if member.process_id in self.lost:
@@ -461,14 +402,6 @@ class HostGroup:
             text = gone(self.members[0])
         os.write(2, f"\nerror: {text}\n".encode())
         os._exit(1)
-
-
-def _links_key(number: int, process_id: int) -> str:
-    return f"{announcement.key(number)}/links/{process_id}"
-
-
-def _named(members: Sequence[Arrival]) -> str:
-    return " and ".join(f"{member.name} at {member.address}" for member in members)
 
 
 def _endpoint(said: Any) -> tuple[str, int] | None:

@@ -8,17 +8,29 @@ although every process lives. To be reached is to answer: a process that hangs a
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from dsjax.hosts.announcement import Announcement, key
+from dsjax.hosts.meeting import GroupError
 from dsjax.hosts.wire import Arrival, close
+
+if TYPE_CHECKING:
+    from dsjax.hosts.group import HostGroup
 
 SECONDS = 3.0
 """In which a process must have answered. TCP sends the first packet of a connection again after 1 s; a link that loses two is none."""
 _ANSWER = b"y"
+_ANSWER_SECONDS = 0.2
+_GRACE_SECONDS = 5.0
 _MOST_AT_ONCE = 64
 
 
@@ -46,6 +58,84 @@ class Answerer:
                 return
             with connection, contextlib.suppress(OSError):
                 connection.sendall(_ANSWER)
+
+
+class Links:
+    """Of a process: whom of its group it reaches; of process 0 too: whom to go on without. drop: ends a process's connection to the group.
+
+    Attributes:
+        left_out: process 0's, as of `Announcement`.
+    """
+
+    def __init__(self, group: HostGroup, drop: Callable[[int], None]):
+        self._group, self._drop = group, drop
+        self.left_out: dict[int, tuple[int, str]] = {}
+
+    def look(self, found: Announcement) -> tuple[GroupError | None, bool]:
+        """Process 0's: ask everybody who cannot be reached, and leave out whom it takes. Give why somebody was, and whether all have
+        answered: then all live.
+
+        found: the announcement that asks.
+        """
+        group = self._group
+        asked, present = group.live, group.present
+        group.announce(found)
+        group.present = present  # one of these may still turn out to be gone
+        deadline, cut = time.monotonic() + SECONDS + _GRACE_SECONDS, {0: self.unreached(asked)}
+        for member in asked[1:]:
+            said, answer = None, _answer_key(found.number, member.process_id)
+            while said is None and member.process_id not in group.lost and time.monotonic() < deadline:
+                said = group.store.get(answer, _ANSWER_SECONDS)
+            if said is not None:
+                cut[member.process_id] = msgspec.msgpack.decode(said, type=list[int])
+        # Whoever has said nothing may only hang; whether it is gone is for its signs of life to say.
+        cut = {one: [other for other in others if other in cut] for one, others in cut.items()}
+        error = None
+        for process_id in left_out(cut):
+            error = self._leave_out(process_id, cut)
+        return error, len(cut) == len(asked)
+
+    def tell(self, number: int) -> None:
+        """Every other process's answer to that."""
+        unreached = msgspec.msgpack.encode(self.unreached(self._group.members))
+        self._group.store.set(_answer_key(number, self._group.options.process_id), unreached)
+
+    def why_left_out(self, found: Announcement) -> str | None:
+        """Why this process is gone on without; None: it is not."""
+        pid, reason = found.left_out.get(self._group.options.process_id, (0, ""))
+        return reason if pid == os.getpid() else None
+
+    def check(self, process_ids: Sequence[int]) -> None:
+        """Make sure that this process reaches these.
+
+        Raises:
+            GroupError: it does not.
+        """
+        asked = [member for member in self._group.members if member.process_id in process_ids]
+        missing = set(self.unreached(asked))
+        if missing:
+            names = _named([member for member in asked if member.process_id in missing])
+            raise GroupError(
+                f"process {self._group.options.process_id} cannot reach {names} within {SECONDS:g} s; check the network between these "
+                "hosts and their firewalls (any TCP port), then start it again"
+            )
+
+    def unreached(self, members: Sequence[Arrival]) -> list[int]:
+        """The ids of those, but for itself, that do not answer this process."""
+        return unreached(member for member in members if member.process_id != self._group.options.process_id)
+
+    def _leave_out(self, process_id: int, cut: Mapping[int, Sequence[int]]) -> GroupError:
+        names = {member.process_id: member for member in self._group.members}
+        member = names[process_id]
+        others = sorted({*cut.get(process_id, ()), *(one for one, found in cut.items() if process_id in found)})
+        error = GroupError(
+            f"the link between {member.name} and {_named([names[i] for i in others])} is cut, though they live; {member.name} is left "
+            "out, and can come back when the link works"
+        )
+        self.left_out[process_id] = member.pid, str(error)
+        self._group.lost[process_id] = error
+        self._drop(process_id)
+        return error
 
 
 def unreached(members: Iterable[Arrival], seconds: float = SECONDS) -> list[int]:
@@ -80,3 +170,11 @@ def left_out(cut: Mapping[int, Collection[int]]) -> list[int]:
         found.append(worst)
         pairs = {pair for pair in pairs if worst not in pair}
     return sorted(found)
+
+
+def _answer_key(number: int, process_id: int) -> str:
+    return f"{key(number)}/links/{process_id}"
+
+
+def _named(members: Sequence[Arrival]) -> str:
+    return " and ".join(f"{member.name} at {member.address}" for member in members)

@@ -315,14 +315,14 @@ def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_with
 def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_with_the_reason():
     group = Group()
     group.until(lambda: group.loaded)
-    assert group.leader.look_at_links(Announcement(1, looks=True)) == (None, True)
+    assert group.leader.links.look(Announcement(1, looks=True)) == (None, True)
     group.until(lambda: group.follower.phase == "standing by")  # it is no mesh
-    group.own._unreached = lambda members: [0]  # process 0 hears of it by another way
-    error, all_answered = group.leader.look_at_links(Announcement(2, looks=True))
+    group.own.links.unreached = lambda members: [0]  # process 0 hears of it by another way
+    error, all_answered = group.leader.links.look(Announcement(2, looks=True))
     assert all_answered
     assert "the link between process 1 (host, pid 11) and process 0 (host, pid 10) at 127.0.0.1 is cut" in str(error)
     assert group.leader.live == group.leader.members[:1]
-    ((pid, reason),) = group.leader.left_out.values()
+    ((pid, reason),) = group.leader.links.left_out.values()
     assert pid == 11  # this process is another one, so that it is not meant
     group.leader.announce(Announcement(3, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid, reason)}))
     group.until(lambda: group.own.generation == 3)
@@ -334,10 +334,10 @@ def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_wi
 def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(monkeypatch):
     group = Group()
     group.until(lambda: group.loaded)
-    monkeypatch.setattr("dsjax.hosts.group._GRACE_SECONDS", -2.9)  # of the 3 s that they have to look
-    group.own.tell_links = lambda number: None
-    group.leader._unreached = lambda members: [1]
-    assert group.leader.look_at_links(Announcement(1, looks=True)) == (None, False)
+    monkeypatch.setattr("dsjax.hosts.links._GRACE_SECONDS", -2.9)  # of the 3 s that they have to look
+    group.own.links.tell = lambda number: None
+    group.leader.links.unreached = lambda members: [1]
+    assert group.leader.links.look(Announcement(1, looks=True)) == (None, False)
     assert len(group.leader.live) == 2
     group.leader.on_change = lambda error: None
     group.leader._lose(group.leader.members[1])  # its signs of life have ended
