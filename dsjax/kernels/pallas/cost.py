@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jax.experimental import pallas as pl
+from dsjax.kernels.pallas import pl
 
 
 @dataclass(frozen=True)

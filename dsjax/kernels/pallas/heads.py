@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 from dsjax.kernels.pallas.products import BLOCK, addressable, widened
 

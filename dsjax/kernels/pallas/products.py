@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.activations import quantised_tile
 from dsjax.kernels.pallas.attention import CORES
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
