@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from sharding.errors import MeshError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 Policy = Literal["auto", "global", "hierarchical"]
 

@@ -7,6 +7,7 @@ import importlib.resources
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,7 +49,7 @@ class Hardware:
     die: str = ""
     price_per_hour: float | None = None
 
-    @property
+    @cached_property
     def same_die(self) -> bool:
         """Whether the tables that speak of this device were measured on its own die."""
         return self.operators in ("", self.key) or (self.die != "" and self.die == _DIES.get(self.operators))

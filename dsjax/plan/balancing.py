@@ -11,13 +11,15 @@ import importlib.resources
 import math
 import statistics
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from dsjax.engine.eplb import EplbConfig
 from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 STEP_INTERVAL = EplbConfig().step_interval
 """Steps between two rebalances, unless `--eplb-config` says otherwise."""

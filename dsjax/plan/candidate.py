@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dsjax.plan.figure import Figure, Middle, exact, smallest
@@ -41,11 +42,18 @@ class Candidate:
     tpot: Figure
     throughput: Figure
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Devices in use."""
         own = self.decode.layout.devices * self.count
         return own + (self.prefill.layout.devices * self.prefill_count if self.mode == "separated" else 0)
+
+    @property
+    def row(self) -> tuple:
+        """The row of a table that it stands in: the pair of layouts and the ratio of prefill to decode instances."""
+        most = math.gcd(self.prefill_count, self.count) if self.mode == "separated" else 0
+        ratio = (self.prefill_count // most, self.count // most) if most else ()
+        return (self.mode, self.decode.layout, self.prefill.layout, ratio)
 
     @property
     def per_device(self) -> Figure:
@@ -128,6 +136,18 @@ class Candidate:
                 "hardware": self.prefill.cluster.hardware.key,
             }
         return found
+
+
+def frontier(candidates: list[Candidate]) -> list[Candidate]:
+    """Pareto front of tokens a second a device against tokens a second a user, by the user's rate ascending."""
+    front: list[Candidate] = []
+    most = 0.0
+    for candidate in sorted(candidates, key=lambda c: (-1.0 / c.tpot.value, -c.throughput.value / c.devices)):
+        each = candidate.throughput.value / candidate.devices
+        if not front or each > most:
+            front.append(candidate)
+            most = each
+    return front[::-1]
 
 
 def _queue(service: Figure, busy: Figure) -> Figure:
@@ -322,13 +342,13 @@ def quick_separated(
     if closed:
         ttft = (batch * instance.replicas * count - users) / rate
     else:
-        ttft = _quick_first(pool, prefill_count, instance, step, rate)
+        ttft = quick_first(pool, prefill_count, instance, step, rate)
     ends = (Middle(ttft), Middle(tpot), Middle(rate * output))
     return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
 
 
-def _quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
-    """Seconds to the first token at so many requests a second, beside decode steps of so many seconds."""
+def quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
+    """Seconds to the first token at so many requests a second, beside decode steps of so many seconds. It grows with both."""
     prompt = pool.quick_seconds_at(rate / prefill_count)
     most = _BUSY if instance.workload.concurrency is None else 0.95
     busy = min(most, rate / (pool.rate.value * prefill_count))
@@ -366,7 +386,7 @@ def _decoding(
         rate = middle * slots / (outputs * step)
         full = rate >= most
         if closed and not full:
-            first = _quick_first(pool, prefill_count, instance, step, rate)
+            first = quick_first(pool, prefill_count, instance, step, rate)
             full = middle * slots + rate * first > batch * slots
         low, high = (low, middle) if full else (middle, high)
     return low if closed else high

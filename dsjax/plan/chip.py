@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dsjax.hardware import Hardware
 from dsjax.plan.curves import Curve, Grid, doublings
@@ -102,20 +103,20 @@ class Chip:
         """Devices whose tables speak of this one: its own, that of the same die, or what is carried over."""
         return (self.hardware.key, self.hardware.operators or "h200")
 
-    @property
+    @cached_property
     def carried_over(self) -> Figure:
         """Factor on the speed of what another die was measured at; 1 on the same die."""
         hardware = self.hardware
         if hardware.same_die or hardware.key == hardware.operators:
             return Figure(1.0)
         why = f"measured on {hardware.operators or 'h200'}, not on {hardware.name}"
-        return self._once(("carried",), lambda: assumed(1.0, 0.8, 1.1, "carried over to this device", why))
+        return assumed(1.0, 0.8, 1.1, "carried over to this device", why)
 
     def _figure(self, seconds: Sequence[float], spread: float, name: str, source: str) -> Figure:
         """The first with the others as ends, at least `spread` each way; over what carrying to another die adds."""
         value = seconds[0]
         if self.middle:
-            return Middle(value) / self.carried_over.value
+            return Middle(value / self.carried_over.value)
         low, high = min(*seconds, value / (1 + spread)), max(*seconds, value * (1 + spread))
         found = Figure(value, low, high, Kind.MEASURED, name=name, source=source, unit="s")
         factor = self.carried_over
@@ -405,10 +406,15 @@ class Chip:
 
     def stream(self, moved: float) -> Figure:
         """Norms, rotation, activations: `moved` bytes through memory."""
+        return Middle(moved / self._streaming.value) if self.middle else moved / self._streaming
+
+    @cached_property
+    def _streaming(self) -> Figure:
+        """Bytes a second."""
         share = assumed(
             0.75, 0.55, 0.9, "element-wise share of bandwidth", "at best a plain copy: 4.3 of 4.8 TB/s, H200"
         )
-        return moved / (share * self.carried_over * self.hardware.memory_bandwidth)
+        return share * self.carried_over * self.hardware.memory_bandwidth
 
 
 def _usual_experts(used: float, rows: float) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from dsjax.config import ModelConfig
 from sharding.errors import MeshError
@@ -18,7 +19,7 @@ class Layout:
     redundant: int = 0
     fused: bool = False
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Devices of the instance."""
         return self.mesh.num_devices
@@ -36,7 +37,7 @@ class Layout:
             name = f"DP{mesh.dp_size}×{experts}{mesh.tp_size}"
         return name if mesh.ep_size == mesh.num_devices or mesh.dp_size == 1 else f"{name}, EP{mesh.ep_size}"
 
-    @property
+    @cached_property
     def unit(self) -> Layout:
         """The instance that one copy of the experts makes: what `expert_copies` of are side by side, without communicating."""
         mesh = self.mesh

@@ -8,7 +8,14 @@ from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.curves import Curve
 from dsjax.plan.figure import Figure, assumed, exact, largest, measured
-from dsjax.plan.operations import COMBINE_ROW_BYTES, DISPATCH_ROW_BYTES, low_latency_fit, normal_shares
+from dsjax.plan.operations import (
+    ALL_REDUCE,
+    COMBINE_ROW_BYTES,
+    DISPATCH_ROW_BYTES,
+    all_reduce_curves,
+    low_latency_fit,
+    normal_shares,
+)
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, as_filed
 from sharding.dispatch import choose_method, default_capacity
 
@@ -232,6 +239,8 @@ def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | N
         if found is not None:
             return found
     near = min(cluster.domain, ranks) if near is None else near
+    if ranks <= near and (cluster.hardware.is_hopper or cluster.hardware.is_blackwell):
+        return _timed_sum(cluster, ranks, size)
     cluster = cluster.between(ranks, ring=True)
     share = assumed(0.7, 0.5, 0.85, "all-reduce, share of scale-up link", "ring or multicast over NVLink or ICI")
     size = size if isinstance(size, Figure) else exact(size)
@@ -247,6 +256,28 @@ def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | N
     hops = 2 * math.ceil(math.log2(domains))
     time = time + network_latency(cluster) * hops - 2 * _REFERENCE_LATENCY
     return time
+
+
+def _timed_sum(cluster: Cluster, ranks: int, size: Figure | float) -> Figure:
+    """A sum over devices that the scale-up link joins, by a published table of H200 or B200.
+
+    The part that does not grow with the bytes stays; the rest goes with the link, and with the share of the bytes that leaves a device
+    where more devices take part than were timed.
+    """
+    hardware, timed = cluster.hardware, min(ranks, 8)
+    device = "b200" if hardware.is_blackwell else "h200"
+    more = (1 - 1 / ranks) / (1 - 1 / timed) * as_filed(device).scale_up_bandwidth / hardware.scale_up_bandwidth
+    moved = size.value if isinstance(size, Figure) else size
+
+    def seconds(curve: Curve) -> float:
+        fixed = curve.seconds[0]
+        return fixed + (curve(moved) - fixed) * more
+
+    plain, fused = all_reduce_curves(device, timed)
+    own = seconds(plain)
+    value = min(own, seconds(fused)) if fused else own
+    found = measured(value, 0.9 * value, max(1.25 * value, own), "all-reduce within a host", ALL_REDUCE, "s")
+    return found.made_of(size) if isinstance(size, Figure) else found
 
 
 def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None) -> Figure:

@@ -63,6 +63,42 @@ NORMAL_RDMA = {32: (58e9, 57e9), 64: (51e9, 50e9)}
 NORMAL_SMS, H800_SMS = 24, 132
 
 
+ALL_REDUCE = (
+    "vLLM 0.20's own all-reduce and FlashInfer's with residual and norm in the same kernel, in CUDA graphs "
+    "(ai-dynamo/aiconfigurator, campaign_checkpoints/*/custom_allreduce_perf.txt and allreduce_rms_perf.txt)"
+)
+# Devices of a host that have it -> ranks -> 1,024 bf16 values -> microseconds of a sum.
+ALL_REDUCE_US: dict[str, dict[int, dict[float, float]]] = {
+    "h200": {
+        2: {4: 4.53, 64: 4.80, 256: 6.32, 1024: 12.47, 4096: 43.0, 16384: 144.8, 65536: 463.3, 524288: 3255.6},
+        4: {4: 4.70, 16: 4.92, 64: 5.84, 128: 7.02, 256: 10.52, 512: 11.99, 1024: 17.69, 2048: 29.86, 4096: 52.0,
+            16384: 171.4, 65536: 609.3, 524288: 4523.1},
+        8: {4: 5.02, 8: 5.27, 16: 5.71, 32: 6.52, 64: 8.0, 128: 9.92, 256: 11.04, 512: 14.08, 1024: 18.38, 2048: 28.74,
+            4096: 48.64, 8192: 87.26, 16384: 165.8, 65536: 562.7, 524288: 4000.2},
+    },
+    "b200": {
+        2: {4: 7.35, 64: 7.77, 256: 9.81, 512: 13.47, 1024: 25.7, 4096: 44.9, 16384: 86.8, 65536: 281.8, 524288: 1897.3},
+        4: {4: 7.41, 64: 8.22, 128: 8.62, 256: 18.15, 1024: 23.74, 2048: 29.78, 4096: 43.38, 16384: 123.5, 65536: 354.5,
+            524288: 2532.4},
+        8: {4: 7.94, 8: 8.18, 32: 8.64, 64: 9.46, 128: 25.4, 512: 16.56, 1024: 19.94, 2048: 26.05, 4096: 38.18, 8192: 62.33,
+            16384: 110.7, 65536: 395.9, 524288: 2596.2},
+    },
+}  # fmt: skip
+FUSED_ALL_REDUCE_US = {7: 6.28, 14: 6.41, 21: 6.45, 35: 6.58, 70: 7.27, 133: 8.55, 259: 11.8, 518: 17.9}
+"""1,024 values -> microseconds of a sum over 8 B300 together with the residual and the norm that follow it, V3's width."""
+
+
+@functools.cache
+def all_reduce_curves(device: str, ranks: int) -> tuple[Curve, Curve | None]:
+    """Seconds over bytes of a sum over at most so many devices of one host; on Blackwell also with the norm in the same kernel."""
+    tables = ALL_REDUCE_US[device]
+    plain = tables[min((known for known in tables if known >= ranks), default=max(tables))]
+    curves = [
+        Curve((2048.0 * size, time * 1e-6) for size, time in times.items()) for times in (plain, FUSED_ALL_REDUCE_US)
+    ]
+    return curves[0], curves[1] if device == "b200" else None
+
+
 def roofline(flops: float, read_and_written: float, peak: float, bandwidth: float) -> float:
     """Seconds that the device's ceilings allow at best."""
     return max(flops / peak, read_and_written / bandwidth)

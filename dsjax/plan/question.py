@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
@@ -11,8 +13,13 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import Layout
 from dsjax.plan.workload import Objective, Options, Workload
 
+if TYPE_CHECKING:
+    from dsjax.plan.candidate import Candidate
+
 FEW_DEVICES = 64
 """Up to which every size of a prefill instance is paired and every batch is tried; among more the best are enough."""
+SHOWN = 60
+"""Candidates of a list that get intervals and derivations."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,14 @@ class Question:
         if rate is None:
             return self.objective
         return dataclasses.replace(self.objective, throughput=max(rate * self.workload.output.mean, wanted or 0))
+
+    @property
+    def order(self) -> Callable[[Candidate], tuple[float, ...]]:
+        """What candidates are sorted by, best first: tokens a second; at a given load, which all of them serve, the fewest devices for
+        it and then the fastest."""
+        if self.workload.rate is not None:
+            return lambda c: (c.devices, c.tpot.value, c.ttft.value)
+        return lambda c: (-c.throughput.value, c.devices, c.tpot.value)
 
     def instance(self, layout: Layout, steps: dict) -> Instance:
         """A layout, asked about this workload; steps: shared by all layouts of the same unit."""

@@ -11,20 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, in_full, quick_aggregated
+from dsjax.plan.candidate import Candidate, frontier, in_full, quick_aggregated
 from dsjax.plan.dry_runs import Usage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.layout import Layout, layouts
 from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.prompts import best_step
-from dsjax.plan.question import FEW_DEVICES, Question, users_told_apart
+from dsjax.plan.question import FEW_DEVICES, SHOWN, Question, users_told_apart
 from dsjax.plan.separated import separated_candidates
 
 _TYPICAL_BATCH = 64
 """At which the size of a step's prompts is chosen on many devices."""
-_SHOWN = 60
-"""Candidates of a list that get intervals and derivations."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +148,13 @@ def _search(question: Question) -> Plan:
     if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
     if "separated" in question.options.possible_modes:
-        candidates += separated_candidates(question, fitting, _of_prefill(question, fitting))
+        candidates += separated_candidates(question, fitting, _of_prefill(question, fitting), candidates)
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]
-    ranked = _shown(_best_of_each(sorted(met, key=_order(question))))
+    ranked = _shown(_best_of_each(sorted(met, key=question.order)))
     missed = _shown(
-        _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *_order(question)(c))))
+        _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *question.order(c))))
     )
     every = [] if ranked else candidates
     bound = objective.ttft
@@ -176,26 +174,15 @@ def _of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
 
 def _shown(candidates: list[Candidate]) -> list[Candidate]:
     """With intervals and derivations, as many as anybody will look at."""
-    return [in_full(c) for c in candidates[:_SHOWN]]
-
-
-def _order(question: Question):
-    """Most tokens a second; at a given load, which all of them serve, fewest devices for it and then the fastest."""
-    work = question.workload
-    if work.rate is not None:
-        return lambda c: (c.devices, c.tpot.value, c.ttft.value)
-    return lambda c: (-c.throughput.value, c.devices, c.tpot.value)
+    return [in_full(c) for c in candidates[:SHOWN]]
 
 
 def _best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The first of each pair of layouts and mode, and of each ratio of prefill to decode instances."""
     seen, kept = set(), []
     for candidate in candidates:
-        most = math.gcd(candidate.prefill_count, candidate.count) if candidate.mode == "separated" else 0
-        ratio = (candidate.prefill_count // most, candidate.count // most) if most else ()
-        key = (candidate.mode, candidate.decode.layout, candidate.prefill.layout, ratio)
-        if key not in seen:
-            seen.add(key)
+        if candidate.row not in seen:
+            seen.add(candidate.row)
             kept.append(candidate)
     return kept
 
@@ -225,7 +212,7 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
             for batch in _batches(question, instance, count):
                 some = [quick_aggregated(instance, count, batch, size) for size in sizes]
                 met = [c for c in some if c.meets(question.bounds)]
-                found.append(min(met or some, key=_order(question)))
+                found.append(min(met or some, key=question.order))
     if question.workload.concurrency is None:
         found += _filled(question, [(c, partial(_best_size, question, c)) for c in found])
     return found
@@ -246,7 +233,7 @@ def _best_size(question: Question, like: Candidate, batch: float) -> Candidate:
     instance, bounds = like.decode, question.bounds
     some = [quick_aggregated(instance, like.count, batch, s) for s in _sizes(question, instance)]
     met = [c for c in some if c.meets(bounds)]
-    return min(met or some, key=_order(question))
+    return min(met or some, key=question.order)
 
 
 def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], Candidate]]]) -> list[Candidate]:
@@ -256,7 +243,7 @@ def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], C
     meets the objectives between two batches is not better than the upper one; where that is no better than the best so far,
     nothing is tried. With a given rate the least batch that keeps up, the fastest, is looked for in the same way.
     """
-    objective, order = question.bounds, _order(question)
+    objective, order = question.bounds, question.order
     groups: dict[tuple, list] = {}
     for candidate, make in known:
         groups.setdefault((id(candidate.decode), candidate.count), []).append((candidate.batch, candidate, make))
@@ -288,12 +275,3 @@ def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], C
             found.append(good)
             best = good if best is None or order(good) < order(best) else best
     return found
-
-
-def frontier(candidates: list[Candidate]) -> list[Candidate]:
-    """Pareto front of tokens a second a device against tokens a second a user, by the user's rate ascending."""
-    front: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (-c.per_user.value, -c.per_device.value)):
-        if not front or candidate.per_device.value > front[-1].per_device.value:
-            front.append(candidate)
-    return front[::-1]

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, PrefillPool, quick_pool, quick_separated
 from dsjax.plan.instance import Instance
 from dsjax.plan.question import FEW_DEVICES, Question, users_told_apart
+from dsjax.plan.relief import Busy, relieved
 from sharding.mesh import MeshSpec
 
 _POOLS, _DECODERS = 6, 400
 """Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
-_FINE = 1 << 24
-"""Parts of a DP rank's batch that are told apart where prefill and decode have hosts of their own."""
 _BISECTED = 60
 """On many devices, decode instances whose batch is bisected."""
 
 
-def separated_candidates(question: Question, fitting: list[Instance], prefilling: list[Instance]) -> list[Candidate]:
+def separated_candidates(
+    question: Question, fitting: list[Instance], prefilling: list[Instance], others: Sequence[Candidate] = ()
+) -> list[Candidate]:
     """Every way to pair prefill pools with decode instances that may be the best, with middle values only.
 
-    fitting: instances that fit into memory; prefilling: those that may compute prompts, the same ones unless the cluster has two kinds.
+    fitting: instances that fit into memory; prefilling: those that may compute prompts, the same ones unless the cluster has two kinds;
+    others: candidates that these have to be better than.
 
     Raises:
         UserError: a mesh was given that is none of theirs.
@@ -43,7 +45,7 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
         rate |= {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in more}
     # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
     decoders += _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: p[0].layout.devices, _DECODERS)
-    found, tried = [], set()
+    found, busy, tried = [], [], set()
     for pool in chosen:
         for instance, batch in decoders:
             for left, right in _splits(question, pool, instance, batch):
@@ -56,8 +58,9 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
                 found.append(quick_separated(pool, left, instance, right, here))
                 bound = question.objective.ttft
                 if users is None and bound is not None and found[-1].ttft.value > bound:
-                    found += _relieved(pool, left, instance, right, here, bound)
-    return found
+                    busy.append(Busy(pool, found[-1], bound))
+    more = relieved(question, busy, [*others, *found])
+    return [each for late in found for each in (late, more.get(id(late))) if each is not None]
 
 
 def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
@@ -102,39 +105,6 @@ def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
         kept += front[:1] if bound is None else front[:_POOLS] + front[max(_POOLS, len(front) - _POOLS) :]
     kept.sort(key=lambda p: -p.rate.value / p.instance.layout.devices)
     return kept if question.devices <= FEW_DEVICES else kept[: 4 * _POOLS]
-
-
-def _relieved(
-    pool: PrefillPool, left: int, instance: Instance, right: int, batch: float, ttft: float
-) -> list[Candidate]:
-    """Where prefill is too busy for the TTFT: the same with the most requests that leave it time enough, if any do."""
-    if pool.alone.value > ttft:
-        return []
-    # With two kinds of hosts no other split of them makes up for a user who is rounded away: means are not whole users.
-    users, tried = users_told_apart(instance, right) if instance.cluster.prefill is None else _FINE, {}
-
-    def keeps(part: int, seconds: Callable[[float], float] | None = None) -> bool:
-        tried[part] = quick_separated(pool, left, instance, right, part / users, seconds)
-        return tried[part].ttft.value <= ttft
-
-    most = math.ceil(batch * users)
-    # Where it is by the curve of a decode step's seconds, which is at hand, so that few steps of other batches have to be priced.
-    near = _last(0, most, lambda part: keeps(part, instance.decode_curve))
-    low, high, far = max(near, 0), min(near + 1, most), 1
-    while low and not keeps(low):
-        low, high, far = max(low - far, 0), low, 2 * far
-    while high < most and keeps(high):
-        low, high, far = high, min(high + far, most), 2 * far
-    found = _last(low, high, keeps)
-    return [quick_separated(pool, left, instance, right, found / users)] if found else []
-
-
-def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The last number from `low`, which holds, before `high`, which does not, that holds; by bisection."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
 
 
 def _rung(batch: float) -> int:

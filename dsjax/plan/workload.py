@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
@@ -285,7 +286,7 @@ class Options:
                 "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out"
             )
 
-    @property
+    @cached_property
     def tokens_a_step(self) -> Figure:
         """Tokens that a decode step yields for a request: the next one, and drafts while all before were accepted."""
         if not self.drafts:

@@ -9,14 +9,16 @@ from dsjax.hardware import load_hardware
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Figure
-from dsjax.plan.network import hosts_of_a_token, low_latency_exchange
+from dsjax.plan.network import all_reduce, hosts_of_a_token, low_latency_exchange
 from dsjax.plan.operations import (
+    ALL_REDUCE_US,
     COMBINE_ROW_BYTES,
     DENSE_TFLOPS,
     DISPATCH_ROW_BYTES,
     LOW_LATENCY_SECONDS,
     dense_error,
 )
+from dsjax.plan.operator_tables import BUNDLED, GEMM, REPACKING, OperatorTables
 from dsjax.plan.precision import PRECISIONS
 
 H800 = Chip(load_hardware("h800"), PRECISIONS["fp8"])
@@ -67,3 +69,36 @@ def test_a_little_more_of_a_resource_changes_a_time_a_little_and_never_for_the_w
         more = dataclasses.replace(hardware, **{resource: getattr(hardware, resource) * 1.05**step})
         times.append(Chip(more, PRECISIONS["fp8"]).product(4096, 4096, 7168).value)
     assert all(0.9 < after / before <= 1 for before, after in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_sum_within_a_host_takes_the_time_that_was_published(ranks):
+    cluster = load_cluster("h200-8")
+    for values, microseconds in ALL_REDUCE_US["h200"][ranks].items():
+        assert all_reduce(cluster, ranks, 2048.0 * values).value == pytest.approx(microseconds * 1e-6)
+
+
+def test_a_sum_grows_with_its_bytes_and_shrinks_with_the_link_but_for_what_it_takes_to_start():
+    h200, h800 = load_cluster("h200-8"), load_cluster("h800-32")
+    sizes = [2.0**n for n in range(10, 32)]
+    for cluster in (h200, h800, load_cluster("b200-8"), load_cluster("gb200-nvl72-36")):
+        times = [all_reduce(cluster, 8, size).value for size in sizes]
+        assert times == sorted(times)
+        assert all(
+            all_reduce(cluster.scaled("scale-up", 2), 8, s).value <= t for s, t in zip(sizes, times, strict=True)
+        )
+    assert all_reduce(h200, 8, 1024.0).value == all_reduce(h800, 8, 1024.0).value
+    assert all_reduce(h800, 8, 2.0**30).value == pytest.approx(450 / 200 * all_reduce(h200, 8, 2.0**30).value, rel=0.01)
+
+
+def test_a_block_fp8_product_on_blackwell_is_without_the_packing_of_scales_unless_it_is_your_own(tmp_path):
+    header = "device,gemm_dtype,m,n,k,latency_ms"
+    lines = [f"b200,fp8_block,{m},3072,1536,0.0172" for m in (1, 16)]
+    (tmp_path / f"{GEMM}.csv").write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+    own = OperatorTables(tmp_path).product("b200", "fp8_block", 3072, 1536)
+    assert own(1) == pytest.approx(17.2e-6)
+    bundled = BUNDLED.product("b200", "fp8_block", 3072, 1536)
+    assert bundled(1) <= own(1) - REPACKING
+    for n, k in ((256, 7168), (3072, 1536), (7168, 2048)):
+        fp8, fp4 = (BUNDLED.product("b200", dtype, n, k) for dtype in ("fp8_block", "nvfp4"))
+        assert all(fp8(rows) >= fp4(rows) for rows in (1, 16, 64, 4096))

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from dsjax.errors import UserError
+from dsjax.plan import relief
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.limits import bottlenecks, forbidden, on
 from dsjax.plan.report import sentence, to_json
@@ -55,6 +56,30 @@ def test_the_front_keeps_the_ttft_and_what_breaks_it_is_kept_apart(ask):
         better = [c for c in plan.frontier if c.per_user.value >= candidate.per_user.value]
         assert all(c.per_device.value <= candidate.per_device.value for c in better)
     assert not free.late
+
+
+def test_what_relief_leaves_out_would_not_have_been_shown(ask, monkeypatch):
+    options = Options(modes=("separated",), redundant=0, overlap="off", widest=16)
+    question = ask("h100-32", 2000, objective=Objective(ttft=1.0, tpot=0.05), options=options, hosts=6)
+    worked_out = []
+
+    def counted(one, real=relief._worked_out):
+        worked_out.append(one)
+        return real(one)
+
+    monkeypatch.setattr(relief, "_worked_out", counted)
+    monkeypatch.setattr(relief, "SHOWN", 3)
+    bounded, with_bounds = search(question), len(worked_out)
+    monkeypatch.setattr(relief._Shown, "may_have", lambda self, hope: True)
+    everything = search(question)
+    assert with_bounds < len(worked_out) - with_bounds
+
+    def shown(candidates):
+        return [(c.name(), c.batch, c.ttft.value, c.tpot.value, c.throughput.value) for c in candidates]
+
+    assert shown(bounded.ranked[:3]) == shown(everything.ranked[:3])
+    assert shown(bounded.frontier) == shown(everything.frontier)
+    assert shown(bounded.late) == shown(everything.late)
 
 
 def test_a_concurrency_is_served_and_obeys_littles_law(ask):
