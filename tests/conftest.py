@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,13 @@ _XLA_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=40",
 )
 
+COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "d" / "compiled"
+"""Compiled programs, for all processes of this run and of later ones; `pytest --cache-clear` empties it. Half of a program's cost is
+saved where another test, process or run has compiled the same."""
+
+OLD_SECONDS = 7 * 24 * 3600
+"""Programs that were kept so long ago are most likely nobody's any more."""
+
 
 def _wants_gpu(arguments: Sequence[str]) -> bool:
     """Whether the run is `pytest -m gpu`: then JAX chooses the platform, and XLA's own settings hold."""
@@ -30,11 +38,18 @@ def _wants_gpu(arguments: Sequence[str]) -> bool:
 def _set_environment() -> None:
     if "jax" in sys.modules:
         raise RuntimeError("jax was imported before tests/conftest.py could set its environment")
+    # A container may tell Python to keep no bytecode: every process that a test starts would then compile the package anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     if _wants_gpu(sys.argv):
         return
     os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS)).strip()
     os.environ.setdefault("PJRT_NPROC", "64")
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    # Where in which file an operation was written takes a tenth of tracing and lowering, and no test asks.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 
 _set_environment()
@@ -43,7 +58,9 @@ _set_environment()
 # client here changes its context, and hardly one uses it.
 _http.create_ssl_context = functools.cache(_http.create_ssl_context)
 
-# JAX's traces are large graphs that live as long as their programs; Python would look through them every 700 new objects.
+# JAX's traces are large graphs that live as long as their programs; Python would look through them every 700 new objects. What there is
+# when all files have been read stays: it is looked through neither meanwhile nor later (`pytest_collection_finish`).
+gc.disable()
 gc.set_threshold(20_000, 20, 50)
 
 
@@ -86,7 +103,21 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return 0 if len(files) < 2 else min(most_processes(), len(files))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Throw old programs away: once a run, in the process that starts the others."""
+    if not hasattr(config, "workerinput") and COMPILED.is_dir():
+        for path in COMPILED.iterdir():
+            if path.is_file() and time.time() - path.stat().st_mtime > OLD_SECONDS:
+                path.unlink(missing_ok=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that have slow tests: begun last, one of them would be waited for while the other processes idle."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, but for the modules and tests that have been read."""
+    gc.freeze()
+    gc.enable()

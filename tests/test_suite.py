@@ -1,6 +1,7 @@
-"""How the suite is shared among processes: `pytest_xdist_auto_num_workers` and the order of files, in `conftest.py` beside this file."""
+"""How the suite is shared among processes: how many, the order of files, which programs are kept; `conftest.py` beside this file."""
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +51,17 @@ def test_a_container_s_cores_and_memory_bound_the_processes(suite, monkeypatch, 
         if text is not None:
             (tmp_path / name).write_text(text + "\n")
     assert suite.most_processes(tmp_path) == processes
+
+
+def test_programs_of_a_week_ago_go_once_a_run(suite, monkeypatch, tmp_path):
+    monkeypatch.setattr(suite, "COMPILED", tmp_path)
+    for name, days in (("old", 8), ("new", 6)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - days * 86400,) * 2)
+    suite.pytest_configure(SimpleNamespace(workerinput={}))
+    assert len(list(tmp_path.iterdir())) == 2
+    suite.pytest_configure(SimpleNamespace())
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_files_with_slow_tests_come_first_and_whole(suite):

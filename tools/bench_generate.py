@@ -1,4 +1,4 @@
-"""Output tokens a second of dsjax and of transformers' ``generate``, side by side in one run.
+"""Output tokens a second of dsjax, of transformers' ``generate`` and of llama.cpp, side by side in one run.
 
     python tools/bench_generate.py transformers:grouped_mm transformers:eager dsjax:dp=1
     python tools/bench_generate.py --prompts 256 --prompt-tokens 32 dsjax:dp=1 dsjax:dp=32
@@ -7,6 +7,7 @@
 A system is ``dsjax:MESH`` or ``transformers:EXPERTS``. ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for example
 ``dsjax:dp=1/kernels=plain``; ``dsjax+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module; ``dsjax+synchronous``
 turns asynchronous scheduling off; ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand in one run.
+``llama.cpp:FILE.gguf`` decodes all prompts together, at most 256 at a time, which is its limit (``tools/make_gguf.py`` makes the file).
 
 Each system runs in a process of its own; they take turns, one round each, so that a slow minute of the machine hits all of them. Round 0
 warms up and is not counted. The figure is the median over rounds of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to
@@ -30,7 +31,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KINDS, VARIANTS = ("dsjax", "transformers"), {"speculative", "synchronous"}
+KINDS, VARIANTS = ("dsjax", "transformers", "llama.cpp"), {"speculative", "synchronous"}
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument(
         "systems",
         nargs="*",
-        help="dsjax[+speculative][+synchronous]:MESH or transformers:EXPERTS (eager, batched_mm, grouped_mm)",
+        help="dsjax[+speculative][+synchronous]:MESH, transformers:EXPERTS (eager, batched_mm, grouped_mm) or llama.cpp:FILE",
     )
     parser.add_argument("--model", default=str(ROOT / "configs" / "models" / "demo"))
     parser.add_argument("--prompts", type=int, default=32)
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=1, help="of dsjax+speculative, tokens a row")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch and transformers")
+    parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     parser.add_argument("--held-out", action="store_true", help="prompts are pieces of the demo's held-out files")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option of dsjax")
     parser.add_argument("--json", metavar="FILE")
@@ -62,7 +64,7 @@ def main() -> None:
         kind, *variants = first.split("+")
         if kind not in KINDS or set(variants) - (VARIANTS if kind == "dsjax" else set()):
             parser.error(
-                f"no such system: {system}; expected dsjax[+speculative][+synchronous]:MESH or transformers:EXPERTS"
+                f"no such system: {system}; expected dsjax[+speculative][+synchronous]:MESH, transformers:EXPERTS or llama.cpp:FILE"
             )
     if not args.systems:
         parser.error("name at least one system, for example: transformers:grouped_mm dsjax:dp=1")
@@ -119,7 +121,8 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def _start(args: argparse.Namespace, system: str) -> subprocess.Popen:
-    python = args.torch_python if system.startswith("transformers:") else sys.executable
+    interpreters = {"transformers": args.torch_python, "llama.cpp": args.llama_python}
+    python = interpreters.get(system.partition(":")[0], sys.executable)
     sizes = [
         f"--{name.replace('_', '-')}={getattr(args, name)}"
         for name in ("model", "prompts", "prompt_tokens", "new_tokens", "drafts", "threads")
@@ -140,7 +143,10 @@ def work(args: argparse.Namespace) -> None:
     os.dup2(2, 1)
     system, _, how = args.worker.partition(":")
     kind, *variants = system.split("+")
-    run = _dsjax(args, how, variants) if kind == "dsjax" else _transformers(args, how)
+    if kind == "dsjax":
+        run = _dsjax(args, how, variants)
+    else:
+        run = (_transformers if kind == "transformers" else _llama_cpp)(args, how)
     for _ in sys.stdin:
         start, processor = time.perf_counter(), time.process_time()
         tokens = run()
@@ -238,6 +244,72 @@ def _transformers(args: argparse.Namespace, experts: str):
             out = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
         return out[:, prompts.shape[1] :].tolist()
 
+    return run
+
+
+def _llama_cpp(args: argparse.Namespace, file: str):
+    """llama.cpp through the C interface of llama-cpp-python, as its own ``llama-batched-bench`` drives it, but with greedy tokens."""
+    import numpy as np
+    from llama_cpp import llama_cpp
+
+    most_sequences, most_tokens = 256, 2048  # LLAMA_MAX_SEQ, and its default for a batch
+    length = args.prompt_tokens + args.new_tokens
+    together = min(args.prompts, most_sequences)
+    llama_cpp.llama_log_set(_SILENT := llama_cpp.llama_log_callback(lambda *_: None), None)
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        sys.exit(f"llama.cpp cannot load {file}")
+    settings = llama_cpp.llama_context_default_params()
+    # Each sequence has its own part of the cache, which is padded to 256 positions.
+    settings.n_ctx, settings.n_seq_max = together * -(-length // 256) * 256, together
+    settings.n_batch, settings.n_threads, settings.n_threads_batch = most_tokens, args.threads, args.threads
+    settings.kv_unified = False
+    context = llama_cpp.llama_init_from_model(model, settings)
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    batch = llama_cpp.llama_batch_init(most_tokens, 0, 1)
+    prompts = _prompts(args, vocabulary)
+
+    def decode(entries: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Entries of (token, position, sequence, whether the next token is wanted); the wanted ones, in their order."""
+        batch.n_tokens = len(entries)
+        for place, (token, position, sequence, wanted) in enumerate(entries):
+            batch.token[place], batch.pos[place], batch.logits[place] = token, position, wanted
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
+        if code := llama_cpp.llama_decode(context, batch):
+            sys.exit(f"llama_decode gave {code}")
+        places = [place for place, entry in enumerate(entries) if entry[3]]
+        rows = (llama_cpp.llama_get_logits_ith(context, place) for place in places)
+        return [int(np.ctypeslib.as_array(row, (vocabulary,)).argmax()) for row in rows]
+
+    def wave(some: list[list[int]]) -> list[list[int]]:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+        entries = [
+            (token, position, sequence, position == len(prompt) - 1)
+            for sequence, prompt in enumerate(some)
+            for position, token in enumerate(prompt)
+        ]
+        last: list[int] = []
+        for first in range(0, len(entries), most_tokens):
+            last += decode(entries[first : first + most_tokens])
+        found = [[token] for token in last]
+        for _ in range(args.new_tokens - 1):
+            last = decode(
+                [
+                    (token, len(some[sequence]) + len(found[sequence]) - 1, sequence, True)
+                    for sequence, token in enumerate(last)
+                ]
+            )
+            for tokens, token in zip(found, last, strict=True):
+                tokens.append(token)
+        return found
+
+    def run():
+        return [
+            tokens for first in range(0, len(prompts), together) for tokens in wave(prompts[first : first + together])
+        ]
+
+    run.keep = (_SILENT, model)  # what C holds must outlive this function
     return run
 
 

@@ -34,7 +34,15 @@ from dsjax.bench.serve.records import BenchRequest
 from dsjax.plan.simulation.load import Asked
 from dsjax.plan.simulation.service import Decoder, Engine, Served
 
+BEGAN = time.monotonic()
+STEP_TOKENS = 256
+"""Of prompts in a step, in the workers and in the simulation."""
 SIDES = {"aggregated": ("agg", "agg"), "separated": ("prefill", "decode")}
+
+
+def say(what: str) -> None:
+    """How far it is, with the seconds since the command began."""
+    print(f"{time.monotonic() - BEGAN:6.0f} s  {what}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -58,15 +66,28 @@ class Deployment:
         cores = sorted(os.sched_getaffinity(0))[:2]
         length = args.prompt_tokens + args.output_tokens
         sizes = ["--model", args.model, "--mesh", "dp=1", "--max-model-len", str(length + 64), "--max-num-seqs", "16"]
-        sizes += ["--max-num-batched-tokens", "512", "--prefill-chunk", "256", "--transfer-host", "127.0.0.1"]
-        self.frontend = Frontend(folder, "round-robin")
-        self.workers = []
+        sizes += ["--max-num-batched-tokens", str(STEP_TOKENS), "--prefill-chunk", str(STEP_TOKENS)]
+        sizes += ["--transfer-host", "127.0.0.1"]
+        self.frontend, self.workers = Frontend(folder, "round-robin"), []
         for index, mode in enumerate(SIDES[kind]):
             worker = Worker(folder, f"{kind}-{index}", *sizes, "--disaggregation-mode", mode)
             os.sched_setaffinity(worker.process.pid, {cores[index % len(cores)]})
             self.workers.append(worker)
-        wait_until(lambda: all(worker.is_ready for worker in self.workers), what="the workers are ready")
-        wait_until(lambda: self.frontend.num_workers() == 2, what="the frontend knows both")
+
+    def wait(self, seconds: float) -> None:
+        """Until requests can come.
+
+        Raises:
+            SystemExit: they cannot after so many seconds.
+        """
+        try:
+            wait_until(lambda: all(worker.is_ready for worker in self.workers), seconds, "the workers are ready")
+            wait_until(lambda: self.frontend.num_workers() == 2, seconds, "the frontend knows both")
+        except AssertionError as error:
+            logs = "\n".join(
+                f"{one.log.name}:\n{one.log.read_text()[-2000:]}" for one in (self.frontend, *self.workers)
+            )
+            raise SystemExit(f"{error}; --start-seconds is how long it may take\n{logs}") from None
 
     def end(self) -> None:
         """Leave nothing behind."""
@@ -101,7 +122,7 @@ async def send_all(client: Client, requests: list[BenchRequest], arrivals: list[
     return records
 
 
-async def measure(url: str, args: argparse.Namespace, console: Console, rate: float | None):
+async def measure(url: str, args: argparse.Namespace, rate: float | None):
     """Prices of lone steps, where no rate is given; and the records of the load."""
     async with open_session(None) as session:
         client = Client(session, Target(url, "completions", args.model, ignore_eos=True, timeout=600.0))
@@ -119,16 +140,17 @@ async def measure(url: str, args: argparse.Namespace, console: Console, rate: fl
             # A request's share of a worker with eight others beside: its prompt, and an eighth of its steps.
             seconds = prompt * args.prompt_tokens + args.output_tokens * (prices.step / 8 + each)
             rate = 2 * args.load / seconds
-            console.print(f"lone steps: {prices}; {rate:.3g} requests/s", highlight=False)
+            say(f"lone steps: {prices}; {rate:.3g} requests/s")
         gaps = np.random.default_rng(args.seed).exponential(1 / rate, args.requests)
         arrivals = np.cumsum(gaps).tolist()
         requests = draw(args, args.requests, args.seed)
+        say(f"{args.requests} requests in about {arrivals[-1]:.0f} s")
         return prices, rate, arrivals, requests, await send_all(client, requests, arrivals)
 
 
 def play(kind: str, prices: LinearPrices, requests, arrivals, transfer: float = 0.0):
     """TTFT and ITL of the same requests in the planner's simulation."""
-    sizes = {"seqs": 16, "step_tokens": 512, "cache_tokens": 1 << 20, "longest": 1 << 16, "sharing": False}
+    sizes = {"seqs": 16, "step_tokens": STEP_TOKENS, "cache_tokens": 1 << 20, "longest": 1 << 16, "sharing": False}
     engines = [Engine(prices, 1, one_token=kind == "separated", **sizes) for _ in range(2 - (kind == "separated"))]
     decoders = [Decoder(prices, 1, seqs=16)] if kind == "separated" else []
     until, made, moving = {}, [], []
@@ -181,6 +203,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--load", type=float, default=0.4, help="share of what two aggregated engines could do")
+    parser.add_argument("--start-seconds", type=float, default=300.0, help="in which the workers must be ready")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
@@ -189,10 +212,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="dsjax-bench-") as folder:
             deployment = None
             try:
+                say(f"starting {kind}: two workers and the frontend")
                 deployment = Deployment(Path(folder), kind, args)
-                own, rate, arrivals, requests, records = asyncio.run(
-                    measure(deployment.frontend.url, args, console, rate)
-                )
+                deployment.wait(args.start_seconds)
+                say("they are ready")
+                own, rate, arrivals, requests, records = asyncio.run(measure(deployment.frontend.url, args, rate))
                 prices = prices or own
             finally:
                 if deployment is not None:

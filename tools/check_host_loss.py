@@ -6,6 +6,7 @@
     sudo python tools/check_host_loss.py --signal CUT --between 1,2            # the link between these two alone
     python tools/check_host_loss.py --at-once 2                                # two of the four at the same moment
     python tools/check_host_loss.py --at-once 2 --apart 10                     # the second while the mesh is being changed
+    python tools/check_host_loss.py --fuzz 500                                 # with generated requests, valid and not, beside the sessions
     python tools/check_host_loss.py --processes 2 --devices 2 --sessions 8 --losses 2       # a small one
 
 A tiny model is served. First each request is answered undisturbed. Then every session sends its own request again and again, streamed,
@@ -13,14 +14,18 @@ and at a random moment a random process but the first gets the signal. When the 
 started again, as its supervisor would do, and joins (not with `--no-return`). An answer is lost where its stream ends with an error or
 without an end, and wrong where its text is another.
 
+With `--fuzz N`, two of `tools/fuzz_server.py --changing` send N requests each that schemathesis makes, and N others after them, until the
+last loss: each answer must be what is documented, and no 5xx but for the 503 of a mesh that is being changed.
+
 What is lost or wrong is printed at once, with the reason. Every `--progress` seconds a line says how far it is.
 
 The silence is the longest time without a token on any stream, from the signal, or from the start of the process that comes back, until
 the group has changed: so the seconds until the first token after the loss. Its parts: `noticing` until the change began; `looking` (at
 links), `releasing`, `loading` and `compiling` as process 0's log has them; `rest` until the next token. `--json FILE` writes `{"losses":
 [{"processes", "signal", "silence", "parts", "compiled_ahead", "change_seconds", "devices", "return_silence", "return_parts",
-"return_change_seconds"}], "answers", "lost", "wrong", "pages_left", "resident_bytes": [first, last]}`, anew after each loss. What stands
-behind `--` are more options of `dsjax serve`. Exits 1 where an answer was lost or wrong, a page was left, or a group did not change.
+"return_change_seconds", "resident_bytes"}], "answers", "lost", "wrong", "pages_left", "resident_bytes": [first, last], "fuzz": {"cases",
+"statuses", "changing", "slowest_seconds", "wrong"}}`, anew after each loss. What stands behind `--` are more options of `dsjax serve`.
+Exits 1 where an answer was lost or wrong, also one to a generated request, a page was left, or a group did not change.
 """
 
 import argparse
@@ -95,9 +100,13 @@ def main() -> int:
         "--apart", type=float, default=0, help="or within so many seconds, so that the change is hit too"
     )
     parser.add_argument(
-        "--ahead", action="store_true", help="take none before process 0 has compiled ahead (--compile-ahead)"
+        "--ahead", action="store_true", help="take none before every process has compiled ahead (--compile-ahead)"
     )
     parser.add_argument("--no-return", action="store_true", help="start none again")
+    parser.add_argument(
+        "--fuzz", type=int, default=0, metavar="N", help="send generated requests too, N in a round (schemathesis)"
+    )
+    parser.add_argument("--fuzzers", type=int, default=2, help="processes that send them, each one at a time")
     parser.add_argument("--heartbeat-timeout", type=int, default=10)
     parser.add_argument("--patience", type=float, default=600, help="seconds in which a group must have changed")
     parser.add_argument("--progress", type=float, default=15)
@@ -128,7 +137,7 @@ def main() -> int:
                 args.logs.mkdir(parents=True, exist_ok=True)
                 for index, text in enumerate(group.output):
                     (args.logs / f"process-{index}.log").write_text(text)
-    return 1 if found["lost"] or found["wrong"] or found["pages_left"] else 0
+    return 1 if found["lost"] or found["wrong"] or found["pages_left"] or found["fuzz"]["wrong"] else 0
 
 
 @contextlib.contextmanager
@@ -197,6 +206,9 @@ class Check:
     lost: list[str] = field(default_factory=list)
     wrong: list[int] = field(default_factory=list)
     going: bool = True
+    fuzzed: dict = field(
+        default_factory=lambda: {"cases": 0, "statuses": {}, "changing": 0, "slowest_seconds": 0.0, "wrong": []}
+    )
 
     def __post_init__(self):
         self.url = re.search(r"serving tiny at (http://[\d.:]+)", self.group.output[0]).group(1)
@@ -226,13 +238,13 @@ class Check:
             self.say(f"{len(expected)} undisturbed answers in {time.monotonic() - began:.1f} s")
             first = self.resident()
             sessions = [asyncio.create_task(self.session(i, text)) for i, text in enumerate(expected)]
+            if self.args.fuzz:
+                sessions += [asyncio.create_task(self.fuzz(number)) for number in range(self.args.fuzzers)]
             losses = []
             for number in range(self.args.losses):
-                losses.append(await self.lose())
+                losses.append(await self.lose() | {"resident_bytes": self.resident()})
                 self.say(f"{number + 1}: {json.dumps(losses[-1])}; {self.standing}")
-                self.write(
-                    {"losses": losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
-                )
+                self.write(self.found(losses))
                 if self.args.no_return and losses[-1]["devices"] <= self.args.devices:
                     break
             self.going = False
@@ -241,11 +253,15 @@ class Check:
             await asyncio.sleep(1)
             async with self.http.get(f"{self.url}/get_load") as answer:
                 pages = sum(load["used_pages"] for load in (await answer.json())["ranks"])
-            found = {"losses": losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
-            found |= {"pages_left": pages, "resident_bytes": [first, self.resident()]}
+            found = self.found(losses) | {"pages_left": pages, "resident_bytes": [first, self.resident()]}
             self.write(found)
             self.say(json.dumps({name: value for name, value in found.items() if name != "losses"}))
             return found
+
+    def found(self, losses: list[dict]) -> dict:
+        """What is known so far."""
+        found = {"losses": losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
+        return found | {"fuzz": self.fuzzed}
 
     def say(self, text: str) -> None:
         """Print a line, with the seconds since the start before it."""
@@ -254,7 +270,10 @@ class Check:
     @property
     def standing(self) -> str:
         """What came of the requests so far."""
-        return f"{self.answers} answers, {len(self.lost)} lost, {len(self.wrong)} wrong"
+        text = f"{self.answers} answers, {len(self.lost)} lost, {len(self.wrong)} wrong"
+        if self.args.fuzz:
+            text += f"; {self.fuzzed['cases']} generated requests, {len(self.fuzzed['wrong'])} answered wrongly"
+        return text
 
     async def tell_progress(self) -> None:
         """Say again and again how far it is."""
@@ -318,6 +337,39 @@ class Check:
             raise RuntimeError("the stream has no end")
         return text
 
+    async def fuzz(self, first: int) -> None:
+        """Have generated requests sent by a process of their own, round after round, each from another seed."""
+        for number in itertools.count(first, self.args.fuzzers):
+            if not self.going:
+                return
+            tool = [str(ROOT / "tools" / "fuzz_server.py"), "--url", self.url, "--cases", str(self.args.fuzz)]
+            tool += ["--seed", str(1000 * self.args.seed + number), "--timeout", str(self.args.patience), "--changing"]
+            pipe = asyncio.subprocess.PIPE
+            with tempfile.NamedTemporaryFile(prefix="check-host-loss-", suffix=".json") as file:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, *tool, "--json", file.name, stdout=asyncio.subprocess.DEVNULL, stderr=pipe
+                )
+                try:
+                    _, errors = await process.communicate()
+                finally:
+                    if process.returncode is None:
+                        process.kill()
+                written = Path(file.name).read_text()
+            if not written:
+                text = f"tools/fuzz_server.py has ended with {process.returncode}: {errors.decode()[-2000:]}"
+                self.fuzzed["wrong"].append(text)
+                self.say(f"FUZZ: {text}")
+                return
+            body = json.loads(written)
+            for name, count in body["statuses"].items():
+                self.fuzzed["statuses"][name] = self.fuzzed["statuses"].get(name, 0) + count
+            self.fuzzed["cases"] += body["cases"]
+            self.fuzzed["changing"] += body["changing"]
+            self.fuzzed["slowest_seconds"] = max(self.fuzzed["slowest_seconds"], body["slowest_seconds"])
+            self.fuzzed["wrong"] += body["wrong"]
+            for line in body["wrong"]:
+                self.say(f"FUZZ: {line}")
+
     async def lose(self) -> dict:
         """Take processes away at a random moment, and start them again."""
         if self.args.ahead:
@@ -373,9 +425,16 @@ class Check:
         return found
 
     async def has_compiled_ahead(self) -> bool:
-        """Whether process 0 has all programs of the meshes that may come next."""
+        """Whether all processes have the programs of the meshes that may come next; one that has just come back begins with none."""
         wanted = await self.metric("dsjax_compile_ahead_programs_wanted")
-        return 0 < wanted == await self.metric("dsjax_compile_ahead_programs_done")
+        if not 0 < wanted == await self.metric("dsjax_compile_ahead_programs_done"):
+            return False
+        live = [index for index, process in enumerate(self.group.processes) if process.poll() is None]
+        if len(live) < 3:
+            return True  # a follower that is alone with process 0 has no smaller mesh to be in
+        # A process reads the checkpoint once for each mesh, and then compiles ahead.
+        since = [self.group.output[index].rpartition("of the checkpoint's")[2] for index in live[1:]]
+        return all("are there, after" in text for text in since)
 
     async def left_out(self) -> list[int]:
         """Wait for one of the two to end, between which the link is cut: it was left out."""

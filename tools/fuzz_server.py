@@ -4,8 +4,12 @@
     python tools/fuzz_server.py --url http://127.0.0.1:8000 --cases 5000
 
 schemathesis makes the requests (`pip install schemathesis`). Every answer must have a documented status, its content type and
-shape, come in time, and be no 5xx; afterwards no page may be in use and a few good requests must be answered as before. Exits with 1
-if anything was otherwise, and prints what. One seed sends the same requests again.
+shape, come in time, and be no 5xx; a stream must have its end, and no error that is the server's; afterwards no page may be in use and a
+few good requests must be answered as before. Exits with 1 if anything was otherwise, and prints what. One seed sends the same requests
+again.
+
+With `--changing` the server's mesh changes meanwhile, and others use it too, as `tools/check_host_loss.py --fuzz` has it: then 503 is right
+where it says that the mesh is being changed (`changing_mesh`), and of `/ready`; pages are not looked at.
 """
 
 import argparse
@@ -44,6 +48,8 @@ class Findings:
     cases: collections.Counter = field(default_factory=collections.Counter)
     wrong: list[str] = field(default_factory=list)
     slowest: float = 0.0
+    changing: int = 0
+    """Answers that said rightly that the mesh is being changed."""
 
     @property
     def count(self) -> int:
@@ -58,32 +64,39 @@ def fuzz(
     api_key: str | None = None,
     start: int = 0,
     timeout: float = 60.0,
+    changing: bool = False,
     told: Callable[[str], None] = print,
 ) -> Findings:
-    """Send about `cases` requests, never fewer, and give what was found."""
+    """Send about `cases` requests, never fewer, and give what was found. changing: the mesh changes meanwhile, and others use it too."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     findings = Findings()
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as client:
-        before = _good_answers(client)
+        before = _good_answers(client, exact=not changing)
         vocab_size = client.get("/tokenizer_info").raise_for_status().json()["vocab_size"]
         schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
         schema.config.update(base_url=url)
         operations = {
             f"{op.method.upper()} {op.path}": op for result in schema.get_all_operations() if (op := result.ok())
         }
-        for (name, operation), share in zip(operations.items(), _shares(operations), strict=True):
+        order = list(zip(operations.items(), _shares(operations), strict=True))
+        if changing:
+            random.Random(start).shuffle(
+                order
+            )  # else a change would meet the first operations more often than the last
+        for (name, operation), share in order:
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-                _send(operation, mode, max(1, int(cases * share / 2)), start, headers, timeout, findings, vocab_size)
+                count = max(1, int(cases * share / 2))
+                _send(operation, mode, count, start, headers, timeout, findings, vocab_size, changing)
             told(f"{findings.count:6d} requests, {len(findings.wrong)} wrong, after {name}")
         # Some endpoints have few possible requests; what they left goes to the richest one.
         richest = operations["POST /v1/chat/completions"]
         while findings.count < cases:
             start += 1
-            _send(
-                richest, GenerationMode.NEGATIVE, cases - findings.count, start, headers, timeout, findings, vocab_size
-            )
-        findings.wrong += _left_behind(client)
-        if _good_answers(client) != before:
+            count = cases - findings.count
+            _send(richest, GenerationMode.NEGATIVE, count, start, headers, timeout, findings, vocab_size, changing)
+        if not changing:
+            findings.wrong += _left_behind(client)
+        if _good_answers(client, exact=not changing) != before:
             findings.wrong.append("good requests are answered otherwise than before")
     return findings
 
@@ -103,6 +116,7 @@ def _send(
     timeout: float,
     findings: Findings,
     vocab_size: int,
+    changing: bool,
 ) -> None:
     try:
         strategy = operation.as_strategy(generation_mode=mode)
@@ -136,8 +150,12 @@ def _send(
         findings.slowest = max(findings.slowest, time.monotonic() - begun)
         findings.cases[operation.label] += 1
         findings.statuses[response.status_code] += 1
+        expected = changing and says_changing(operation.path, response.status_code, response.text)
+        findings.changing += expected
         try:
-            case.validate_response(response, checks=CHECKS)
+            case.validate_response(response, checks=CHECKS[1:] if expected else CHECKS)
+            broken = "event-stream" in response.headers.get("content-type", [""])[0] and broken_stream(response.text)
+            assert not broken, broken
         except (AssertionError, BaseExceptionGroup) as error:  # one failed check, or several
             parts = getattr(error, "exceptions", (error,))
             text = "; ".join(f"{type(each).__name__}: {str(each)[:300]}" for each in parts)
@@ -148,6 +166,30 @@ def _send(
     except Exception as error:
         if mode is GenerationMode.POSITIVE or "Unsatisfiable" not in type(error).__name__:
             raise
+
+
+def says_changing(path: str, status: int, text: str) -> bool:
+    """Whether an answer is what is documented while the mesh is changed."""
+    if status != 503:
+        return False
+    try:
+        code = json.loads(text)["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return code == "changing_mesh" or (path == "/ready" and code == "not_ready")
+
+
+def broken_stream(text: str) -> str | None:
+    """What is wrong with the events of an answer: no end, or an error that is not the request's; None: nothing."""
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(one) for one in data if one != "[DONE]"]
+    for event in events:
+        error = event if event.get("type") == "error" else event.get("error")
+        if error and error.get("type") != "invalid_request_error":
+            return f"an error in a stream: {json.dumps(error)[:300]}"
+    last = events[-1].get("type", "") if events else ""
+    ended = "[DONE]" in data[-1:] or last in ("response.completed", "response.incomplete", "response.failed")
+    return None if ended else f"a stream has no end: {data[-1:]}"
 
 
 def _thin(body: Any) -> None:
@@ -200,8 +242,8 @@ def _bound(body: Any) -> None:
             body[name] = most
 
 
-def _good_answers(client: httpx.Client) -> list[Any]:
-    """Greedy and seeded answers, without what is new each time."""
+def _good_answers(client: httpx.Client, exact: bool) -> list[Any]:
+    """Greedy and seeded answers, without what is new each time. exact: log-probabilities too, which another mesh rounds otherwise."""
     asked = [
         ("/v1/completions", {"prompt": "def main(", "max_tokens": 24, "temperature": 0}),
         ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 16, "seed": 3, "logprobs": 2}),
@@ -211,7 +253,10 @@ def _good_answers(client: httpx.Client) -> list[Any]:
     answers = []
     for path, body in asked:
         answer = client.post(path, json=body).raise_for_status().json()
-        answers.append(answer.get("choices", answer))
+        choices = answer.get("choices")
+        if choices is not None and not exact:
+            choices = [{name: value for name, value in choice.items() if name != "logprobs"} for choice in choices]
+        answers.append(answer if choices is None else choices)
     return answers
 
 
@@ -236,15 +281,21 @@ def main() -> int:
     parser.add_argument("--api-key", help="where the server wants one; the admin's to reach its endpoints too")
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a request counts as hanging")
+    parser.add_argument(
+        "--changing", action="store_true", help="the mesh is changed meanwhile, and others use the server too"
+    )
     parser.add_argument("--json", help="file for the findings; - for standard output")
     args = parser.parse_args()
     begun = time.monotonic()
-    findings = fuzz(args.url, args.cases, api_key=args.api_key, start=args.seed, timeout=args.timeout)
+    findings = fuzz(
+        args.url, args.cases, api_key=args.api_key, start=args.seed, timeout=args.timeout, changing=args.changing
+    )
     summary = {
         "cases": findings.count,
         "seconds": round(time.monotonic() - begun, 1),
         "statuses": {str(status): count for status, count in sorted(findings.statuses.items())},
         "by_operation": dict(findings.cases),
+        "changing": findings.changing,
         "slowest_seconds": round(findings.slowest, 3),
         "wrong": findings.wrong,
     }

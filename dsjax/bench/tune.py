@@ -1,7 +1,7 @@
-"""Tile sizes of the Pallas products, chosen by timing them on the device at hand: what ``dsjax tune`` does.
+"""Tile sizes of the Pallas kernels, chosen by timing them on the device at hand: what ``dsjax tune`` does.
 
-Each product of a model's layers, as one device of a mesh has it, is timed with the default tile sizes and with each other that fits. The
-table is written after every product, so that an interrupted run goes on where it stopped.
+Attention and each product of a model's layers, as one device of a mesh has them, are timed with the default tile sizes and with each other
+that fits. The table is written after each, so that an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -19,10 +19,12 @@ import numpy as np
 from dsjax.bench.modules.timing import Budget, device_loop
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
-from dsjax.kernels.pallas import products
+from dsjax.kernels.pallas import attention, products
+from dsjax.kernels.pallas.attention import AttentionTiles
 from dsjax.kernels.pallas.cost import power
 from dsjax.kernels.pallas.products import BLOCK, SLACK, Groups, ProductTiles
-from dsjax.kernels.pallas.tile_table import Product, TileTable, Tuned
+from dsjax.kernels.pallas.tile_table import ATTENTION, Product, TileTable, Tuned
+from dsjax.model.forms import Layout, cache_arrays
 from dsjax.model.parameters import ParameterInfo
 from sharding import MeshSpec, Rules, fp8
 from sharding.mesh import AXES
@@ -32,8 +34,38 @@ STACK_BYTES = 2**30
 """Of the matrices that timing goes round, so that none is still in the device's cache (50 MB in an H200) when its turn comes again."""
 NEAR = 0.99
 """Other sizes than the default ones must take at most this share of their time: less is noise."""
-Timer = Callable[[Product, ProductTiles], float | None]
-"""Seconds of a product with such tiles; None where the device cannot run them."""
+MOST_CACHE_BYTES = 8 * 2**30
+"""Of a layer of cache; attention of more rows than that holds is not timed."""
+Tiles = ProductTiles | AttentionTiles
+Timer = Callable[[Product, Tiles], float | None]
+"""Seconds of a kernel with such tiles; None where the device cannot run them."""
+
+
+@dataclass(frozen=True)
+class AttentionSetting:
+    """What attention is timed over: ``heads`` of a device, and rows of ``context`` positions in a cache of this layout and dtype."""
+
+    config: ModelConfig
+    heads: int
+    layout: Layout
+    cache_dtype: np.dtype
+    page_size: int
+    context: int
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of a token in one layer's cache."""
+        found = cache_arrays(self.layout, self.config, self.cache_dtype).values()
+        return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in found)
+
+    def find(self, tokens: Iterable[int], chunk: int, drafts: int) -> list[Product]:
+        """Attention of a step with so many tokens of a DP rank, each once: of decode rows with their drafts, and of chunks of prompts."""
+        width = self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        shapes = [(count, 1 + drafts) for count in tokens]
+        shapes += [(count // chunk, chunk) for count in tokens if count >= chunk]
+        most = max(1, MOST_CACHE_BYTES // (self.context * self.entry_bytes))
+        of = lambda rows, own: attention.attention_product(rows, own * self.heads, width, self.cache_dtype)  # noqa: E731
+        return list(dict.fromkeys(of(rows, own) for rows, own in shapes if rows <= most))
 
 
 def find_products(
@@ -65,10 +97,16 @@ def find_products(
     return list(found)
 
 
-def candidates(product: Product) -> Iterator[ProductTiles]:
+def candidates(product: Product) -> Iterator[Tiles]:
     """The default tiles of a product, and then all others that are worth a try."""
     default = default_tiles(product)
     yield default
+    if isinstance(default, AttentionTiles):
+        rows = [size for size in (16, 32, 64, 128) if size <= 2 * power(product.columns)]
+        for sizes in itertools.product(rows, (32, 64, 128), (4, 8), (1, 2, 3, 4)):
+            if AttentionTiles(*sizes) != default:
+                yield AttentionTiles(*sizes)
+        return
     pairs = product.rows + 2 * product.rows**0.5 if product.kernel.startswith("experts") else product.rows
     columns = (BLOCK,) if product.kernel == "experts_gate_up_fp8" else (64, 128)
     splits = sorted({1, default.splits, 2 * default.splits}) if product.kernel.startswith("dense") else [1]
@@ -82,8 +120,10 @@ def candidates(product: Product) -> Iterator[ProductTiles]:
             yield tiles
 
 
-def default_tiles(product: Product) -> ProductTiles:
+def default_tiles(product: Product) -> Tiles:
     """What a product has without a table."""
+    if product.kernel == ATTENTION:
+        return attention.default_tiles(product.columns)
     if product.kernel.startswith("dense"):
         return ProductTiles.dense(int(product.rows), product.depth, product.columns)
     return ProductTiles.for_load(product.rows)
@@ -115,14 +155,41 @@ def tune(
     return table
 
 
-def device_timer(dtype: np.dtype, experts: int, budget: Budget, *, interpret: bool = False) -> Timer:
-    """Times products on the first device, with random values. dtype: of computation; experts: physical ones of a device."""
+def device_timer(
+    dtype: np.dtype, experts: int, setting: AttentionSetting, budget: Budget, *, interpret: bool = False
+) -> Timer:
+    """Times kernels on the first device, with random values. dtype: of computation; experts: physical ones of a device."""
     kept: dict[Product, tuple] = {}
 
-    def timer(product: Product, tiles: ProductTiles) -> float | None:
+    def attend(product: Product, tiles: AttentionTiles) -> float | None:
+        inputs, start, length = kept[product]
+
+        def apply(inputs, layer, total):
+            q_latent, q_rope, cache, tables = inputs
+            out = attention.latent_attention(
+                q_latent, q_rope, cache, setting.cache_dtype, layer, start, length, tables,
+                scale=setting.config.softmax_scale, interpret=interpret, tiles=tiles,
+            )  # fmt: skip
+            return total + out.reshape(-1)[0].astype(jnp.float32)
+
+        return measured(apply, inputs, next(iter(inputs[2].values())).shape[0])
+
+    def measured(apply, inputs, layers: int) -> float | None:
+        try:
+            prepared = device_loop(apply, inputs, jnp.float32(0), depth=layers)
+            prepared.warm_up(budget)
+            return prepared.take(budget).median
+        except jax.errors.JaxRuntimeError:
+            return None  # such tiles do not fit a core
+
+    def timer(product: Product, tiles: Tiles) -> float | None:
         if product not in kept:
             kept.clear()
-            kept[product] = _arrays(product, dtype, experts)
+            kept[product] = (
+                _cache(product, dtype, setting) if product.kernel == ATTENTION else _arrays(product, dtype, experts)
+            )
+        if product.kernel == ATTENTION:
+            return attend(product, tiles)
         weight, scale, x, groups = kept[product]
         kind, options = product.kernel.removesuffix("_fp8"), {"dtype": dtype, "interpret": interpret, "tiles": tiles}
 
@@ -136,14 +203,28 @@ def device_timer(dtype: np.dtype, experts: int, budget: Budget, *, interpret: bo
             leaf = jax.tree.leaves(out)[-1]
             return total + leaf.reshape(-1)[0].astype(jnp.float32)
 
-        try:
-            prepared = device_loop(apply, (weight, scale, x), jnp.float32(0), depth=weight.shape[0])
-            prepared.warm_up(budget)
-            return prepared.take(budget).median
-        except jax.errors.JaxRuntimeError:
-            return None  # such tiles do not fit a core
+        return measured(apply, (weight, scale, x), weight.shape[0])
 
     return timer
+
+
+def _cache(product: Product, dtype: np.dtype, setting: AttentionSetting) -> tuple:
+    """Queries of rows at the end of their context, layers of cache, and page tables: no page is of two rows, nor next to the one before."""
+    R, H, M = int(product.rows), setting.heads, setting.config.kv_lora_rank
+    C, O, G = product.columns // H, setting.config.qk_rope_head_dim, setting.page_size
+    pages = -(-setting.context // G)
+    layers = min(64, max(2, STACK_BYTES // (R * pages * G * setting.entry_bytes)))
+    key = jax.random.key(0)
+
+    def stack(shape: tuple[int, ...], kept_in: np.dtype):
+        one = lambda layer: jax.random.normal(jax.random.fold_in(key, layer), (R * pages, G, *shape), jnp.bfloat16).astype(kept_in)  # noqa: E731  # fmt: skip
+        return jax.lax.map(one, jnp.arange(layers))
+
+    arrays = cache_arrays(setting.layout, setting.config, setting.cache_dtype)
+    cache = {name: stack(shape, kept_in) for name, (shape, kept_in) in arrays.items()}
+    tables = jax.random.permutation(key, R * pages).reshape(R, pages).astype(jnp.int32)
+    q_latent, q_rope = (jax.random.normal(key, (R, C, H, width), jnp.float32).astype(dtype) for width in (M, O))
+    return (q_latent, q_rope, cache, tables), jnp.full((R,), setting.context - C), jnp.full((R,), C)
 
 
 def _arrays(product: Product, dtype: np.dtype, experts: int) -> tuple:

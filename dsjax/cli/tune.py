@@ -18,17 +18,22 @@ def tune(
     args: EngineArgs,
     output: Annotated[Path, typer.Option(help="File to write, and to go on with where it exists; give it to serve as --kernel-config.")],
     tokens: Annotated[str, typer.Option(help="Tokens of a DP rank in a step, separated by commas.")] = "1,8,32,128,512,2048",
+    context: Annotated[int, typer.Option(help="Positions that attention's rows see.", min=1)] = 4096,
     seconds: Annotated[float, typer.Option(help="How long each choice of sizes is timed.")] = 0.1,
     progress: Annotated[bool, typer.Option(help="Show how far it is.")] = True,
 ) -> None:  # fmt: skip
-    """Time the Pallas products of a model on this GPU with tile sizes of all kinds, and keep the fastest.
+    """Time attention and the Pallas products of a model on this GPU with tile sizes of all kinds, and keep the fastest.
 
-    The products are those that one device of --mesh has; the mesh itself is not needed. The file is written after each product: after
-    Ctrl-C the same command goes on where it stopped. Needs no checkpoint.
+    They are those that one device of --mesh has; the mesh itself is not needed. The file is written after each: after Ctrl-C the same
+    command goes on where it stopped. Needs no checkpoint.
     """
     counts = _numbers(tokens)
     if not seconds > 0:
         raise UserError(f"--seconds is {seconds:g}; expected more than 0")
+    if context < args.prefill_chunk:
+        raise UserError(
+            f"--context is {context}, less than --prefill-chunk {args.prefill_chunk}; expected at least as many positions"
+        )
     import jax
 
     from dsjax.bench import tune as tuning
@@ -38,6 +43,7 @@ def tune(
     from dsjax.engine import assembly
     from dsjax.engine.process import enable_compile_cache
     from dsjax.kernels.pallas.tile_table import TileTable
+    from dsjax.model.forms import common_layout
     from dsjax.model.transformer import parameter_table
     from sharding import MeshSpec
 
@@ -57,12 +63,18 @@ def tune(
     infos = parameter_table(config, weights=weights, platform=device.platform, num_physical=n_physical, mtp=False).infos
     rules = assembly.model_rules(config, spec)
     todo = tuning.find_products(config, infos, spec, rules, counts, n_physical=n_physical, quantises=scheme.dynamic)
+    layout = common_layout(args.mla_prefill, args.mla_decode)
+    cache_dtype = assembly.cache_dtype(args, dtype)
+    heads = config.num_attention_heads // spec.tp_size
+    setting = tuning.AttentionSetting(config, heads, layout, cache_dtype, args.page_size, context)
+    drafts = args.speculation.num_speculative_tokens if args.speculation else 0
+    todo += setting.find(counts, args.prefill_chunk, drafts)
     table = TileTable.read(output) if output.exists() else TileTable(device.device_kind)
     if table.device != device.device_kind:
         raise UserError(
             f"{output} is of {table.device}, and this machine has {device.device_kind}; choose another --output"
         )
-    timer = tuning.device_timer(dtype, max(1, n_physical // spec.ep_size), Budget(seconds, samples=5))
+    timer = tuning.device_timer(dtype, max(1, n_physical // spec.ep_size), setting, Budget(seconds, samples=5))
     console = Console(stderr=True)
     try:
         with case_progress(console, progress, len(todo)) as on_start:
@@ -71,13 +83,13 @@ def tune(
         done = TileTable.read(output).entries if output.exists() else ()
         left = sum(product not in {entry.product for entry in done} for product in todo)
         console.print(
-            f"interrupted: {left} of {len(todo)} products are left; the same command goes on", highlight=False
+            f"interrupted: {left} of {len(todo)} kernels' shapes are left; the same command goes on", highlight=False
         )
         raise typer.Exit(_INTERRUPTED) from None
     faster = [entry.default_seconds / entry.seconds for entry in table.entries]
     mean = sum(faster) / len(faster) if faster else 1.0
     typer.echo(
-        f"{output}: {len(faster)} products, on the mean {mean:.2f} times as fast as with default sizes; use it with --kernel-config"
+        f"{output}: {len(faster)} kernels' shapes, on the mean {mean:.2f} times as fast as with default sizes; use it with --kernel-config"
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
@@ -47,6 +49,21 @@ class CompiledProgram:
     partitioned: str | None
     lower_seconds: float
     compile_seconds: float
+
+    def text(self) -> str:
+        """The compiled program, as XLA prints it.
+
+        Raises:
+            UserError: it was made by a compiler of another version than jaxlib's reader.
+        """
+        try:
+            return self.compiled.as_text()
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(
+                f"jaxlib {version('jaxlib')} cannot read the program that {_accelerator_compilers()} made "
+                f"({_first_line(error)}); a compiler and jaxlib must belong together: pip install -U 'dsjax[tpu]' or 'dsjax[cuda]' "
+                "installs the one that does"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -151,14 +168,30 @@ def _compile(lower: Callable[[], Lowered], target: str, mesh: jax.sharding.Mesh)
 
 
 def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:
-    """Compile, and tell a program that is too large for the device (which TPU's compiler refuses) from one that is at fault."""
+    """Compile, and tell a program that is too large for the device (which TPU's compiler refuses) from one that is refused otherwise."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
+        reason = _first_line(error).removeprefix("RESOURCE_EXHAUSTED: ")
         if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
+            raise UserError(
+                f"{_accelerator_compilers()} cannot compile the step for {target}: {reason}. --kernels plain leaves out dsjax's own "
+                "kernels, and --target cpu says what weights, cache and collectives need"
+            ) from error
         raise TooLarge(
-            f"the step does not fit on {target}: {reason} Use more devices, --weights fp8, a smaller --batch or --context, "
+            f"the step does not fit on {target}: {reason}. Use more devices, --weights fp8, a smaller --batch or --context, "
             "or --target cpu, which says what weights and cache need"
         ) from error
+
+
+def _accelerator_compilers() -> str:
+    """Those that are installed, with their versions."""
+    found = []
+    for name in ("libtpu", "jax-cuda13-plugin"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return " or ".join(found) or "the compiler"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -107,7 +107,7 @@ def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster
         kept = keep_in_place(old, new, ranks, hosts if by_host(config.policy, slots.groups, hosts) else 1)
         return _moves(old, kept, slots, exchange.experts, domain, size, prices)
 
-    program = Program.parse(exchange.stage.compiled.as_text())
+    program = Program.parse(exchange.stage.text())
     sent = program_collectives(program, dict(step.mesh.shape), host_devices=domain, trip_count=lambda *_: 1)
     return Rebalance(
         policy=config.policy,

@@ -110,7 +110,7 @@ class _Reader:
         """tokens: of a DP rank, through ``moe_layers`` layers with experts."""
         step = self.step
         config, spec = step.config, step.spec
-        program = Program.parse(compiled.compiled.as_text())
+        program = Program.parse(compiled.text())
         dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
         host_devices = self.machines.domain if self.machines else CPU_HOST_DEVICES
         collectives = program_collectives(

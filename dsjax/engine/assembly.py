@@ -64,8 +64,8 @@ def make_step(
     dtype = compute_dtype(args, config, platform)
     weights = weights_format(args, config, dtype, bf16_experts)
     scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
-    cache_dtype = {"auto": dtype, "fp8": fp8.E4M3}.get(args.kv_cache_dtype) or jnp.dtype(args.kv_cache_dtype)
-    cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, cache_dtype)  # that they go together
+    kept_in = cache_dtype(args, dtype)
+    cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, kept_in)  # that they go together
     check_layout(config, spec, args.num_redundant, weights)
     placement = expert_placement(config, spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
@@ -95,11 +95,11 @@ def make_step(
         placement=placement,
         dispatch=DispatchConfig(method=args.dispatch, wire=args.dispatch_wire, chunk_tokens=args.moe_chunk_tokens),
         dtype=dtype,
-        cache_dtype=cache_dtype,
+        cache_dtype=kept_in,
         prefill_form=args.mla_prefill,
         decode_form=args.mla_decode,
         page_size=args.page_size,
-        kernels=_kernels(args, config, spec, platform, dtype, cache_dtype, weights, scheme),
+        kernels=_kernels(args, config, spec, platform, dtype, kept_in, weights, scheme),
         shared_experts_fusion=fusion,
         scheme=scheme,
     )
@@ -154,6 +154,11 @@ def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dt
     if args.dtype != "auto":
         return jnp.dtype(args.dtype)
     return jnp.dtype("float32" if platform == "cpu" or config.torch_dtype == "float32" else "bfloat16")
+
+
+def cache_dtype(args: EngineArgs, dtype: np.dtype) -> np.dtype:
+    """What the latent cache is kept in; ``auto``: the dtype of computation."""
+    return {"auto": dtype, "fp8": fp8.E4M3}.get(args.kv_cache_dtype) or jnp.dtype(args.kv_cache_dtype)
 
 
 def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_experts: bool | None = None) -> Weights:

@@ -359,12 +359,16 @@ class AsyncEngine:
         followed = [update for update in updates if self._outputs.follows(update.request)] if self.observers else []
         outputs, to_abort = self._outputs.process(updates)
         self._abort_completions(to_abort)
+        told: dict[OutputStream, None] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                stream.put(output)
+                stream.add(output)
+                told[stream] = None
                 if output.finished:
                     del self._streams[output.request_id]
+        for stream in told:
+            stream.tell()
         stopped = [update.request for update in followed if update.request.request_id in to_abort] if to_abort else []
         for observer in self.observers:
             if followed:

@@ -94,6 +94,7 @@ class Generations:
         self.counts = ChangeCounts()
         self.wake: Callable[[], None] = lambda: None
         self._asked, self._lock = False, threading.Lock()
+        self._used_up: set[MeshSpec] = set()  # of which somebody has been told
         self._orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
         self._orders.choose([device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape)
         if group is not None:
@@ -284,6 +285,13 @@ class Generations:
             chosen = devices[: spec.num_devices]
             if self._orders.find([device.id for device in chosen], spec.shape) is not None:
                 return spec
+            if spec not in self._used_up:
+                self._used_up.add(spec)
+                _log.warning(
+                    "The mesh %s has broken once in every order of its devices, and is not formed again before all processes are "
+                    "started again; the next smaller one is taken",
+                    spec,
+                )
             devices = devices[: spec.num_devices - spec.tp_size]
 
     def _devices(self) -> list[jax.Device]:

@@ -70,12 +70,16 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
         raise UserError(
             f"--mesh {args.mesh} has {devices} devices, fewer than the {options.num_processes} processes; start {devices}"
         )
-    versions = {f"the version of {name}": _version(name) for name in ("dsjax", "jax", "jaxlib")}
-    versions["the version of dsjax's commands"] = VERSION
+    found = versions() | {"the version of dsjax's commands": VERSION}
     own = {f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN}
     own["--heartbeat-timeout"] = options.heartbeat_timeout
     own["--disaggregation-mode"] = args.disaggregation_mode
-    return versions | own | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
+    return found | own | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that every process must have alike, by name as messages have it."""
+    return {f"the version of {name}": _version(name) for name in ("dsjax", "jax", "jaxlib")}
 
 
 def _version(package: str) -> str:

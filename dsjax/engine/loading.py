@@ -144,7 +144,7 @@ def load_model(
     check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
     mesh = mesh or spec.build()
     if group is not None and not is_later:
-        _check_shares(spec, mesh, group)
+        check_shares(spec, mesh, group)
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
@@ -222,7 +222,7 @@ def load_model(
     )
 
 
-def _check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
+def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
     """Refuse a mesh in which a process of the group has no device: it would have nothing to follow with."""
     sharing = {device.process_index for device in mesh.devices.flat}
     idle = [member for member in group.members if member.process_id not in sharing]

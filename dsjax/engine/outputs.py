@@ -123,12 +123,29 @@ class OutputStream:
         self._abort = abort
         self._ready: deque[RequestOutput | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Called by the engine, in the event loop's thread."""
+        """Add an output and tell the reader of it. Called in the event loop's thread, as is `add`."""
         self._ready.append(output)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.tell()
+
+    def add(self, output: RequestOutput) -> None:
+        """Add an output, of which `tell` will tell the reader: outputs of one step are told of together."""
+        self._ready.append(output)
+
+    def tell(self) -> None:
+        """Give the reader that waits what there is, or wake it."""
+        if self._waiter is None or self._waiter.done():
+            return
+        try:
+            if self._at_once is not None and self._goes_on() and self._at_once(self._peek()):
+                self._ready.clear()
+            else:
+                self._waiter.set_result(None)
+        except Exception as error:  # the reader's own
+            self._ready.clear()
+            self._waiter.set_exception(error)
 
     def __aiter__(self) -> "OutputStream":
         return self
@@ -139,13 +156,19 @@ class OutputStream:
         await self._wait()
         return self._take()
 
-    async def ready(self) -> list[tuple[int, RequestOutput]]:
+    async def ready(
+        self, at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
+    ) -> list[tuple[int, RequestOutput]]:
         """Wait, then give everything that is there: a reader that is late gets several outputs at once. Empty at the end.
 
         Raises what `__anext__` would, after the outputs before it.
+
+        at_once: takes outputs that come while this waits and that are not a request's last, and says whether it did; the reader goes on
+            waiting then. To wake a task, with all the functions in which it waits, costs more than to make an event of a token.
         """
         if not self._open:
             return []
+        self._at_once = at_once
         await self._wait()
         taken = [self._take()]
         while self._ready and self._open and not isinstance(self._ready[0], Exception):
@@ -159,6 +182,13 @@ class OutputStream:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def _goes_on(self) -> bool:
+        """Whether nothing that is there ends a request."""
+        return not any(isinstance(output, Exception) or output.finished for output in self._ready)
+
+    def _peek(self) -> list[tuple[int, RequestOutput]]:
+        return [(self._index[output.request_id], output) for output in self._ready]
 
     def _take(self) -> tuple[int, RequestOutput]:
         output = self._ready.popleft()

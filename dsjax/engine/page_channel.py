@@ -117,6 +117,8 @@ class Listener:
 
     def close(self) -> None:
         """End the connections, and let nobody come any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # to close it alone would wake no thread that waits in `accept`
         self._listener.close()
         for client in list(self._clients):
             client.channel.close()

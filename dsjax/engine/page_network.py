@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import logging
-import queue
 import socket
 import threading
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from dsjax.engine.commands import int32s
 from dsjax.engine.page_channel import Channel, Listener, connected, split_address
 from dsjax.engine.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill
 from dsjax.engine.parcel_network import ParcelServer, RemoteParcels
 from dsjax.engine.prefill_engine import PrefillEngine, Receive
-from dsjax.errors import UserError
 
 if TYPE_CHECKING:
     from dsjax.engine.executor import Progress
@@ -77,21 +73,15 @@ class _Client:
 
     def __init__(self, server: PrefillServer, connection: socket.socket):
         self._server = server
-        self._transfers: set[str] = set()
         self.channel = Channel(connection, self._take, self._leave)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Ask | Cancel | Release | Forget):
-            if isinstance(message, Ask):
-                self._transfers.add(message.transfer)
-            elif isinstance(message, Cancel):
-                self._transfers.discard(message.transfer)
             self._server.engine.post(message, self.channel.send)
 
     def _leave(self) -> None:
         """The decode engine has gone: nobody wants what it asked for."""
-        for name in self._transfers:
-            self._server.engine.post(Cancel(name), self.channel.send)
+        self._server.engine.leave(self.channel.send)
         self._server.listener.forget(self)
 
 
@@ -105,18 +95,27 @@ class RemoteLink:
         split_address(address)
         self.address, self._parcels, self._space = address, parcels, space
         self._receive: Receive = lambda message: None
-        self._outbox: queue.SimpleQueue[ToPrefill | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._outbox: list[ToPrefill] = []  # until it is connected
+        self._connecting = self._closed = False
         self._channel: Channel | None = None
-        self._thread = threading.Thread(target=self._run, name="dsjax-transfer", daemon=True)
-        self._thread.start()
 
     def connect(self, receive: Receive) -> None:
         """Have its messages handed to `receive`."""
         self._receive = receive
 
     def send(self, message: ToPrefill) -> None:
-        """Queue a message."""
-        self._outbox.put(message)
+        """Queue a message. Where there is no connection a thread makes one, and ends: a side that has gone for good costs none."""
+        with self._lock:
+            if self._channel is not None:
+                self._channel.send(message)
+            elif (
+                isinstance(message, Ask | Cancel) and not self._closed
+            ):  # of all else it has forgotten what it is about
+                self._outbox.append(message)
+                if not self._connecting:
+                    self._connecting = True
+                    threading.Thread(target=self._connect, name="dsjax-transfer", daemon=True).start()
 
     def pull(self, number: int, device: Any, address: str = "") -> Parcel:
         """A parcel on this device."""
@@ -127,37 +126,43 @@ class RemoteLink:
 
     def close(self) -> None:
         """End the connections."""
-        self._outbox.put(None)
+        with self._lock:
+            self._closed, channel, self._channel = True, self._channel, None
+        if channel is not None:
+            channel.close()
         self._parcels.close()
 
-    def _run(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            try:
-                if self._channel is None:
-                    if not isinstance(message, Ask | Cancel):
-                        continue  # it has forgotten everything
-                    self._channel = self._connected()
-                self._channel.send(message)
-            except (OSError, EOFError, msgspec.MsgspecError, UserError) as error:
-                reason = f"the prefill engine at {self.address} cannot be reached: {error}"
-                _log.warning("%s. Prompts are computed where they are decoded.", reason)
-                self._receive(Failed("", reason))
-        if self._channel is not None:
-            self._channel.close()
-
-    def _connected(self) -> Channel:
-        connection, _ = connected(self.address, self._space)
-        channel = Channel(connection, self._take, lambda: self._lost(channel))
-        channel.start()
-        return channel
+    def _connect(self) -> None:
+        channel, reason = None, ""
+        try:
+            connection, _ = connected(self.address, self._space)
+            channel = Channel(connection, self._take, lambda: self._lost(channel))
+        except Exception as error:  # whatever it is: what was asked for must not wait for an answer
+            reason = f"the prefill engine at {self.address} cannot be reached: {error}"
+        with self._lock:
+            self._connecting, outbox, self._outbox = False, self._outbox, []
+            if channel is not None:
+                for message in outbox:
+                    channel.send(message)
+                if self._closed:
+                    channel.close()
+                else:
+                    self._channel = channel
+                    channel.start()
+        if (
+            reason
+        ):  # what was asked for until now is given up with this; what comes from now on has another connection tried
+            _log.warning("%s. Prompts are computed where they are decoded.", reason)
+            self._receive(Failed("", reason))
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Offer | Failed):
             self._receive(message)
 
     def _lost(self, channel: Channel) -> None:
-        if self._channel is channel:
-            self._channel = None
+        with self._lock:
+            if self._channel is channel:
+                self._channel = None
         self._receive(Failed("", f"the connection to the prefill engine at {self.address} is lost"))
 
 

@@ -32,6 +32,9 @@ class ParcelCarrier(Protocol):
     def pull(self, address: str, number: int, shapes: Shapes, device: Any) -> Parcel:
         """A parcel that the process at this address has granted, complete, on this device. May raise anything, and may hang."""
 
+    def forget(self, address: str) -> None:
+        """The process at this address has gone: keep no connection to it."""
+
 
 class JaxCarrier:
     """`jax.experimental.transfer`. An id that nobody has granted hangs, and what nobody pulls stays pinned: hence grants, and drains."""
@@ -69,6 +72,10 @@ class JaxCarrier:
         try:
             return jax.block_until_ready(connection.pull(number, wanted))
         except BaseException:
-            with self._lock:
-                self._connections.pop(address, None)
+            self.forget(address)
             raise
+
+    def forget(self, address: str) -> None:
+        """Keep no connection to a process that has gone."""
+        with self._lock:
+            self._connections.pop(address, None)

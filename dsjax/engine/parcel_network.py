@@ -12,12 +12,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-import msgspec
-
 from dsjax.engine.page_channel import Channel, Listener, connected
 from dsjax.engine.page_transfer import Granted, Parcel, ParcelGoneError, Take, Taken
 from dsjax.engine.parcel_carrier import ParcelCarrier, Shapes
-from dsjax.errors import UserError
 
 _MOST_DROPPED = 4096
 
@@ -145,7 +142,7 @@ class RemoteParcels:
 
     def __init__(self, carrier: ParcelCarrier, space: dict[str, Any], shapes: Shapes, timeout: float):
         self._carrier, self._space, self._shapes, self._timeout = carrier, space, shapes, timeout
-        self._keepers: dict[str, _Keeper] = {}
+        self._keepers: dict[str, Future[_Keeper]] = {}
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Parcel:
@@ -171,18 +168,32 @@ class RemoteParcels:
     def close(self) -> None:
         """End the connections."""
         with self._lock:
-            for keeper in self._keepers.values():
-                keeper.channel.close()
+            known = list(self._keepers.values())
+        for keeper in known:
+            if keeper.done() and keeper.exception() is None:
+                keeper.result().channel.close()
 
     def _keeper(self, address: str) -> _Keeper:
+        """The connection to an address, which one thread makes while others that want it wait; those of other addresses do not."""
         with self._lock:
             found = self._keepers.get(address)
-            if found is None or found.is_lost:
-                try:
-                    found = self._keepers[address] = _Keeper(address, self._space)
-                except (OSError, EOFError, msgspec.MsgspecError, UserError) as error:
-                    raise ParcelGoneError(f"{address} cannot be reached: {error}") from error
-            return found
+            if connects := found is None:
+                found = self._keepers[address] = Future()
+        if connects:
+            try:
+                found.set_result(_Keeper(address, self._space, lambda keeper: self._forget(address, found, keeper)))
+            except Exception as error:  # whatever it is: others may wait for this
+                self._forget(address, found)
+                found.set_exception(ParcelGoneError(f"{address} cannot be reached: {error}"))
+        return found.result()
+
+    def _forget(self, address: str, found: Future[_Keeper], keeper: _Keeper | None = None) -> None:
+        """A connection is lost, or could not be made. What carried its parcels goes too: its process may never come back."""
+        with self._lock:
+            if self._keepers.get(address) is found:
+                del self._keepers[address]
+        if keeper is not None:
+            self._carrier.forget(keeper.carrier)
 
     def _pull(self, carrier: str, grant: int, device: Any, found: Future[Parcel]) -> None:
         try:
@@ -192,10 +203,10 @@ class RemoteParcels:
 
 
 class _Keeper:
-    """The connection to a process that keeps parcels."""
+    """The connection to a process that keeps parcels. lost: told of its end."""
 
-    def __init__(self, address: str, space: dict[str, Any]):
-        self._address, self.is_lost = address, False
+    def __init__(self, address: str, space: dict[str, Any], lost: Callable[[_Keeper], None]):
+        self._address, self._tell_lost, self.is_lost = address, lost, False
         self._asked: dict[int, Future[int]] = {}
         connection, self.carrier = connected(address, space)
         self.channel = Channel(connection, self._receive, self._lost)
@@ -223,6 +234,7 @@ class _Keeper:
         self.is_lost = True
         for number in list(self._asked):
             self._answer(number, 0)
+        self._tell_lost(self)
 
     def _answer(self, number: int, grant: int) -> None:
         granted = self._asked.get(number)

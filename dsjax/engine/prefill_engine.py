@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 _MOST_RECENT = 4096
 _LEASES_LOOKED_AT = 0.25
 """Seconds after which leases are looked at where nothing else happens; less where the timeout is short."""
-_LOOK = Forget()
-"""Put into the inbox, this very one: processes have come or gone."""
+_LOOK, _LEAVE = Forget(), Forget()
+"""Put into the inbox, these very ones: processes have come or gone; who is to be told of transfers is there no more."""
 
 
 @dataclass(eq=False)
@@ -128,6 +128,10 @@ class PrefillEngine:
                 return
         if isinstance(message, Ask) and receive is not None:
             receive(Failed("", self._reason))
+
+    def leave(self, receive: Receive) -> None:
+        """Whoever asked with this `receive` is there no more: what it asked for is not wanted."""
+        self._inbox.put((_LEAVE, receive))
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End the thread, and give back what the executor holds. Transfers that are under way fail."""
@@ -225,7 +229,10 @@ class PrefillEngine:
     def _enter(self, message: ToPrefill, receive: Receive | None) -> None:
         if message is _LOOK:
             return
-        if isinstance(message, Ask):
+        if message is _LEAVE:
+            for name in [name for name, job in self._jobs.items() if job.receive == receive]:
+                self._end(name)
+        elif isinstance(message, Ask):
             self._begin(message, receive)
         elif isinstance(message, Cancel):
             self._end(message.transfer)

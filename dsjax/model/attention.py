@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -208,7 +209,10 @@ class PagedAttention:
 
         def local(q, q_rope, weights, index, cache, layer, positions, length, tables, filled):
             q = by_head(absorb, weights, index, q[0]) if weights else q[0]
-            attend = latent_attention if self.kernels.pallas.platform == "gpu" else tpu_attention.latent_attention
+            if self.kernels.pallas.platform == "gpu":
+                attend = partial(latent_attention, tiles=self.kernels.pallas.tiles)
+            else:
+                attend = tpu_attention.latent_attention
             out = attend(
                 q, q_rope[0], cache, np.dtype(self.cache_dtype), layer, positions[0, :, 0], length[0], tables[0], filled,
                 scale=config.softmax_scale, interpret=interpret,

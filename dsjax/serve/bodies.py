@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.outputs import RequestOutput
@@ -117,12 +118,35 @@ class StreamedAnswer(Protocol):
         """The chunks that are sent after the last output."""
 
 
+class BodyWriter:
+    """Writes pieces of a streamed body to uvicorn's connection, byte for byte as its `send` does, which is a coroutine."""
+
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
+
+    @classmethod
+    def behind(cls, send: Send) -> "BodyWriter | None":
+        """Of a connection's own `send`; None for another one."""
+        cycle = getattr(send, "__self__", None)
+        return cls(cycle) if isinstance(cycle, RequestResponseCycle) else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `send` would not wait for the client to read what was written before."""
+        return self._cycle.chunked_encoding is True and not self._cycle.flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        """Write a piece, which is not empty; nothing once the client has left."""
+        if not self._cycle.disconnected:
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
 class EventStream(StreamingResponse):
     """An answer's chunks as server-sent events, then `[DONE]`; an error in between is an `error` event before it.
 
-    What is ready at the same time is written at once, and past the middlewares, which look at an answer's start and end alone:
-    hundreds of streams have an event in every step. However the response ends, also when the client left before its first
-    byte, `resources` are closed.
+    What is ready at the same time is written at once, and past the middlewares, which look at an answer's start and end alone: hundreds
+    of streams have an event in every step. For as long as the client keeps up that happens without waking this answer's task.
+    However the response ends, also when the client left before its first byte, `resources` are closed.
     """
 
     _END = b"data: [DONE]\n\n"
@@ -140,11 +164,13 @@ class EventStream(StreamingResponse):
         self._resources = resources
         self._scope: Scope | None = None
         self._send_events: Send | None = None
+        self._writer: BodyWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events."""
         self._scope = scope
         self._send_events = scope["state"].get(CONNECTION_SEND, send)
+        self._writer = BodyWriter.behind(self._send_events)
         with self._resources:
             watch = asyncio.ensure_future(self._watch(receive))
             try:
@@ -161,7 +187,7 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await self._send_all(self._answer.first_chunks())
-            while outputs := await self._outputs.ready():
+            while outputs := await self._outputs.ready(self._write_each):
                 await self._send_each(outputs)
             await self._send_all(self._answer.last_chunks())
         except ClientGoneError:
@@ -181,10 +207,25 @@ class EventStream(StreamingResponse):
         finally:
             await self._send_all(chunks)
 
+    def _write_each(self, outputs: list[tuple[int, RequestOutput]]) -> bool:
+        """As `_send_each`, without waiting; False, and nothing done, where that cannot be."""
+        if self._writer is None or not self._writer.is_ready:
+            return False
+        chunks: list[Mapping[str, Any]] = []
+        try:
+            for index, output in outputs:
+                chunks.extend(self._answer.chunks_of(index, output))
+        finally:
+            if events := self._events(chunks):
+                self._writer.write(events)
+        return True
+
     async def _send_all(self, chunks: Iterable[Mapping[str, Any]]) -> None:
-        events = b"".join([self._event(chunk) for chunk in chunks])
-        if events:
+        if events := self._events(chunks):
             await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
+
+    def _events(self, chunks: Iterable[Mapping[str, Any]]) -> bytes:
+        return b"".join([self._event(chunk) for chunk in chunks])
 
     def _event(self, chunk: Mapping[str, Any]) -> bytes:
         return b"data: " + to_json(chunk) + b"\n\n"

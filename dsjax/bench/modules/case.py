@@ -30,7 +30,8 @@ class Case:
     """A module at one size.
 
     module: its name in the tables and in `--only`; variant: which of its ways. sizes: what the row is looked up by (tokens,
-    rows, chunk, context, experts). memory: bytes that timing it needs. build: compiles it, with inputs on the device.
+    rows, chunk, context, experts). memory: bytes that timing it needs. build: compiles it, with inputs on the device. shared: it runs on
+    a mesh, by all processes of a group together; else on one device, by process 0 alone.
     """
 
     module: str
@@ -39,6 +40,7 @@ class Case:
     work: Work
     memory: int
     build: Callable[[], Prepared]
+    shared: bool = False
 
     @property
     def title(self) -> str:

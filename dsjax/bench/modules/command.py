@@ -1,28 +1,43 @@
 """`dsjax bench modules`: the command. JAX is imported when it runs."""
 
+import dataclasses
+import hashlib
 import shlex
 import sys
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from dsjax.bench.modules.options import GridOptions, ModelOptions, RunOptions
+from dsjax.bench.processes import GroupOptions, Processes, measuring_together
 from dsjax.bench.serve.flags import options_of
-from dsjax.cli.options import prepare_devices
 from dsjax.cli.output import report_console, write_json
 from dsjax.errors import UserError
 
 _INTERRUPTED = 130
 
 
-@options_of(model=ModelOptions, grid=GridOptions, run=RunOptions)
-def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
+@options_of(model=ModelOptions, grid=GridOptions, run=RunOptions, group=GroupOptions)
+def modules(model: ModelOptions, grid: GridOptions, run: RunOptions, group: GroupOptions) -> None:
     """Time the model's parts, one by one, at its true widths; `dsjax plan --measured` takes the JSON.
 
-    Only one module's weights are in memory at a time. Ctrl-C prints and writes what is done so far.
+    Only one module's weights are in memory at a time. Ctrl-C prints and writes what is done so far. On many hosts, start the same command
+    on each: process 0 times the parts of one device, all together the dispatch on --mesh.
     """
-    prepare_devices(grid.mesh)
-    from dsjax.bench.modules.ceilings import Device, find_ceilings
+    from sharding.mesh import MeshSpec
+
+    spec = MeshSpec.parse(grid.mesh)
+    with measuring_together(group, spec.num_devices, lambda: _alike(model, grid, run)) as processes:
+        interrupted = _measure(model, grid, run, spec, processes)
+    if interrupted:
+        print("interrupted: the figures are of what was done until then", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED)
+
+
+def _measure(model: ModelOptions, grid: GridOptions, run: RunOptions, spec: Any, processes: Processes) -> bool:
+    """Time, print and write. Whether Ctrl-C has ended it."""
+    from dsjax.bench.modules.ceilings import Ceilings, Device, find_ceilings
     from dsjax.bench.modules.grid import cases
     from dsjax.bench.modules.one_rank import RankPlan, extrapolate, one_rank_cases
     from dsjax.bench.modules.prepare import make_setting
@@ -31,24 +46,54 @@ def modules(model: ModelOptions, grid: GridOptions, run: RunOptions) -> None:
     from dsjax.bench.modules.timing import Budget
 
     setting = make_setting(model)
+    if processes.members:
+        processes.check_shares(spec, spec.build())
     device = Device.of(setting.step.mesh.devices.flat[0])
     budget = Budget(run.seconds or (0.2 if grid.quick else 1.0))
-    ceilings = find_ceilings(setting, device, run.hardware, budget)
+    own = dataclasses.astuple(find_ceilings(setting, device, run.hardware, budget)) if processes.leads else None
+    ceilings = Ceilings(*processes.agree("ceilings", own)[0])
     plan = RankPlan.of(setting, grid.one_rank_of, grid.batch, grid.layers) if grid.one_rank_of else None
     todo = list(one_rank_cases(setting, plan, grid.context_lengths) if plan else cases(setting, grid))
     if not todo:
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
-    with case_progress(Console(stderr=True), run.progress, len(todo)) as on_start:
-        found = run_cases(setting, todo, ceilings, budget, run.row_limit, on_start)
-    console = report_console(stderr=run.json_file == "-")
-    show(console, found, ceilings, device)
-    steps = extrapolate(setting, found.rows) if plan else []
-    if plan:
-        show_extrapolation(console, steps, plan, setting.config)
-    if run.json_file:
-        command = shlex.join(["dsjax", *sys.argv[1:]])
-        more = {"one_rank": {**vars(plan), "steps": [step.to_json() for step in steps]}} if plan else {}
-        write_json(run.json_file, to_json(found, setting, model.model, ceilings, device, command, **more))
-    if found.interrupted:
-        print("interrupted: the figures are of what was done until then", file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED)
+    if not processes.leads:
+        todo = [case for case in todo if case.shared]
+    with case_progress(Console(stderr=True), run.progress and processes.leads, len(todo)) as on_start:
+        found = run_cases(setting, todo, ceilings, budget, run.row_limit, on_start, processes.agree)
+
+    def report() -> None:
+        console = report_console(stderr=run.json_file == "-")
+        show(console, found, ceilings, device)
+        steps = extrapolate(setting, found.rows) if plan else []
+        if plan:
+            show_extrapolation(console, steps, plan, setting.config)
+        if run.json_file:
+            command = shlex.join(["dsjax", *sys.argv[1:]])
+            more = {"one_rank": {**vars(plan), "steps": [step.to_json() for step in steps]}} if plan else {}
+            body = to_json(found, setting, model.model, ceilings, device, command, processes=processes.members, **more)
+            write_json(run.json_file, body)
+
+    if found.partial and processes.members:
+        # The others wait for this process, or have gone: the group ends. What there is is not lost.
+        if processes.leads:
+            report()
+        raise found.failure or KeyboardInterrupt
+    processes.report(report)
+    return found.interrupted
+
+
+def _alike(model: ModelOptions, grid: GridOptions, run: RunOptions) -> dict[str, Any]:
+    """What must be the same in all processes beside versions, by name as messages have it. A folder may have another name on each host."""
+    from dsjax.config import load_config
+
+    if grid.one_rank_of:
+        raise UserError(
+            "--one-rank-of is measured on one device; start it on one host, without --coordinator-address and its like"
+        )
+    options = dataclasses.asdict(model) | dataclasses.asdict(grid)
+    options |= {"seconds": run.seconds, "row_limit": run.row_limit}
+    del options["model"]
+    config = hashlib.sha256(repr(load_config(model.model)).encode()).hexdigest()[:16]
+    return {f"--{name.replace('_', '-')}": value for name, value in options.items()} | {
+        "a model configuration with the SHA-256 sum": config
+    }

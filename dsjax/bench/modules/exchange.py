@@ -15,13 +15,14 @@ from dsjax.bench.modules.routed import SKEWS, route_randomly
 from dsjax.bench.modules.setting import Setting, with_mesh
 from dsjax.bench.modules.timing import Prepared, device_loop
 from sharding import MeshSpec
+from sharding.arrays import put
 from sharding.dispatch import DispatchConfig, dispatch, dispatch_collectives
 
 METHODS = ("gather", "padded", "ragged")
 
 
 def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> Iterator[Case]:
-    """Tokens are one DP rank's; bytes are those that leave one device."""
+    """Tokens are one DP rank's; bytes are those that leave one device. In a group all processes must make and time the same cases."""
     config = setting.config
     if not config.is_moe or spec.ep_size == 1:
         return
@@ -49,6 +50,7 @@ def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> I
                     Work(0, 0, sent),
                     6 * rows * spec.num_devices if platform == "cpu" else 6 * rows,
                     lambda m=method, n=count, s=skew: _exchange(setting, spec, m, n, experts, s),
+                    shared=True,
                 )
 
 
@@ -59,7 +61,7 @@ def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, expert
     total = tokens * spec.dp_size
     rng = np.random.default_rng(setting.seed)
     ids = route_randomly(rng, total, experts, config.num_experts_per_tok, skew)
-    inputs = jax.device_put(
+    inputs = put(
         {
             "x": np.asarray(rng.standard_normal((total, config.hidden_size), np.float32), setting.dtype),
             "ids": ids,

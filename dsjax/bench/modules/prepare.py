@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import jax
+
 from dsjax.bench.modules.options import ModelOptions
 from dsjax.bench.modules.setting import Setting
 from dsjax.checkpoint.hub import resolve
@@ -21,7 +23,7 @@ PAGE_TABLE_POSITIONS = 4096
 
 
 def make_setting(options: ModelOptions) -> Setting:
-    """The setting that the options describe, on the first device."""
+    """The setting that the options describe, on this process's first device."""
     config = load_config(options.model)
     length = options.max_model_len or min(config.max_position_embeddings, PAGE_TABLE_POSITIONS)
     if length > config.max_position_embeddings:
@@ -29,7 +31,7 @@ def make_setting(options: ModelOptions) -> Setting:
             f"--max-model-len is {length}, but the model has {config.max_position_embeddings} positions; lower it"
         )
     spec = MeshSpec.parse("dp=1")
-    mesh = spec.build()
+    mesh = spec.build(jax.local_devices() if jax.distributed.is_initialized() else None)
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,12 +89,21 @@ def show_extrapolation(console: Console, steps: list[Extrapolation], plan: RankP
 
 
 def to_json(
-    found: Found, setting: Setting, model: str, ceilings: Ceilings, device: Device, command: str, **more: Any
+    found: Found,
+    setting: Setting,
+    model: str,
+    ceilings: Ceilings,
+    device: Device,
+    command: str,
+    *,
+    processes: Sequence[Mapping[str, Any]] = (),
+    **more: Any,
 ) -> dict[str, Any]:
-    """Stable fields, as `docs/bench-modules.md` lists them."""
+    """Stable fields, as `docs/bench-modules.md` lists them. processes: those of a group, as of `Processes.members`."""
     return {
         **head(setting, model, ceilings, device, command),
-        "partial": found.interrupted,
+        "processes": list(processes),
+        "partial": found.partial,
         "skipped": [
             {"module": s.case.module, "variant": s.case.variant, "sizes": dict(s.case.sizes), "reason": s.reason}
             for s in found.skipped

@@ -11,9 +11,12 @@ from dsjax.bench.modules.case import Case, Row
 from dsjax.bench.modules.ceilings import Ceilings
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.bench.modules.timing import Budget
+from dsjax.bench.processes import Agree, alone
+from dsjax.hosts.meeting import GroupError
 
 MEMORY_SHARE = 0.5
 """Of the free memory, what a case may take: while weights are made they exist twice."""
+_TOO_LARGE = "the device's memory does not hold it"
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,17 @@ class Skipped:
 
 @dataclass
 class Found:
-    """What a run found."""
+    """What a run found. failure: what went wrong in another process, or on the way to it, and ended the run."""
 
     rows: list[Row] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     interrupted: bool = False
+    failure: Exception | None = None
+
+    @property
+    def partial(self) -> bool:
+        """Whether there are cases that it did not come to."""
+        return self.interrupted or self.failure is not None
 
 
 def run_cases(
@@ -40,31 +49,64 @@ def run_cases(
     budget: Budget,
     row_limit: float,
     on_start: Callable[[Case], None] = lambda case: None,
+    agree: Agree = alone,
 ) -> Found:
     """Time each case in turn. Ctrl-C ends the run; what was done is returned.
 
-    row_limit: seconds that one application may take at the device's ceilings.
+    row_limit: seconds that one application may take at the device's ceilings. agree: of the processes that have the same shared cases;
+    the others of a case are this process's own.
     """
     found = Found()
     try:
         for case in cases:
             on_start(case)
-            reason = why_not(setting, case, ceilings, row_limit)
-            if reason:
-                found.skipped.append(Skipped(case, reason))
-                continue
+            ask = agree if case.shared else alone
             try:
-                prepared = case.build()
-                prepared.warm_up(budget)
-                found.rows.append(Row(case, prepared.take(budget), prepared.in_device_loop))
-                del prepared
+                outcome = _outcome(setting, case, ceilings, budget, row_limit, ask)
             except (jax.errors.JaxRuntimeError, MemoryError) as error:
-                if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
+                if ask is not alone or not _is_of_memory(error):
                     raise
-                found.skipped.append(Skipped(case, "the device's memory does not hold it"))
+                outcome = _TOO_LARGE
+            if isinstance(outcome, Row):
+                found.rows.append(outcome)
+            else:
+                found.skipped.append(Skipped(case, outcome))
     except KeyboardInterrupt:
         found.interrupted = True
+    except (GroupError, jax.errors.JaxRuntimeError) as error:
+        if agree is alone:
+            raise
+        found.failure = error
     return found
+
+
+def _outcome(
+    setting: Setting, case: Case, ceilings: Ceilings, budget: Budget, row_limit: float, agree: Agree
+) -> Row | str:
+    """What was measured; or why it cannot be, the same in all processes that agree."""
+    reason = _first(agree("possible", why_not(setting, case, ceilings, row_limit)))
+    if reason:
+        return reason
+    prepared = None
+    try:
+        prepared = case.build()
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not _is_of_memory(error):
+            raise
+    reason = _first(agree("built", None if prepared else _TOO_LARGE))
+    if reason:
+        return reason
+    prepared.agree = agree
+    prepared.warm_up(budget)
+    return Row(case, prepared.take(budget), prepared.in_device_loop)
+
+
+def _first(reasons: Iterable[str | None]) -> str | None:
+    return next(filter(None, reasons), None)
+
+
+def _is_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def why_not(setting: Setting, case: Case, ceilings: Ceilings, row_limit: float) -> str | None:

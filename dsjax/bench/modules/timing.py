@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsjax.bench.processes import Agree, alone
+
 LEAST_SAMPLE = 0.02
 """Seconds that a sample lasts at least: a call of a compiled program costs 20 to 100 µs on the host, under 1 % of it."""
 LEAST_SAMPLES = 3
@@ -58,20 +60,22 @@ class Prepared:
     """As many calls of a program that does nothing, where `run` is calls from the host and they are to be taken off."""
     state: Callable[[], Any] = lambda: None
     """What the loop carries, after the last call."""
+    agree: Agree = alone
+    """Of the processes that apply it together: they must do so as often, and a sample is the slowest one's."""
 
     def warm_up(self, budget: Budget | None = None) -> None:
         """Run, and choose how many applications the two calls of a sample have.
 
         Where one application takes longer than the budget, it alone is a sample.
         """
-        first = self._time(self.unit)
+        first = self._slowest(self._time(self.unit))
         if budget is not None and first > budget.seconds:
             self.few, self.many = 0, self.unit
             return
-        each = self._time(self.unit) / self.unit
+        each = self._slowest(self._time(self.unit)) / self.unit
         if each * self.unit < LEAST_SAMPLE:
             count = 4 * self.unit
-            each = self._time(count) / count
+            each = self._slowest(self._time(count)) / count
         units = max(1, math.ceil(LEAST_SAMPLE / max(each * self.unit, 1e-7)))
         # The short call: what one step of the model has, unless that alone takes long.
         self.few = self.unit * max(1, min(self.in_call // self.unit, units))
@@ -86,14 +90,15 @@ class Prepared:
             started = time.perf_counter()
             self.empty(self.many)
             empty = time.perf_counter() - started
-        self.samples.append(Sample(empty, short, self._time(self.many)))
+        own = Sample(empty, short, self._time(self.many))
+        self.samples.append(max((Sample(*one) for one in self.agree("sample", list(own))), key=lambda one: one.long))
         return self.samples[-1]
 
     def take(self, budget: Budget) -> Times:
         """Sample until the budget is spent, at least `LEAST_SAMPLES` times."""
         started = time.perf_counter()
         while len(self.samples) < budget.samples and (
-            len(self.samples) < LEAST_SAMPLES or time.perf_counter() - started < budget.seconds
+            len(self.samples) < LEAST_SAMPLES or self._slowest(time.perf_counter() - started) < budget.seconds
         ):
             self.sample()
         return self.times()
@@ -101,6 +106,9 @@ class Prepared:
     def times(self) -> Times:
         """Of the samples so far."""
         return Times(tuple(self.samples), self.few if self.in_device_loop else 0, self.many, self.unit)
+
+    def _slowest(self, seconds: float) -> float:
+        return max(self.agree("seconds", seconds))
 
     def _after_pause(self, applications: int) -> float:
         pause()
@@ -139,13 +147,16 @@ def device_loop(
         with jax.default_matmul_precision("highest"):
             return jax.lax.fori_loop(0, rounds, lambda i, carry: apply(inputs, (first + i) % depth, carry), carry)
 
-    one = jnp.int32(1)
-    compiled = jax.jit(program, donate_argnums=3).lower(one, one, inputs, carry).compile()
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = jax.jit(program, donate_argnums=3).lower(number, number, inputs, carry).compile()
     held, first = [carry], [0]
+    here = all(array.is_fully_addressable for array in jax.tree.leaves(carry))
 
     def run(applications: int) -> None:
         rounds = applications // unit
-        start = jax.device_put((np.int32(rounds), np.int32(first[0] % depth)))
+        start = (np.int32(rounds), np.int32(first[0] % depth))
+        if here:  # else devices of other processes want them too, and JAX sends them
+            start = jax.device_put(start)
         first[0] += rounds
         held[0] = jax.block_until_ready(compiled(*start, inputs, held[0]))
 

@@ -56,15 +56,3 @@ class VerdictOptions(Checked):
     )
     json_file: str | None = option(None, "write JSON to this file too; - for standard output", flag="--json")
     progress: bool = option(True, "show a progress bar")
-
-
-@dataclass(frozen=True)
-class GroupOptions(Checked):
-    """Many hosts: the same command on each, as of dsjax serve."""
-
-    coordinator_address: str | None = option(None, "HOST:PORT of process 0; default: what Slurm, Kubernetes, … say")
-    num_processes: int | None = option(None, "processes of the group", least=1)
-    process_id: int | None = option(None, "which one this is, from 0", least=0)
-    host_address: str | None = option(None, "address of this host that the others reach")
-    start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
-    heartbeat_timeout: int = option(10, "seconds after which a silent process is taken for dead", least=1)

@@ -17,14 +17,13 @@ from dsjax.bench.modules.timing import LEAST_SAMPLE
 from dsjax.bench.network.groups import DeviceGroup
 from dsjax.bench.network.options import GridOptions
 from dsjax.bench.network.programs import CollectiveProgram
+from dsjax.bench.processes import Agree
 from dsjax.errors import UserError
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import exact
 from dsjax.plan.network import all_reduce, xla_collective
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
 
-Agree = Callable[[str, Any], list[Any]]
-"""Give this process's value, get every process's: `HostGroup.ask`; of one process `lambda stage, value: [value]`."""
 VERDICTS = ("as expected", "warning", "failing")
 _MEMORY_SHARE = 0.5
 

@@ -13,7 +13,7 @@ class PallasKernels:
     """That the kernels of this package are used.
 
     platform: whose kernels. interpret: run by Pallas's interpreter where there is no such device: slow, and for tests. tiles: sizes of
-    products' tiles that were timed (``--kernel-config``); None, and products that it lacks: sizes reckoned from shapes.
+    tiles that were timed (``--kernel-config``); None, and shapes that it lacks: sizes reckoned from shapes.
     """
 
     platform: Literal["gpu", "tpu"] = "gpu"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
+from dsjax.kernels.pallas.tile_table import ATTENTION, Product, TileTable
 from sharding import fp8
 
 NOTHING = -1e30
@@ -44,6 +45,15 @@ class AttentionTiles:
     warps: int = 8
     stages: int = 2
 
+    def tuned(self, table: TileTable | None, product: Product) -> AttentionTiles:
+        """With the sizes that a table has for this shape; these, where it has none."""
+        return replace(self, **((table and table.find(product)) or {}))
+
+
+def attention_product(rows: int, pairs: int, width: int, cache_dtype: np.dtype) -> Product:
+    """What a table knows attention by: rows of so many (token, head) pairs over cache entries of ``width`` values."""
+    return Product(ATTENTION, width, pairs, np.dtype(cache_dtype).name, rows)
+
 
 def latent_attention(
     q_latent: Float[Array, "R C H M"],
@@ -58,18 +68,20 @@ def latent_attention(
     *,
     scale: float,
     interpret: bool = False,
-    tiles: AttentionTiles | None = None,
+    tiles: AttentionTiles | TileTable | None = None,
 ) -> Float[Array, "R C H M"]:
     """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
 
     cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``, whose bits mean ``cache_dtype``;
         with FP8 ``scale [L, P, G, M / 128]`` of the latents beside them, and a ``rope`` of bfloat16.
     filled: which slots of the cache hold an entry; a token sees those and its own. None: all of them. scale: of the scores.
+    tiles: these, or those of a table where it has this shape; else the default ones.
     Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the latents, as in the plain form.
     """
     R, C, H, M = q_latent.shape
     O = q_rope.shape[-1]
-    tiles = tiles or default_tiles(C * H)
+    if not isinstance(tiles, AttentionTiles):
+        tiles = default_tiles(C * H).tuned(tiles, attention_product(R, C * H, M + O, cache_dtype))
     pairs = -(-C * H // tiles.rows) * tiles.rows
     wide, narrow = power(M), power(O)
     joined = "joined" in cache

@@ -1,4 +1,4 @@
-"""Tile sizes of products that were timed on a device: what ``dsjax tune`` writes and ``--kernel-config`` reads."""
+"""Tile sizes of products and of attention that were timed on a device: what ``dsjax tune`` writes and ``--kernel-config`` reads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from dsjax.errors import UserError
 FORMAT = 1
 FARTHEST = 2.0
 """An entry serves products of up to so many times its rows, or a part of them; others have the default sizes."""
-SIZES = {
-    "rows": (16, 32, 64, 128), "columns": (16, 32, 64, 128), "depth": (16, 32, 64, 128), "warps": (1, 2, 4, 8, 16),
-    "stages": tuple(range(1, 9)), "splits": tuple(range(1, 133)),
-}  # fmt: skip
-"""What each field of a tile may be: powers of two that Triton takes and that divide a block of 128."""
+ATTENTION = "latent_attention"
+"""The kernel whose tiles have other fields than those of products."""
+_POWERS = (16, 32, 64, 128)
+_OF_BOTH = {"rows": _POWERS, "warps": (1, 2, 4, 8, 16), "stages": tuple(range(1, 9))}
+SIZES = {**_OF_BOTH, "columns": _POWERS, "depth": _POWERS, "splits": tuple(range(1, 133))}
+"""What each field of a product's tile may be: powers of two that Triton takes and that divide a block of 128."""
+ATTENTION_SIZES = {**_OF_BOTH, "positions": _POWERS}
+"""The same of attention's."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product, as one device has it.
+    """A product, or attention, as one device has it.
 
     kernel: its name in profiles (``dense``, ``experts_gate_up``, ``experts_down``; with FP8 rows ``…_fp8``). depth, columns: of its matrix.
     weights: dtype that they are kept in. rows: of the product, or pairs of one expert on the mean.
+
+    Of ``latent_attention`` depth is the width of a cache entry, columns the (token, head) pairs of a row, weights the cache's dtype, and
+    rows those of the step.
     """
 
     kernel: str
@@ -38,6 +44,8 @@ class Product:
     @property
     def title(self) -> str:
         """For a progress bar."""
+        if self.kernel == ATTENTION:
+            return f"{self.kernel} of {self.columns} pairs over {self.depth} × {self.weights}, {self.rows:g} rows"
         return f"{self.kernel} {self.depth} × {self.columns}, {self.weights}, {self.rows:g} rows"
 
 
@@ -118,8 +126,9 @@ def _entry(path: str | Path, number: int, given: Any) -> Tuned:
         raise UserError(
             f"{path}: product {number} lacks or misstates {error}; make the file anew with dsjax tune"
         ) from error
+    sizes = ATTENTION_SIZES if product.kernel == ATTENTION else SIZES
     for name, size in tiles.items():
-        if size not in SIZES.get(name, ()):
-            expected = f"one of {', '.join(map(str, SIZES[name]))}" if name in SIZES else f"only {', '.join(SIZES)}"
+        if size not in sizes.get(name, ()):
+            expected = f"one of {', '.join(map(str, sizes[name]))}" if name in sizes else f"only {', '.join(sizes)}"
             raise UserError(f"{path}: product {number} has {name} {size}; expected {expected}")
     return Tuned(product, tuple(sorted(tiles.items())), seconds, default_seconds)

@@ -24,6 +24,7 @@ from dsjax.bench.modules.timing import Budget
 from dsjax.cli import app
 from dsjax.config import load_config
 from dsjax.errors import UserError
+from dsjax.hosts.meeting import GroupError
 from dsjax.model.mlp import MLP
 
 FAST = Ceilings(1e12, 1e15, "test")
@@ -164,6 +165,34 @@ def test_an_interrupt_keeps_what_was_done(setting):
     found = run_cases(setting, [first, dataclasses.replace(second, build=interrupt)], FAST, NO_TIME, 60.0)
     assert found.interrupted
     assert [row.case for row in found.rows] == [first]
+
+
+@pytest.mark.parametrize(("says_no", "expected"), [("possible", ["possible"]), ("built", ["possible", "built"])])
+def test_what_another_process_cannot_time_is_left_out_by_all(setting, says_no, expected):
+    """A shared case is agreed on before anybody waits in its collectives; a case of one device is this process's own."""
+    asked = []
+
+    def agree(what, own):
+        asked.append(what)
+        return [own, "another process says no" if what == says_no else None]
+
+    own, shared = mlp_cases(setting, "shared expert", [1, 2])
+    cases = [own, dataclasses.replace(shared, shared=True)]
+    found = run_cases(setting, cases, FAST, NO_TIME, 60.0, agree=agree)
+    assert [row.case for row in found.rows] == [own]
+    assert [skipped.reason for skipped in found.skipped] == ["another process says no"]
+    assert asked == expected
+
+
+def test_what_was_done_before_another_process_went_is_kept(setting):
+    def agree(what, own):
+        raise GroupError("process 1 has gone away")
+
+    own, shared = mlp_cases(setting, "shared expert", [1, 2])
+    found = run_cases(setting, [own, dataclasses.replace(shared, shared=True)], FAST, NO_TIME, 60.0, agree=agree)
+    assert found.partial
+    assert str(found.failure) == "process 1 has gone away"
+    assert [row.case for row in found.rows] == [own]
 
 
 @pytest.mark.slow

@@ -1,19 +1,12 @@
 """`dsjax bench network`: which devices meet, that wrong data are found, what the verdict hangs on; and what the planner takes of it."""
 
-import dataclasses
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
-
-from processes import Group
 
 from dsjax.bench.network import programs
 from dsjax.bench.network.groups import device_groups
@@ -228,23 +221,3 @@ def test_one_device_sends_nothing():
     result = CliRunner().invoke(app, ["bench", "network"])
     assert isinstance(result.exception, UserError)
     assert "--mesh dp=1 is one device" in str(result.exception)
-
-
-@pytest.mark.slow
-def test_two_processes_measure_between_hosts_and_end_with_one_verdict(tmp_path, cluster_file):
-    where = tmp_path / "n.json"
-    command = ["-m", "dsjax", "bench", "network", "--mesh", "dp=4", "--sizes", "64", "--repeats", "2", "--no-progress"]
-    command += ["--cluster", str(cluster_file(OWN.format(us=1e-9))), "--json", str(where)]
-    group = Group([*command, "--only", "all_gather,all_to_all"], 2)
-    try:
-        assert group.codes(120) == [4, 4], group.last_words()
-    finally:
-        group.end()
-    body = json.loads(where.read_text())
-    assert len(body["processes"]) == 2
-    found = {(row["group"][0], row["between_hosts"], row["hosts"], row["ranks"]) for row in body["rows"]}
-    assert found == {("host", False, 1, 2), ("hosts", True, 2, 2), ("experts", True, 2, 4)}
-    assert all(row["correct"] for row in body["rows"])
-    assert "experts: 1 × 4 ranks, between 2 hosts" in group.output[0]
-    assert "ranks, between" not in group.output[1]  # one process reports
-    assert dataclasses.asdict(GridOptions())["repeats"] == 10

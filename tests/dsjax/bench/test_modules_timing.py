@@ -57,3 +57,18 @@ def test_the_short_call_has_what_a_step_has():
     prepared.warm_up()
     assert prepared.few == 61
     assert prepared.many > 10 * prepared.few
+
+
+def test_of_processes_that_apply_it_together_the_slowest_decides():
+    """All apply it as often as the slowest says, or they would wait for each other for ever; its samples are everybody's."""
+    calls = []
+    told = {"seconds": lambda own: [own, 0.005], "sample": lambda own: [own, [0.0, 0.0, 9.0]]}
+    prepared = Prepared(calls.append, in_call=2, agree=lambda what, own: told[what](own))
+    prepared.warm_up()
+    assert (prepared.few, prepared.many) == (2, 2 + 16), (
+        "0.02 s are four calls of 5 ms, which are four applications each"
+    )
+    times = prepared.take(Budget(seconds=0.001, samples=5))
+    assert [sample.long for sample in times.samples] == [9.0] * 3, (
+        "5 ms have gone by after each: no more than the least"
+    )

@@ -12,9 +12,10 @@ from dsjax.bench.modules.timing import Budget
 from dsjax.cli.main import app
 from dsjax.config import load_config
 from dsjax.errors import UserError
-from dsjax.kernels.pallas import products
+from dsjax.kernels.pallas import attention, products
+from dsjax.kernels.pallas.attention import AttentionTiles
 from dsjax.kernels.pallas.products import ProductTiles
-from dsjax.kernels.pallas.tile_table import Product, TileTable, Tuned
+from dsjax.kernels.pallas.tile_table import ATTENTION_SIZES, Product, TileTable, Tuned
 from dsjax.kernels.table import choose_kernels
 from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec, Rules
@@ -86,13 +87,48 @@ def test_a_product_with_tuned_sizes_gives_the_same_numbers():
     np.testing.assert_allclose(found.astype(jnp.float32), run(None).astype(jnp.float32), rtol=0.02, atol=0.1)
 
 
-@pytest.mark.parametrize("kernel", ["dense", "experts_gate_up_fp8", "experts_down"])
-def test_the_timer_runs_every_kind_of_product(kernel, monkeypatch):
+def setting(name="demo", heads=8, cache_dtype=np.float32, context=24):
+    return tuning.AttentionSetting(load_config(name), heads, "split", np.dtype(cache_dtype), 16, context)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "experts_gate_up_fp8", "experts_down", "latent_attention"])
+def test_the_timer_runs_every_kind_of_kernel(kernel, monkeypatch):
     monkeypatch.setattr(tuning, "STACK_BYTES", 0)
     dtype = "float8_e4m3fn" if kernel.endswith("fp8") else "float32"
     product = Product(kernel, 128, 64, dtype, 3)
-    timer = tuning.device_timer(np.dtype(np.float32), 2, Budget(1e-9, samples=1), interpret=True)
+    if kernel == "latent_attention":
+        (product,) = setting().find([3], 256, 1)
+    timer = tuning.device_timer(np.dtype(np.float32), 2, setting(), Budget(1e-9, samples=1), interpret=True)
     assert timer(product, tuning.default_tiles(product)) > 0
+
+
+def test_attention_of_v3_is_found_for_decodes_with_drafts_and_for_chunks_as_far_as_its_cache_fits():
+    found = setting("deepseek-v3", 128, jnp.bfloat16, 4096).find([1, 256, 2048], 256, 2)
+    assert {(p.kernel, p.depth, p.weights) for p in found} == {("latent_attention", 576, "bfloat16")}
+    decode, chunk = 3 * 128, 256 * 128
+    assert [(p.rows, p.columns) for p in found] == [(1, decode), (256, decode), (1, chunk), (8, chunk)], "no 2,048 rows"
+    tiles = list(tuning.candidates(found[0]))
+    assert tiles[0] == AttentionTiles()
+    assert len(tiles) == len(set(tiles)) == 4 * 3 * 2 * 4
+    assert all(size in ATTENTION_SIZES[name] for tile in tiles for name, size in vars(tile).items())
+
+
+def test_attention_with_tuned_sizes_gives_the_same_numbers_and_other_shapes_keep_the_default():
+    own = setting()
+    product, other = own.find([2], 256, 0)[0], own.find([64], 256, 0)[0]
+    sizes = (("positions", 16), ("rows", 16), ("stages", 1), ("warps", 4))
+    table = TileTable("a GPU", (Tuned(product, sizes, 1.0, 2.0),))
+    default = tuning.default_tiles(product)
+    assert default.tuned(table, product) == AttentionTiles(16, 16, 4, 1) != default
+    assert default.tuned(table, other) == default
+    (q_latent, q_rope, cache, tables), start, length = tuning._cache(product, np.dtype(np.float32), own)
+
+    def run(tiles):
+        return attention.latent_attention(
+            q_latent, q_rope, cache, own.cache_dtype, jnp.int32(1), start, length, tables, scale=0.1, interpret=True, tiles=tiles
+        )  # fmt: skip
+
+    np.testing.assert_allclose(run(table), run(None), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +137,20 @@ def test_the_timer_runs_every_kind_of_product(kernel, monkeypatch):
         ("{", "is no JSON"),
         ('{"format": 7}', "of format 1"),
         ('{"format": 1, "device": "x", "products": [{}]}', "product 0 lacks"),
-        (None, "rows 48; expected one of 16, 32, 64, 128"),
+        ((ONE, "rows", 48), "rows 48; expected one of 16, 32, 64, 128"),
+        ((ONE, "positions", 64), "positions 64; expected only rows, warps, stages, columns, depth, splits"),
+        (
+            (Product("latent_attention", 576, 128, "bfloat16", 32), "depth", 64),
+            "expected only rows, warps, stages, positions",
+        ),
     ],
 )
 def test_a_wrong_file_is_told_what_is_wrong(tmp_path, body, expected):
     path = tmp_path / "tiles.json"
-    wrong = TileTable("x", (Tuned(ONE, (("rows", 48),), 1.0, 1.0),)).to_json()
-    path.write_text(body or json.dumps(wrong))
+    if not isinstance(body, str):
+        product, name, size = body
+        body = json.dumps(TileTable("x", (Tuned(product, ((name, size),), 1.0, 1.0),)).to_json())
+    path.write_text(body)
     with pytest.raises(UserError, match=expected):
         TileTable.read(path)
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from dsjax.dryrun.compilation import CompiledProgram, _compile_for_accelerator
 from dsjax.dryrun.topology import cuda_shape, cuda_target, target_devices, torus
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
@@ -127,3 +129,23 @@ def test_the_exchange_of_experts_for_32_gpus_sends_three_and_keeps_one_layers_sl
     for rebalance in (found["first"], found["next"]):
         assert rebalance["steps"] == round(58 * (rebalance["exchanges"] + 1))
         assert 5e-3 < rebalance["layer_seconds"]["value"] < 50e-3
+
+
+class Refused:
+    """What a compiler gives that fails when it compiles, or whose program cannot be read."""
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile a kernel.\nits program")
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure: 1 operands but sees 4\nmore")
+
+
+def test_what_a_compiler_refuses_is_one_message_that_says_what_to_do():
+    with pytest.raises(
+        UserError,
+        match=r"compile the step for tpu-v6e: INTERNAL: Mosaic failed .* a kernel\. --kernels plain",
+    ):
+        _compile_for_accelerator(Refused(), "tpu-v6e")
+    with pytest.raises(UserError, match=r"jaxlib .* cannot read .*but sees 4\); .*pip install -U 'dsjax\[tpu\]'"):
+        CompiledProgram(Refused(), None, 0.0, 0.0).text()

@@ -12,6 +12,7 @@ from dsjax.engine.async_engine import AsyncEngine, EngineClosingError, EngineDea
 from dsjax.engine.commands import Step
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PromptError
+from dsjax.engine.outputs import CompletionOutput, OutputStream, RequestOutput
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
 
@@ -250,5 +251,60 @@ def test_shutdown_ends_what_runs_with_an_error_and_refuses_what_comes():
         with pytest.raises(EngineClosingError):
             await engine.submit("late", [[1]], FINAL)
         assert pages_in_use(engine) == 0
+
+    run(main())
+
+
+def output(request_id: str, text: str, *, last: bool = False) -> RequestOutput:
+    return RequestOutput(request_id, None, [1], [CompletionOutput(0, text, [3])], last)
+
+
+def test_a_reader_that_waits_takes_outputs_at_once_and_is_woken_for_what_it_refuses_and_for_the_last():
+    async def main():
+        stream, seen, willing = OutputStream(["a", "b"], lambda ids: None), [], True
+
+        def at_once(outputs) -> bool:
+            if willing:
+                seen.append([(index, each.outputs[0].text) for index, each in outputs])
+            return willing
+
+        reading = asyncio.create_task(stream.ready(at_once))
+        await asyncio.sleep(0)
+        stream.add(output("a", "1"))
+        stream.add(output("b", "2"))
+        assert seen == []
+        stream.tell()
+        stream.put(output("a", "3"))
+        assert seen == [[(0, "1"), (1, "2")], [(0, "3")]]
+        assert not reading.done()
+        willing = False
+        stream.put(output("b", "4"))
+        willing = True
+        stream.put(output("b", "5"))  # behind what has not been read yet
+        assert [(index, each.outputs[0].text) for index, each in await reading] == [(1, "4"), (1, "5")]
+        for request_id in "ab":
+            reading = asyncio.create_task(stream.ready(at_once))
+            await asyncio.sleep(0)
+            stream.put(output(request_id, "end", last=True))
+            assert [each.outputs[0].text for _, each in await reading] == ["end"]
+        assert await stream.ready(at_once) == []
+        assert len(seen) == 2
+
+    run(main())
+
+
+def test_what_a_reader_raises_while_it_takes_outputs_at_once_is_its_own_to_hear():
+    async def main():
+        stream = OutputStream(["a"], lambda ids: None)
+        reading = asyncio.create_task(stream.ready(lambda outputs: [][1]))
+        await asyncio.sleep(0)
+        stream.put(output("a", "1"))
+        with pytest.raises(IndexError):
+            await reading
+        reading = asyncio.create_task(stream.ready())
+        await asyncio.sleep(0)
+        stream.fail(PromptError("over"))
+        with pytest.raises(PromptError):
+            await reading
 
     run(main())

@@ -2,10 +2,12 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -186,7 +188,7 @@ class FakeCarrier:
     address = "here"
 
     def __init__(self):
-        self.granted, self.revoked, self.pulls = {}, [], True
+        self.granted, self.revoked, self.forgotten, self.pulls = {}, [], [], True
 
     def grant(self, number, parcel):
         self.granted[number] = parcel
@@ -198,6 +200,9 @@ class FakeCarrier:
         if not self.pulls:
             raise OSError("the link is down")
         return self.granted.pop(number)
+
+    def forget(self, address):
+        self.forgotten.append(address)
 
 
 def served(**fields):
@@ -267,14 +272,67 @@ def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
     server.shutdown()
 
 
-def test_a_side_that_cannot_be_reached_is_told_of_at_once():
-    link = RemoteLink("127.0.0.1:9", RemoteParcels(FakeCarrier(), {}, {}, 5), {})
+def transfer_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dsjax-transfer")]
+
+
+def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_keeps_no_thread(caplog):
+    before = len(transfer_threads())
+    nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
+    link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteParcels(FakeCarrier(), {}, {}, 5), {})
     found = []
     link.connect(found.append)
-    link.send(Ask("a", b"", 0, 1))
+    for name in "abc":
+        link.send(Ask(name, b"", 0, 1))
+    nobody.close()
     until(lambda: found)
     assert "cannot be reached" in found[0].reason
+    assert len(found) == len(caplog.records) == 1
+    until(lambda: len(transfer_threads()) == before)
+    link.send(Ask("d", b"", 0, 1))
+    until(lambda: len(found) == 2)
     link.close()
+
+
+def test_nothing_is_kept_of_a_side_that_has_gone():
+    before = len(transfer_threads())
+    server, carrier = served()
+    link, found = linked(server, carrier, page_size=4)
+    link.send(Ask("a", int32s(range(33)), 0, 8))
+    until(lambda: sum(message.count for message in found) == 8)
+    link.pull(found[0].number, None, found[0].address)
+    assert carrier.forgotten == []
+    server.shutdown()
+    until(lambda: carrier.forgotten == ["here"])
+    until(lambda: len(transfer_threads()) == before)
+    assert isinstance(found[-1], Failed)
+    with pytest.raises(ParcelGoneError, match="cannot be reached"):
+        link.pull(found[0].number, None, found[0].address)
+    link.close()
+
+
+def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another(monkeypatch):
+    tried, limit = [], threading.Event()
+
+    def connected(address, space):
+        tried.append(address)
+        if address == "gone:1":
+            limit.wait(5)
+        raise OSError("no route")
+
+    monkeypatch.setattr("dsjax.engine.parcel_network.connected", connected)
+    parcels = RemoteParcels(FakeCarrier(), {}, {}, 5)
+    with ThreadPoolExecutor(2) as threads:
+        pulls = [threads.submit(parcels.pull, "gone:1", number, None) for number in (1, 2)]
+        until(lambda: tried)
+        with pytest.raises(ParcelGoneError, match="other:1 cannot be reached: no route"):
+            parcels.pull("other:1", 3, None)
+        assert not any(pull.done() for pull in pulls)
+        limit.set()
+        for pull in pulls:
+            with pytest.raises(ParcelGoneError, match=r"gone:1 .* reached"):
+                pull.result()
+    assert tried == ["gone:1", "other:1"]
 
 
 def test_a_parcel_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():

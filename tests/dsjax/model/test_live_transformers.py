@@ -41,14 +41,13 @@ pytestmark = [
 ]
 
 
-class _Their:
-    """What `goldens.reference_model` has, which imports torch and transformers: seven seconds of processor time, when a test needs them."""
+def their():
+    """`goldens.reference_model`, which imports torch and transformers: five seconds of processor time, when a test needs them.
 
-    def __getattr__(self, name: str):
-        return getattr(importlib.import_module("goldens.reference_model"), name)
+    Not an object with attributes of its own: pytest asks every object of a module for some while it collects.
+    """
+    return importlib.import_module("goldens.reference_model")
 
-
-their = _Their()
 
 # Seeds that no golden has: those count up from 0 in thousands, one thousand a case.
 FIRST_SEED = 10_000_000
@@ -64,8 +63,8 @@ def test_logits_equal_those_of_transformers(model_type, draw_number):
     rng = np.random.Generator(np.random.PCG64(FIRST_SEED + draw_number))
     raw, bias_center = draw(rng, {"model_type": model_type})
     tokens = random_tokens(raw, draw_number)
-    weights, model = their.settled_weights(raw, bias_center, tokens, FIRST_SEED + 1000 * draw_number)
-    reference = their.reference_logits(model, tokens)
+    weights, model = their().settled_weights(raw, bias_center, tokens, FIRST_SEED + 1000 * draw_number)
+    reference = their().reference_logits(model, tokens)
     config = ModelConfig.from_dict(raw)
     logits = logits_of(config, hf_tensors(config, weights), tokens)
     assert np.abs(logits - reference).max() <= bound(reference), raw
@@ -77,13 +76,13 @@ def test_a_checkpoint_saved_by_transformers_gives_its_logits(name, tmp_path):
     # As transformers' V3 configuration has it unless told otherwise: it announces an MTP module and saves none.
     del raw["num_nextn_predict_layers"]
     tokens = random_tokens(raw, 7)
-    _, model = their.settled_weights(raw, bias_center, tokens, FIRST_SEED)
+    _, model = their().settled_weights(raw, bias_center, tokens, FIRST_SEED)
     model.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config.rope == ModelConfig.from_dict(raw).rope
     spec = MeshSpec.parse("dp=1")
     params = load_checkpoint(checkpoint.config, checkpoint, spec.build(jax.devices()[:1]), Rules.for_mesh(spec))
-    reference = their.reference_logits(model, tokens)
+    reference = their().reference_logits(model, tokens)
     logits = logits_of_parameters(checkpoint.config, params, tokens)
     assert np.abs(logits - reference).max() <= bound(reference)
 
@@ -92,7 +91,9 @@ def test_a_config_written_by_us_is_read_by_transformers_as_the_same_model():
     raw, _ = case_configuration("v3-yarn-two-mscales")
     written = ModelConfig.from_dict(raw).to_dict()
     weights, tokens = RandomWeights(FIRST_SEED), random_tokens(raw, 8)
-    ours, theirs = (their.reference_logits(their.reference_model(config, weights), tokens) for config in (written, raw))
+    ours, theirs = (
+        their().reference_logits(their().reference_model(config, weights), tokens) for config in (written, raw)
+    )
     np.testing.assert_array_equal(ours, theirs)
 
 
@@ -101,7 +102,7 @@ def test_inverse_frequencies_are_those_of_transformers_to_the_bit(name):
     raw, _ = case_configuration(name)
     # Of V3's width, so that there are 32 of them.
     raw["qk_rope_head_dim"] = 64
-    theirs = their.reference_model(raw, RandomWeights(FIRST_SEED)).model.rotary_emb
+    theirs = their().reference_model(raw, RandomWeights(FIRST_SEED)).model.rotary_emb
     rope = ModelConfig.from_dict(raw).rope
     ours = inverse_frequencies(rope, 64)
     # One unit in the last place is left where a product is rounded once or twice (1 of 160 values seen).
@@ -114,8 +115,8 @@ def test_the_mtp_module_equals_that_of_transformers():
     raw, bias_center = case_configuration("v3-groups")
     raw["num_nextn_predict_layers"] = 1
     tokens = random_tokens(raw, 9)
-    weights, model = their.settled_weights(raw, bias_center, tokens, FIRST_SEED)
-    reference = their.reference_mtp_logits(model, weights, tokens)
+    weights, model = their().settled_weights(raw, bias_center, tokens, FIRST_SEED)
+    reference = their().reference_mtp_logits(model, weights, tokens)
     config = ModelConfig.from_dict(raw)
     table = parameter_table(config, weights="f32")
 

@@ -9,7 +9,7 @@ from scripted_executor import ScriptedExecutor, tool_tokenizer
 pytest.importorskip("schemathesis", reason="pip install schemathesis")
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from fuzz_server import fuzz
+from fuzz_server import broken_stream, fuzz, says_changing
 
 from dsjax.serve.options import ServeOptions
 
@@ -35,8 +35,28 @@ def test_a_server_error_and_a_lost_page_are_found(server, monkeypatch):
     monkeypatch.setattr("dsjax.serve.routes.status.package_version", lambda: 1 / 0)
     real = server.llm_engine.core.loads
     monkeypatch.setattr(server.llm_engine.core, "loads", lambda: [load._replace(used_pages=1) for load in real()])
-    monkeypatch.setattr("fuzz_server._good_answers", lambda client: [])
+    monkeypatch.setattr("fuzz_server._good_answers", lambda client, exact: [])
     monkeypatch.setattr("fuzz_server._left_behind.__defaults__", (0.1,))
     findings = fuzz(server.url, 20, api_key="root", told=lambda line: None)
     assert any("GET /version" in each for each in findings.wrong)
     assert "still in use" in findings.wrong[-1]
+
+
+def test_a_stream_without_an_end_and_one_with_the_server_s_error_are_found():
+    text = 'data: {"choices": []}\n\n'
+    assert broken_stream(text + "data: [DONE]\n\n") is None
+    assert "no end" in broken_stream(text)
+    failed = 'data: {"error": {"message": "the engine has failed", "type": "server_error"}}\n\ndata: [DONE]\n\n'
+    assert "the engine has failed" in broken_stream(text + failed)
+    named = 'event: response.completed\ndata: {"type": "response.completed"}\n\n'
+    assert broken_stream(named) is None
+    assert "no room" in broken_stream('event: error\ndata: {"type": "error", "code": "x", "message": "no room"}\n\n')
+
+
+def test_a_mesh_that_is_being_changed_excuses_no_other_503():
+    body = '{"error": {"code": "%s"}}'
+    assert says_changing("/get_load", 503, body % "changing_mesh")
+    assert says_changing("/ready", 503, body % "not_ready")
+    assert not says_changing("/v1/completions", 503, body % "not_ready")
+    assert not says_changing("/get_load", 500, body % "changing_mesh")
+    assert not says_changing("/get_load", 503, "Service Unavailable")

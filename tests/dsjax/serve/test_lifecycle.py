@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 
@@ -10,6 +11,7 @@ import pytest
 from live_server import wait_until
 
 from dsjax.errors import UserError
+from dsjax.serve import bodies
 from dsjax.serve.server import bind
 
 LONG = {"prompt": "ab", "max_tokens": 110, "temperature": 0}
@@ -36,6 +38,32 @@ def test_a_streaming_client_that_leaves_frees_its_pages_within_two_steps(start_s
     wait_until(lambda: server.pages_in_use == 0)
     assert server.executor.steps <= steps + 3, "one step may run while the disconnect arrives, then at most two"
     assert server.engine.num_unfinished == 0
+
+
+def test_pieces_written_at_once_are_the_bytes_that_uvicorn_sends(start_server, monkeypatch):
+    server = start_server()
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "stream": True, "n": 2, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+
+    def ask() -> list[bytes]:
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + b"\r\nX-Request-Id: same\r\nConnection: close\r\n\r\n" + body)
+            text = b"".join(iter(lambda: connection.recv(65536), b""))
+        text = re.sub(rb'"created":\d{10}', b'"created":0123456789', re.sub(rb"\r\ndate: [^\r]*", b"", text))
+        pieces = text.partition(b"\r\n\r\n")[2].split(b"\r\n")
+        sizes, events = pieces[0::2], pieces[1::2]
+        assert [int(size, 16) for size in sizes[: len(events)]] == [len(event) for event in events]
+        return b"".join(events).split(b"\n\n")  # which of them were ready together is up to the clock
+
+    written = []
+    write = bodies.BodyWriter.write
+    monkeypatch.setattr(bodies.BodyWriter, "write", lambda self, piece: (written.append(piece), write(self, piece)))
+    at_once = ask()
+    assert len(written) > 50
+    monkeypatch.setattr(bodies.BodyWriter, "behind", lambda send: None)
+    assert ask() == at_once
+    assert len(at_once) > 150
 
 
 def test_a_waiting_client_that_leaves_frees_its_pages_too(start_server):

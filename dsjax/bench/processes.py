@@ -1,0 +1,131 @@
+"""`Processes`: those that measure together: of a group over several hosts, or one alone. JAX is imported when they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsjax.bench.serve.options import Checked, option
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from dsjax.hosts.group import HostGroup
+    from sharding import MeshSpec
+
+Agree = Callable[[str, Any], list[Any]]
+"""Give this process's value of something, named by the first argument; get every process's, in the order of their ids."""
+
+
+def alone(what: str, value: Any) -> list[Any]:
+    """`Agree` of one process."""
+    return [value]
+
+
+@dataclass(frozen=True)
+class GroupOptions(Checked):
+    """Many hosts: the same command on each, as of dsjax serve."""
+
+    coordinator_address: str | None = option(None, "HOST:PORT of process 0; default: what Slurm, Kubernetes, … say")
+    num_processes: int | None = option(None, "processes of the group", least=1)
+    process_id: int | None = option(None, "which one this is, from 0", least=0)
+    host_address: str | None = option(None, "address of this host that the others reach")
+    start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
+    heartbeat_timeout: int = option(10, "seconds after which a silent process is taken for dead", least=1)
+
+
+class Processes:
+    """What a benchmark needs to know of the processes that take part. group: None for one that is alone.
+
+    Attributes:
+        leads: whether this is process 0, or the only one: it prints and writes.
+        agree: as of `Agree`; all ask the same in the same order. Where another process is gone, or has ended with an error, it raises
+            a `GroupError` that says so.
+    """
+
+    def __init__(self, group: HostGroup | None = None):
+        self._group = group
+        self.leads = group is None or group.is_leader
+        self.agree: Agree = alone if group is None else group.ask
+
+    @property
+    def members(self) -> list[dict[str, Any]]:
+        """For JSON: id and host name of each process of a group."""
+        members = self._group.members if self._group else []
+        return [{"process_id": member.process_id, "host": member.host} for member in members]
+
+    def check_shares(self, spec: MeshSpec, mesh: Mesh) -> None:
+        """Make sure that each process has a device of the mesh.
+
+        Raises:
+            UserError: one has none.
+        """
+        if self._group is not None:
+            from dsjax.engine.loading import check_shares
+
+            check_shares(spec, mesh, self._group)
+
+    def report(self, write: Callable[[], None]) -> None:
+        """Have process 0 print and write, while the others wait; what goes wrong there is an error in all."""
+        if self._group is None:
+            write()
+        else:
+            self._group.run("report", write if self.leads else lambda: None)
+
+
+@contextlib.contextmanager
+def measuring_together(
+    options: GroupOptions, num_devices: int, alike: Callable[[], Mapping[str, Any]]
+) -> Iterator[Processes]:
+    """The processes that the options name, while they measure; has the devices of a CPU emulated, so JAX must not have started.
+
+    num_devices: of the mesh. alike: what must be the same in all processes beside versions, by name as messages have it; it is called
+    before JAX starts.
+
+    Raises:
+        UserError, GroupError: the options are wrong, or the group does not form; while measuring, a process of it has gone or failed.
+    """
+    from dsjax.hosts import HostOptions
+    from sharding.emulation import emulate_devices
+
+    hosts = HostOptions.find(**dataclasses.asdict(options))
+    emulate_devices(-(-num_devices // (hosts.num_processes if hosts else 1)))
+    if hosts is None:
+        yield Processes()
+        return
+    import jax
+
+    from dsjax.engine.joining import versions
+    from dsjax.hosts.group import HostGroup
+    from dsjax.hosts.meeting import GroupError
+
+    group = HostGroup.start(hosts, lambda: versions() | dict(alike()))
+    reason = None
+    try:
+        yield Processes(group)
+    except (GroupError, jax.errors.JaxRuntimeError) as error:
+        found = _explained(group, error)
+        reason = str(found)
+        if found is error:
+            raise
+        raise found from error
+    except BaseException as error:
+        reason = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+        raise
+    finally:
+        group.leave(reason)
+
+
+def _explained(group: HostGroup, error: Exception) -> Exception:
+    """Why something that all do together failed: a process is gone, or process 0 has ended the group; else just this error."""
+    from dsjax.hosts.meeting import GroupError
+
+    if group.is_leader:
+        return error if isinstance(error, GroupError) else group.lost_by(error) or error
+    last = group.announcements.next(group.options.heartbeat_timeout + 2.0)
+    if last is None:
+        return error
+    return GroupError(f"{group.members[0].name} has ended" + (f": {last.reason}" if last.reason else ""))

@@ -1,0 +1,39 @@
+"""One process of a group that runs two benchmarks, one after the other: `test_bench_processes.py` starts two of these."""
+
+import argparse
+import sys
+
+from dsjax.bench.modules import command as modules_command
+from dsjax.bench.modules.options import GridOptions, ModelOptions, RunOptions
+from dsjax.bench.network import command as network_command
+from dsjax.bench.network import options as network_options
+from dsjax.bench.processes import GroupOptions, measuring_together
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for name in ("coordinator-address", "num-processes", "process-id", "start-timeout", "heartbeat-timeout"):
+        parser.add_argument(f"--{name}", type=str if name == "coordinator-address" else int)
+    for name in ("cluster", "network-json", "modules-json"):
+        parser.add_argument(f"--{name}")
+    given = vars(parser.parse_args())
+    cluster, network_json, modules_json = (given.pop(name) for name in ("cluster", "network_json", "modules_json"))
+    from dsjax.plan.cluster import load_cluster
+    from sharding.mesh import MeshSpec
+
+    spec = MeshSpec.parse("dp=4")
+    with measuring_together(GroupOptions(**given), spec.num_devices, dict) as processes:
+        grid = network_options.GridOptions(mesh="dp=4", sizes="64", repeats=2, only="all_gather,all_to_all")
+        verdict = network_options.VerdictOptions(cluster=cluster, json_file=network_json, progress=False)
+        code = network_command._measure(grid, verdict, spec, load_cluster(cluster), processes)
+        from dsjax.bench.modules import exchange
+
+        exchange.METHODS, exchange.SKEWS = ("padded",), {"even": 0.0}  # one program to compile
+        model, run = ModelOptions(model="demo"), RunOptions(seconds=0.001, json_file=modules_json, progress=False)
+        one_device = GridOptions(only="norms,dispatch", tokens="2", mesh="dp=4")
+        modules_command._measure(model, one_device, run, spec, processes)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Two processes of two devices each measure together: one prints and writes, and both end alike."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
+
+from processes import Group
+
+from dsjax.bench.processes import _explained
+from dsjax.config import load_config
+from dsjax.hosts.announcement import Announcement
+from dsjax.hosts.meeting import GroupError
+from dsjax.plan.measured import read_measured
+
+CLUSTER = """
+name = "two"
+description = "2 hosts x 2 devices"
+hardware = "h100"
+hosts = 2
+devices_per_host = 2
+scale_up_devices = 2
+network = "RoCE"
+network_gbps = 100
+nics_per_host = 1
+latency_us = 5
+latency_us_range = [2, 8]
+
+[acceptance.inside_host.all_to_all]
+latency_us = 1e-9
+gb_per_s = 1000
+
+[sources]
+network_gbps = "ours"
+"""
+"""Nothing is as fast as it says: the verdict is `failing`, code 4."""
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """What each printed, and the files of the two benchmarks."""
+    folder = tmp_path_factory.mktemp("both")
+    (folder / "cluster.toml").write_text(CLUSTER)
+    command = ["tests/dsjax/bench/bench_process.py", "--cluster", str(folder / "cluster.toml")]
+    files = folder / "n.json", folder / "m.json"
+    group = Group([*command, "--network-json", str(files[0]), "--modules-json", str(files[1])], 2)
+    try:
+        assert group.codes(180) == [4, 4], group.last_words()
+    finally:
+        group.end()
+    return group.output, *files
+
+
+@pytest.mark.slow
+def test_two_processes_measure_between_hosts_and_end_with_one_verdict(both):
+    output, file, _ = both
+    body = json.loads(file.read_text())
+    assert len(body["processes"]) == 2
+    found = {(row["group"][0], row["between_hosts"], row["hosts"], row["ranks"]) for row in body["rows"]}
+    assert found == {("host", False, 1, 2), ("hosts", True, 2, 2), ("experts", True, 2, 4)}
+    assert all(row["correct"] for row in body["rows"])
+    assert "experts: 1 × 4 ranks, between 2 hosts" in output[0]
+    assert "ranks, between" not in output[1]  # one process reports
+
+
+@pytest.mark.slow
+def test_two_processes_time_the_dispatch_between_them_and_one_of_them_all_else(both):
+    output, _, file = both
+    body = json.loads(file.read_text())
+    assert [one["process_id"] for one in body["processes"]] == [0, 1]
+    assert not body["partial"]
+    assert {row["module"]: row["sizes"].get("mesh") for row in body["rows"]} == {"norms": None, "dispatch": "dp=4"}
+    assert "norms" in output[0]
+    assert "norms" not in output[1]
+    found = read_measured(file, load_config("demo")).seconds("dispatch", 2, mesh="dp=4", variant="padded even")
+    assert found.value == next(row["median_s"] for row in body["rows"] if row["module"] == "dispatch")
+
+
+def follower(*announced):
+    """Of process 1: what it hears of process 0."""
+    heard = list(announced)
+    return SimpleNamespace(
+        is_leader=False,
+        options=SimpleNamespace(heartbeat_timeout=5),
+        members=[SimpleNamespace(name="process 0 (a, pid 7)")],
+        announcements=SimpleNamespace(next=lambda seconds: heard.pop() if heard else None),
+    )
+
+
+def test_the_others_say_why_process_0_has_ended():
+    failed = RuntimeError("a collective failed")
+    found = _explained(follower(Announcement(1, reason="it was interrupted", ended=True)), failed)
+    assert isinstance(found, GroupError)
+    assert str(found) == "process 0 (a, pid 7) has ended: it was interrupted"
+    assert _explained(follower(), failed) is failed, "nobody has ended: it is an error of the program"
+
+
+def test_process_0_says_who_is_gone_where_a_collective_failed():
+    gone = GroupError("process 1 (b, pid 8) has gone away")
+    assert _explained(SimpleNamespace(is_leader=True, lost_by=lambda error: gone), RuntimeError()) is gone
+    failed = RuntimeError("a collective failed")
+    assert _explained(SimpleNamespace(is_leader=True, lost_by=lambda error: None), failed) is failed
