@@ -82,7 +82,7 @@ What is wrong:
 - **Prefill on GB200 (D, E)** is a quarter too slow. Of D's 1.17 s the experts are 0.37, combine 0.23, projections 0.19, dispatch 0.12. The
   exchanges are carried over from 24 multiprocessors of an H200 with the link's rate only, one after the other. With the overlap of two
   batches, which the source does not mention for prefill, D and E would be 13 and 16 % too slow.
-- **TP16 between hosts (H, I)** takes a third more than is predicted. 122 sums a step at 68 µs are 8.3 of 17.5 ms; what a single request needs
+- **TP16 between hosts (H, I)** takes a third more than is predicted. 122 sums a step at 68 µs are 8.3 of 17.5 ms; what one request needs
   beside them (61 layers of small kernels, priced on a warm device one by one) is the rest, and has no table between hosts.
 - **H20's decode (J)**: the source multiplies an FP8 cache as FP8 (FlashMLA-FP8), which the model grants Blackwell only, and overlaps
   the exchange with a single batch; attention is a third of the step.

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from dsjax.hardware import Hardware
 from dsjax.plan.curves import Curve, Grid, doublings
@@ -31,8 +32,7 @@ _FARTHEST = 2.0**22
 """Rows and tokens up to which times are carried over; beyond they grow in proportion."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What an operation has to do: operations, of which unit (`fp8`, `bf16`, `fp4`), and bytes of memory."""
 
     flops: float
@@ -41,7 +41,9 @@ class Work:
 
     def on(self, chip: Hardware) -> tuple[float, float]:
         """Seconds of its operations and of its bytes at `_CEILING` of a device's figures."""
-        peak = {"fp8": chip.fp8_flops, "bf16": chip.bf16_flops, "fp4": chip.fp4_flops or chip.fp8_flops}[self.unit]
+        peak = chip.bf16_flops if self.unit == "bf16" else chip.fp8_flops
+        if self.unit == "fp4" and chip.fp4_flops:
+            peak = chip.fp4_flops
         return self.flops / (_CEILING * peak), self.moved / (_CEILING * chip.memory_bandwidth)
 
     def best(self, chip: Hardware) -> float:

@@ -11,6 +11,7 @@ from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question
 from dsjax.plan.search import Plan, search
+from dsjax.plan.step import tables_of
 from dsjax.plan.workload import Objective
 
 _FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
@@ -73,9 +74,14 @@ def bottlenecks(candidate: Candidate, shared: dict | None = None) -> list[Bottle
     one plan have in common; give all of them the same dict.
     """
     now, cluster, shared = candidate.throughput.value, candidate.decode.cluster, {} if shared is None else shared
+    key = tables_of(candidate.decode.options.operators)
+    tables = candidate.decode.steps.get("shared", {}).get(key)
 
     def gain(resource: str, there: Cluster, batch: float | None = None) -> Bottleneck:
-        moved = quick_on(candidate, there, shared.setdefault(resource, {}), batch)
+        known = shared.setdefault(resource, {})
+        if there.hardware is cluster.hardware and tables is not None:  # operations take as long as they did
+            known.setdefault(key, tables)
+        moved = quick_on(candidate, there, known, batch)
         return Bottleneck(resource, moved.throughput.value / now)
 
     found = [gain(resource, cluster.scaled(resource, 2)) for resource in RESOURCES]

@@ -319,12 +319,12 @@ def _as_served(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def _read(folder: Path | None, table: str) -> list[dict[str, str]]:
     bundled = importlib.resources.files("configs") / "operators" / f"{table}.csv"
-    rows = list(csv.DictReader(bundled.read_text(encoding="utf-8").splitlines()))
+    columns, *lines = csv.reader(bundled.read_text(encoding="utf-8").splitlines())
+    rows = [dict(zip(columns, line, strict=True)) for line in lines]
     rows = _as_served(rows) if table == GEMM else rows
     own = None if folder is None else Path(folder) / f"{table}.csv"
     if own is None or not own.exists():
         return rows
-    columns = list(rows[0])
     try:
         given = list(csv.DictReader(own.read_text(encoding="utf-8").splitlines()))
         missing = [name for name in columns if not given or given[0].get(name) is None]

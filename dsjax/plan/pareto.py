@@ -38,7 +38,7 @@ def draw_front(plan: Plan, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 5.5), dpi=130)
     objective = plan.question.objective
     late = {id(c): c for c in [*plan.late, *plan.ranked, *plan.missed] if _is_late(plan, c)}.values()
-    others = [c for c in plan.ranked + plan.missed if not _is_late(plan, c)]
+    others = [c for c in (*plan.ranked, *plan.missed) if not _is_late(plan, c)]
     for points, face, label in ((others, _GREY, "best of a layout"), (late, "none", _late(plan))):
         if points:
             x, y = [c.per_user.value for c in points], [c.per_device.value for c in points]

@@ -36,8 +36,8 @@ class Plan:
     """
 
     question: Question
-    ranked: list[Candidate]
-    missed: list[Candidate]
+    ranked: Sequence[Candidate]
+    missed: Sequence[Candidate]
     frontier: list[Candidate]
     late: list[Candidate]
     considered: list[Layout]
@@ -152,9 +152,9 @@ def _search(question: Question) -> Plan:
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]
-    ranked = _shown(_best_of_each(sorted(met, key=question.order)))
-    missed = _shown(
-        _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *question.order(c))))
+    ranked = InFull(_best_of_each(sorted(met, key=question.order))[:SHOWN])
+    missed = InFull(
+        _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *question.order(c))))[:SHOWN]
     )
     every = [] if ranked else candidates
     bound = objective.ttft
@@ -172,9 +172,27 @@ def _of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
     return instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
 
 
-def _shown(candidates: list[Candidate]) -> list[Candidate]:
-    """With intervals and derivations, as many as anybody will look at."""
-    return [in_full(c) for c in candidates[:SHOWN]]
+class InFull(Sequence[Candidate]):
+    """Candidates that get their intervals and derivations when they are looked at: most of them never are."""
+
+    def __init__(self, candidates: Sequence[Candidate]):
+        self._quick, self._full = candidates, {}
+
+    def __len__(self) -> int:
+        return len(self._quick)
+
+    def __getitem__(self, at):
+        """The candidate at a place, or a list of those of a slice."""
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        at = range(len(self))[at]
+        if at not in self._full:
+            self._full[at] = in_full(self._quick[at])
+        return self._full[at]
+
+    def __add__(self, others: Sequence[Candidate]) -> list[Candidate]:
+        """All of them and the others."""
+        return [*self, *others]
 
 
 def _best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -58,7 +58,7 @@ class StepModel:
     def __post_init__(self):
         key = ("chip", id(self.operators), self.middle)
         if key not in self.shared:
-            known = self.shared.setdefault(("tables", id(self.operators)), {})
+            known = self.shared.setdefault(tables_of(self.operators), {})
             self.shared[key] = Chip(self.cluster.hardware, self.precision, self.operators, self.middle, known)
         object.__setattr__(self, "chip", self.shared[key])
 
@@ -449,6 +449,11 @@ class StepModel:
         layer = total(list(self._layers(tokens, batch * context, context, True, 1, wait, dense=0).values()))
         joined = self.chip.bf16_product(tokens, config.hidden_size, 2 * config.hidden_size)
         return (layer + joined + self.head(batch)).named("MTP module", "s")
+
+
+def tables_of(operators: OperatorTables) -> tuple:
+    """Under which `StepModel.shared` keeps what was read from tables of operations for one device."""
+    return ("tables", id(operators))
 
 
 def _overlapped(work: Figure, talk: Figure, hidden: Figure) -> Figure:
