@@ -68,7 +68,7 @@ class Deployment:
         sizes = ["--model", args.model, "--mesh", "dp=1", "--max-model-len", str(length + 64), "--max-num-seqs", "16"]
         sizes += ["--max-num-batched-tokens", str(STEP_TOKENS), "--prefill-chunk", str(STEP_TOKENS)]
         sizes += ["--transfer-host", "127.0.0.1"]
-        self.frontend, self.workers = Frontend(folder, "round-robin"), []
+        self.model, self.frontend, self.workers = args.model, Frontend(folder, "round-robin"), []
         for index, mode in enumerate(SIDES[kind]):
             worker = Worker(folder, f"{kind}-{index}", *sizes, "--disaggregation-mode", mode)
             os.sched_setaffinity(worker.process.pid, {cores[index % len(cores)]})
@@ -83,6 +83,7 @@ class Deployment:
         try:
             wait_until(lambda: all(worker.is_ready for worker in self.workers), seconds, "the workers are ready")
             wait_until(lambda: self.frontend.num_workers() == 2, seconds, "the frontend knows both")
+            wait_until(lambda: self.frontend.serves(self.model), seconds, "a request is answered")
         except AssertionError as error:
             logs = "\n".join(
                 f"{one.log.name}:\n{one.log.read_text()[-2000:]}" for one in (self.frontend, *self.workers)

@@ -86,6 +86,16 @@ class Frontend(Process):
             return 0
         return sum(one["endpoint"] == "generate" for one in found.get("instances", ()))
 
+    def serves(self, model: str) -> bool:
+        """Whether a request is answered: it has heard of a model some time after it knows the workers."""
+        body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1}).encode()
+        request = urllib.request.Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status == 200
+        except OSError:  # an HTTP error is one too
+            return False
+
 
 def metric(url: str, name: str, **labels: str) -> list[float]:
     """The samples of a family with these labels."""
