@@ -132,7 +132,9 @@ slow. Three things were looked for then, each in the tables' own sources; no num
 - **Sums over `tp` within a host** were assumed (8 µs, 0.7 of the link). aiconfigurator's checkpoints have them measured in CUDA graphs:
   5.0 µs at 8 KB on 8 H200, 0.8 of the link at 32 MB and more beyond; on Blackwell 6.3 µs together with the residual and the norm behind it
   (`ALL_REDUCE_US` in `dsjax/plan/operations.py`).
-- **Small kernels** were 14 a layer by assumption. SGLang's layer has 10 that are in no timed operation, 8 where the norms are in the sums.
+- **Small kernels** were 14 a layer by assumption. By the source of SGLang 0.5.10 a MoE layer has 8 that are in no timed operation: four
+  norms, choosing experts, the second absorbed product, the shared expert's activation and adding it; 2 fewer where that expert is fused,
+  and where the norms are in the sums. Rotation, cache write and joining the query are in the timed attention.
 
 The same runs by the model of today, which has seen them:
 

@@ -29,7 +29,9 @@ def alone(what: str, value: Any) -> list[Any]:
 class GroupOptions(Checked):
     """Many hosts: the same command on each, as of dsjax serve."""
 
-    coordinator_address: str | None = option(None, "HOST:PORT of process 0; default: what Slurm, Kubernetes and others say")
+    coordinator_address: str | None = option(
+        None, "HOST:PORT of process 0; default: what Slurm, Kubernetes and others say"
+    )
     num_processes: int | None = option(None, "processes of the group", least=1)
     process_id: int | None = option(None, "which one this is, from 0", least=0)
     host_address: str | None = option(None, "address of this host that the others reach")

@@ -267,7 +267,8 @@ class StepModel:
         }
         if decode:
             # On Blackwell the sums over tp were timed with the two norms that follow them.
-            found["small kernels"] = small_kernels(8 if tp > 1 and self.cluster.hardware.is_blackwell else 10) * layers
+            within_sums = 2 if tp > 1 and self.cluster.hardware.is_blackwell else 0
+            found["small kernels"] = small_kernels(6 if self.layout.fused else 8, within_sums) * layers
         if tp > 1:
             found["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
                 2 * layers
@@ -471,12 +472,15 @@ def _longest(ranks: int, batch: float, variation: float) -> Figure:
     return exact(1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1)), "longest contexts ÷ mean")
 
 
-def small_kernels(count: int) -> Figure:
-    """Seconds of a layer's kernels that are in no timed operation, captured in a CUDA graph."""
+def small_kernels(count: int, within_sums: int) -> Figure:
+    """Seconds of a layer's kernels that are in no timed operation, captured in a CUDA graph. within_sums: of them in a timed sum."""
     why = (
-        "SGLang's DeepSeek layer has 10 that are in no timed operation: four norms, rotation, writing the cache, joining the parts of "
-        "the query, choosing experts, the shared expert's activation, adding it; 1 to 4 µs each in a CUDA graph"
+        "SGLang 0.5.10's DeepSeek MoE layer has 8 (srt/models/deepseek_v2.py, deepseek_common/attention_forward_methods/"
+        "forward_mla.py): four norms, choosing experts, the second absorbed product, and unless it is fused the shared expert's "
+        "activation and adding it; rotation, cache write and joining are in the timed attention (aiconfigurator f93be4a, "
+        "collector/trtllm/collect_mla.py); 1 to 4 µs each"
     )
+    count -= within_sums
     return assumed(*(count * each for each in (2e-6, 1e-6, 4e-6)), "small kernels of a layer", why)
 
 
