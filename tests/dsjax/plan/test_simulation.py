@@ -78,8 +78,9 @@ def test_what_comes_during_a_step_waits_for_the_one_that_was_planned_without_it(
         for i in (found.decode, serial)
     ]
     step, host = found.decode.decode_step(16).value, 0.005
-    # Serial steps take 5 ms more each, a prompt's own step and the one under way; planned ahead, one more step passes.
-    assert times[0].ttft.mean - times[1].ttft.mean == pytest.approx(step - 2 * host, rel=0.35)
+    # Serial steps take 5 ms more each, a prompt's own step and the one under way; planned ahead, up to one more step passes. How much
+    # of it depends on which of the 16 users' steps fall together.
+    assert 0.65 * (step - 2 * host) < times[0].ttft.mean - times[1].ttft.mean < step
 
 
 def test_all_ranks_wait_for_the_one_with_a_prompt(step_model):
