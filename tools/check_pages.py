@@ -1,0 +1,210 @@
+"""Hold requests whose pages travel to the tokens of one plain engine, on every layout: through tiers, between meshes, between processes.
+
+    python tools/check_pages.py
+    python tools/check_pages.py dp=32 tp=8 --ways tiers              # these layouts only, in this way only
+
+A tiny model answers prompts with few beginnings, greedily and drawn with seeds, twice, and the second time in the opposite order:
+
+- tiers: the layout's caches hold a part of it. What leaves them goes to host memory with room for 5 % of it, and from there to a disk.
+- separated: prompts are computed on another layout beside (the list's opposite one) in the same process; between the two rounds both
+  sides forget what they have cached, and a request is aborted.
+- processes: the same, with the prompts in another process.
+
+Each way is held to have been used: pages have come from host memory and from the disk, or every prompt from the other side. Takes about
+ten minutes on one core. Exits 1 if a run differs. The tests run a part of this.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
+sys.path[:0] = [str(ROOT), str(TESTS)]
+from quick_compilation import QUICK_COMPILATION
+
+os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
+
+import numpy as np
+
+from sharding.emulation import emulate_devices
+from sharding.mesh import MeshSpec
+
+WAYS = ("tiers", "separated", "processes")
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
+OPTIONS = {"dtype": "float32", "mla_prefill": "CC", "mla_decode": "A_CC_ME"}
+APART = {"local_prefill_tokens": 1, "transfer_timeout": 600}
+REQUESTS, NEW_TOKENS = 16, 12
+CACHE_TOKENS = 160
+HOST_SHARE = 0.05
+
+
+def draw_requests():
+    """(prompt, parameters)."""
+    from layouts import TINY
+
+    from dsjax import SamplingParams
+
+    rng = np.random.default_rng(11)
+    tokens = lambda count: rng.integers(2, TINY["vocab_size"], count).tolist()  # noqa: E731
+    heads, found = [tokens(n) for n in (21, 32, 47)], []
+    for index in range(REQUESTS):
+        drawn = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0}
+        params = SamplingParams(**drawn, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+        found.append((heads[index % len(heads)] + tokens(int(rng.integers(3, 40))), params))
+    return found
+
+
+def few_programs(executor) -> None:
+    """Three of them instead of a dozen: this is about pages, not buckets."""
+    from dsjax.engine.buckets import Buckets, Rectangle
+
+    speculation = executor.buckets.speculation
+    executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)
+
+
+def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[int]]:
+    """Tokens of each request. They run on the first and the last DP rank, so that the caches are short of room on any mesh."""
+    found, ranks = {}, (0, llm.executor.limits.num_ranks - 1)
+    for place in order:
+        tokens, params = requests[place]
+        handed = prefill(tokens)
+        llm.engine.add_request(
+            f"{place}", {"prompt_token_ids": tokens}, params, dp_rank=ranks[place % 2], prefill=handed
+        )
+    while llm.engine.has_unfinished():
+        for output in llm.engine.step():
+            if output.finished:
+                found[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return [found[place] for place in range(len(requests))]
+
+
+def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes: int):
+    """Both rounds' tokens, and what has come from where, or why that is too little."""
+    from dsjax import LLM
+
+    ranks = MeshSpec.parse(layout).dp_size
+    pages = sum(len(tokens) + NEW_TOKENS for tokens, _ in requests) // SIZES["page_size"] // min(2, ranks)
+    room = max(1, round(HOST_SHARE * pages)) * ranks * page_bytes
+    tiers = {"host_cache_bytes": room, "disk_cache": folder, "disk_cache_bytes": 1 << 28}
+    llm = LLM(directory, mesh=layout, cache_tokens=CACHE_TOKENS, **tiers, **SIZES, **OPTIONS)
+    few_programs(llm.executor)
+    try:
+        forward = range(len(requests))
+        made = [play(llm, requests, forward), play(llm, requests, forward[::-1])]
+        hits = [load.hits for load in llm.engine.core.loads()]
+    finally:
+        llm.shutdown()
+    host, disk = sum(h.host for h in hits), sum(h.disk for h in hits)
+    said = f"{host} tokens from host memory, {disk} from the disk"
+    return made, said, host > 0 and disk > 0
+
+
+def twice_apart(llm, requests, prefill=lambda tokens: None):
+    """Both rounds' tokens, with an aborted request and empty caches between; what was transferred, and whether it was all."""
+    try:
+        forward = range(len(requests))
+        first = play(llm, requests, forward, prefill)
+        llm.engine.flush_prefix_cache()
+        tokens, params = requests[0]
+        llm.engine.add_request("gone", {"prompt_token_ids": tokens}, params, prefill=prefill(tokens))
+        for _ in range(3):
+            llm.engine.step()
+        llm.engine.abort("gone")
+        second = play(llm, requests, forward[::-1], prefill)
+        counts = llm.engine.core.scheduler.incoming.counts
+    finally:
+        llm.shutdown()
+    # Requests of one beginning on one rank share what is transferred, but none has nothing to be transferred.
+    return [first, second], f"{counts.pages} pages transferred", counts.given_up == 0 and counts.pages > 4 * REQUESTS
+
+
+def separated(directory: str, layout: str, requests, other: str):
+    """As `through_tiers`."""
+    from dsjax import LLM
+
+    llm = LLM(directory, decode_mesh=layout, prefill_mesh=other, **APART, **SIZES, **OPTIONS)
+    few_programs(llm.executor)
+    for link in llm.engine.prefills:
+        few_programs(link.engine.core.executor)
+    return twice_apart(llm, requests)
+
+
+def between_processes(directory: str, layout: str, requests, other: str):
+    """As `through_tiers`."""
+    from dsjax import LLM
+
+    own = {"model": directory, "transfer_host": "127.0.0.1", **APART, **SIZES, **OPTIONS}
+    options = json.dumps({**own, "mesh": other, "disaggregation_mode": "prefill"})
+    process = subprocess.Popen(
+        [sys.executable, str(TESTS / "dsjax" / "engine" / "side_process.py"), options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(QUICK_COMPILATION)},
+    )
+
+    def ask(tokens):
+        process.stdin.write(json.dumps({"tokens": tokens}) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    try:
+        llm = LLM(mesh=layout, disaggregation_mode="decode", **own)
+        few_programs(llm.executor)
+        process.stdout.readline()  # it is there
+        return twice_apart(llm, requests, ask)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> int:
+    """Run the sweep, and print what each run found."""
+    from layouts import LAYOUTS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all three")
+    args = parser.parse_args()
+    chosen = args.layouts or LAYOUTS
+    opposite = dict(zip(LAYOUTS, LAYOUTS[::-1], strict=True))
+    sizes = {layout: MeshSpec.parse(layout).num_devices for layout in (*LAYOUTS, *chosen)}
+    emulate_devices(max(sizes[layout] + sizes[opposite.get(layout, "tp=8")] for layout in chosen))
+    from layouts import write_checkpoint
+
+    from dsjax import LLM
+
+    requests, wrong, runs = draw_requests(), 0, [(way, layout) for way in args.ways for layout in chosen]
+    with tempfile.TemporaryDirectory(prefix="check-pages-") as folder:
+        directory = str(write_checkpoint(Path(folder)))
+        plain = LLM(directory, mesh="dp=1", kernels="plain", **SIZES, **OPTIONS)
+        few_programs(plain.executor)
+        expected = play(plain, requests, range(len(requests)))
+        page_bytes = plain.facts.page_bytes
+        plain.shutdown()
+        for number, (way, layout) in enumerate(runs, 1):
+            began, other = time.monotonic(), opposite.get(layout, "tp=8")
+            if way == "tiers":
+                with tempfile.TemporaryDirectory(prefix="check-pages-") as below:
+                    rounds, said, used = through_tiers(directory, layout, requests, below, page_bytes)
+            else:
+                run = separated if way == "separated" else between_processes
+                rounds, said, used = run(directory, layout, requests, other)
+            places = [(r, p) for r, made in enumerate(rounds, 1) for p, e in enumerate(expected) if made[p] != e]
+            found = "equal" if not places else f"(round, request) {places} DIFFER"
+            found += "" if used else "; NOT ALL WENT THAT WAY"
+            wrong += bool(places) or not used
+            name = layout if way == "tiers" else f"{other} for {layout}"
+            print(f"{number}/{len(runs)} {way}, {name}: {found}, {said} ({time.monotonic() - began:.1f} s)", flush=True)
+    print(f"{len(runs) - wrong} of {len(runs)} equal to one plain engine")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
