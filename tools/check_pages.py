@@ -42,6 +42,7 @@ APART = {"local_prefill_tokens": 1, "transfer_timeout": 600}
 REQUESTS, NEW_TOKENS = 16, 12
 CACHE_TOKENS = 160
 HOST_SHARE = 0.05
+ABORTED = "aborted"
 
 
 def draw_requests():
@@ -79,7 +80,7 @@ def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[int]]:
         )
     while llm.engine.has_unfinished():
         for output in llm.engine.step():
-            if output.finished:
+            if output.finished and output.request_id != ABORTED:
                 found[int(output.request_id)] = list(output.outputs[0].token_ids)
     return [found[place] for place in range(len(requests))]
 
@@ -112,10 +113,10 @@ def twice_apart(llm, requests, prefill=lambda tokens: None):
         first = play(llm, requests, forward, prefill)
         llm.engine.flush_prefix_cache()
         tokens, params = requests[0]
-        llm.engine.add_request("gone", {"prompt_token_ids": tokens}, params, prefill=prefill(tokens))
+        llm.engine.add_request(ABORTED, {"prompt_token_ids": tokens}, params, prefill=prefill(tokens))
         for _ in range(3):
             llm.engine.step()
-        llm.engine.abort("gone")
+        llm.engine.abort(ABORTED)
         second = play(llm, requests, forward[::-1], prefill)
         counts = llm.engine.core.scheduler.incoming.counts
     finally:
