@@ -109,9 +109,8 @@ class RemoteLink:
         with self._lock:
             if self._channel is not None:
                 self._channel.send(message)
-            elif (
-                isinstance(message, Ask | Cancel) and not self._closed
-            ):  # of all else it has forgotten what it is about
+            elif isinstance(message, Ask | Cancel) and not self._closed:
+                # Of all other messages the prefill side has forgotten what they are about.
                 self._outbox.append(message)
                 if not self._connecting:
                     self._connecting = True
@@ -149,9 +148,8 @@ class RemoteLink:
                 else:
                     self._channel = channel
                     channel.start()
-        if (
-            reason
-        ):  # what was asked for until now is given up with this; what comes from now on has another connection tried
+        if reason:
+            # What was asked for until now is given up; what is asked for from now on has another connection tried.
             _log.warning("%s. Prompts are computed where they are decoded.", reason)
             self._receive(Failed("", reason))
 

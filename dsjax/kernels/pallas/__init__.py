@@ -34,8 +34,8 @@ pltpu: Any = _LazyModule("jax.experimental.pallas.tpu")
 class PallasKernels:
     """That the kernels of this package are used.
 
-    platform: whose kernels. interpret: run by Pallas's interpreter where there is no such device: slow, and for tests. tiles: sizes of
-    tiles that were timed (``--kernel-config``); None, and shapes that it lacks: sizes reckoned from shapes.
+    platform: whose kernels. interpret: run by Pallas's interpreter where there is no such device: slow, and for tests. tiles: sizes
+    that were timed (``--kernel-config``); where it is None or lacks a shape, sizes are reckoned from the shape.
     """
 
     platform: Literal["gpu", "tpu"] = "gpu"
