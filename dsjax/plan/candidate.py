@@ -19,7 +19,7 @@ from dsjax.plan.workload import Objective
 _SETTLE = 30
 """Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
 _HALVINGS = 14
-_FRONT = front_door()
+_FRONT = front_door().value
 _BUSY = 0.85
 """Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
 
@@ -183,7 +183,7 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
         ttft = own.named("own prompt and those that come with it, beside decodes", "s")
         under_way = tpot * instance.options.tokens_a_step * (_passing(instance) + 0.5)
         ttft = ttft + under_way.named("steps under way while the one before ends", "s")
-    ttft = (ttft + _FRONT).named("TTFT", "s")
+    ttft = (ttft + front_door()).named("TTFT", "s")
     users = exact(batch * instance.replicas * count, "requests at once")
     throughput = (users * output / (ttft + tpot * max(output - 1, 0) if output > 1 else ttft)).named(
         "throughput", "tokens/s"
@@ -204,7 +204,7 @@ def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float
     else:
         under_way = tpot * instance.options.tokens_a_step.value * (_passing(instance) + 0.5)
         ttft = own_step(instance.middle, batch, tokens).value * chunks + decode * chunks + under_way
-    ttft += _FRONT.value
+    ttft += _FRONT
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
     ends = (Middle(ttft), Middle(tpot), Middle(throughput))
@@ -296,7 +296,7 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
     transfer = _transfer(instance, pool.instance).named("cache transfer", "s")
     passing = instance.decode_step(decoding_at_once) * _passing(instance)
-    first = transfer + passing.named("steps in progress", "s") + _FRONT
+    first = transfer + passing.named("steps in progress", "s") + front_door()
     # With room for more requests than prefill sends, decode could still do what it does with all of them.
     room = batch if work.concurrency is None else decoding_at_once
     users = exact(room * instance.replicas * count, "requests that decode at once")
@@ -326,6 +326,19 @@ def quick_separated(
     seconds: Callable[[float], float] | None = None,
 ) -> Candidate:
     """`separated` with middle values only, for the search. seconds: of a decode step of a batch, or as it is priced."""
+    ends = map(Middle, separated_middles(pool, prefill_count, instance, count, batch, seconds))
+    return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
+
+
+def separated_middles(
+    pool: PrefillPool,
+    prefill_count: int,
+    instance: Instance,
+    count: int,
+    batch: float,
+    seconds: Callable[[float], float] | None = None,
+) -> tuple[float, float, float]:
+    """The TTFT, the TPOT and the throughput of `quick_separated`."""
     seconds = seconds or _priced(instance)
     output, work = instance.workload.output.mean, instance.workload
     closed = work.concurrency is not None
@@ -343,8 +356,7 @@ def quick_separated(
         ttft = (batch * instance.replicas * count - users) / rate
     else:
         ttft = quick_first(pool, prefill_count, instance, step, rate)
-    ends = (Middle(ttft), Middle(tpot), Middle(rate * output))
-    return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
+    return ttft, tpot, rate * output
 
 
 def quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
@@ -353,7 +365,7 @@ def quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step:
     most = _BUSY if instance.workload.concurrency is None else 0.95
     busy = min(most, rate / (pool.rate.value * prefill_count))
     return (
-        _FRONT.value
+        _FRONT
         + _transfer(instance, pool.instance).value
         + step * _passing(instance)
         + prompt

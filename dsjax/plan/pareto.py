@@ -125,7 +125,8 @@ def draw_sweep(found: Sweep, path: Path) -> None:
         axes.axvline(found.now, color="black", linewidth=0.8, linestyle="--", label="the cluster as it is")
         if found.quantity != "loss-of-hosts":
             axes.set_xscale("log")
-        axes.set_xticks([p.value for p in found.points], [f"{p.value:g}" for p in found.points], fontsize=8)
+        ticks = [p.label.replace(", ", "\n") for p in found.points]
+        axes.set_xticks([p.value for p in found.points], ticks, fontsize=8)
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_xlabel(f"{found.quantity}: {found.unit}")
