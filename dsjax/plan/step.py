@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -118,7 +119,7 @@ class StepModel:
     def _whole(self, parts: dict[str, Figure]) -> Figure:
         """The step that these parts make: the middle is their sum, the ends have what operations timed alone leave out."""
         found = total(list(parts.values()))
-        return (found * whole_engine()).named("step", "s")
+        return (found * self._known("whole engine", whole_engine)).named("step", "s")
 
     def launches(self) -> Figure:
         """Seconds in which a prefill step's kernels can be started one by one: no graph holds a step of any shape."""
@@ -140,7 +141,8 @@ class StepModel:
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        return {"host": self.host.step(decode), **self.moving()}
+        step = self._known(f"host, {'decode' if decode else 'prefill'}", lambda: self.host.step(decode))
+        return {"host": step, **self.moving()}
 
     def moving(self) -> dict[str, Figure]:
         """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
@@ -148,7 +150,7 @@ class StepModel:
             return {}
         key = ("moving", self.layout.mesh, self.layout.redundant, self.middle)
         if key not in self.shared:
-            config, mesh, places = self.config, self.layout.mesh, self.expert_slots()
+            config, mesh, places = self.config, self.layout.mesh, self.expert_slots
             own = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
             each = expert_bytes(config, mesh.expert_width_shards, self.precision)
             sent = Figure(
@@ -165,21 +167,23 @@ class StepModel:
 
     def hidden(self) -> Figure:
         """With two-batch overlap: the share of the shorter of computation and communication that the longer hides."""
-        return assumed(0.9, 0.7, 1.0, "share of the shorter that is hidden", "first and last halves have no partner")
+        name, why = "share of the shorter that is hidden", "first and last halves have no partner"
+        return self._known(name, lambda: assumed(0.9, 0.7, 1.0, name, why))
 
     def beside_communication(self) -> Figure | None:
         """With two-batch overlap in prefill: the share of a GPU that communicates and does not compute."""
         if self.cluster.hardware.platform != "cuda":
             return None
-        why = f"{DEEPEP}: 24 of 132 by default"
-        return assumed(NORMAL_SMS / H800_SMS, 0.1, 0.2, "multiprocessors that communicate", why)
+        name, why = "multiprocessors that communicate", f"{DEEPEP}: 24 of 132 by default"
+        return self._known(name, lambda: assumed(NORMAL_SMS / H800_SMS, 0.1, 0.2, name, why))
 
     def beside_routed(self) -> Figure:
         """In decode: the share of the shared experts' time that is not hidden beside the routed ones, on a second stream."""
         if self.cluster.hardware.platform != "cuda":
             return exact(1.0)
+        name = "share of the shared experts that is not hidden"
         why = "SGLang and TensorRT-LLM run them beside the routed experts, with which they share the memory"
-        return assumed(0.5, 0.0, 1.0, "share of the shared experts that is not hidden", why)
+        return self._known(name, lambda: assumed(0.5, 0.0, 1.0, name, why))
 
     def copying(self) -> Figure | None:
         """With two-batch overlap in decode: the share of an exchange in which it copies on the multiprocessors.
@@ -188,8 +192,19 @@ class StepModel:
         """
         if self.cluster.hardware.platform != "cuda":
             return None
-        why = "sending and receiving take 0.06 of 0.17 ms of a dispatch, as published"
-        return assumed(0.35, 0.25, 0.5, "share of an exchange that is copies", why)
+        name, why = (
+            "share of an exchange that is copies",
+            "sending and receiving take 0.06 of 0.17 ms of a dispatch, as published",
+        )
+        return self._known(name, lambda: assumed(0.35, 0.25, 0.5, name, why))
+
+    def _known(self, name: str, make: Callable[[], Figure]) -> Figure:
+        """A figure that is the same in every step and layout on this cluster, made once."""
+        key = (name, self.middle)
+        if key not in self.shared:
+            found = make()
+            self.shared[key] = Middle(found.value) if self.middle else found
+        return self.shared[key]
 
     def _layers(
         self,
@@ -240,7 +255,8 @@ class StepModel:
         # The rank with the longest contexts reads as much as more rows of the mean one would.
         attention = self.attention(tokens * wait.value, read * wait.value, context, decode) * layers
         found["attention"] = attention.made_of(wait)
-        run = nearest(self.dry_runs, decode, tokens / tp) if layers == config.num_hidden_layers else None
+        whole = self.dry_runs and layers == config.num_hidden_layers
+        run = nearest(self.dry_runs, decode, tokens / tp) if whole else None
         if run:
             if tp > 1:
                 found["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, tokens / tp)
@@ -268,7 +284,9 @@ class StepModel:
         if decode:
             # On Blackwell the sums over tp were timed with the two norms that follow them.
             within_sums = 2 if tp > 1 and self.cluster.hardware.is_blackwell else 0
-            found["small kernels"] = small_kernels(6 if self.layout.fused else 8, within_sums) * layers
+            count = 6 if self.layout.fused else 8
+            each = self._known(f"{count} small kernels, {within_sums}", lambda: small_kernels(count, within_sums))
+            found["small kernels"] = each * layers
         if tp > 1:
             found["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
                 2 * layers
@@ -357,11 +375,10 @@ class StepModel:
         )
         if key in self.shared and not self.dry_runs:
             return self.shared[key]
-        places = self.expert_slots()
+        places = self.expert_slots
         slots = places.physical // mesh.ep_size
         rows = own * busy * top_k * mesh.expert_width_shards
-        slowest = self.skew.slowest(places, config.n_routed_experts, rows, balanced)
-        slowest = Middle(slowest.value) if self.middle else slowest
+        slowest = self.skew.slowest(places, config.n_routed_experts, rows, balanced, self.middle)
         arriving = exact(rows, "rows of the mean rank", "rows") * slowest
         everyone = own * busy * devices
         touched = self.skew.touched(everyone, top_k, config.n_routed_experts)
@@ -398,6 +415,7 @@ class StepModel:
             self.shared[key] = found
         return found
 
+    @cached_property
     def expert_slots(self) -> Slots:
         """Where the experts may lie: hosts count where the EP group has whole hosts, as in the engine."""
         ranks, each = self.layout.mesh.ep_size, self.cluster.devices_per_host
@@ -426,12 +444,12 @@ class StepModel:
             return tuple(own_exchange(cluster, self.dispatch, ranks, own, top_k, row, slowest) for row in rows)
         if decode:
             return (
-                low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False, self.operators),
-                low_latency_exchange(cluster, ranks, own, top_k, back, slowest, True, self.operators),
+                low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False, self.operators, self.shared),
+                low_latency_exchange(cluster, ranks, own, top_k, back, slowest, True, self.operators, self.shared),
             )
         return (
-            normal_exchange(cluster, config, ranks, own, there, slowest, False, self.operators),
-            normal_exchange(cluster, config, ranks, own, back, slowest, True, self.operators),
+            normal_exchange(cluster, config, ranks, own, there, slowest, False, self.operators, self.shared),
+            normal_exchange(cluster, config, ranks, own, back, slowest, True, self.operators, self.shared),
         )
 
     def head(self, tokens: float) -> Figure:
@@ -459,6 +477,8 @@ def tables_of(operators: OperatorTables) -> tuple:
 
 def _overlapped(work: Figure, talk: Figure, hidden: Figure) -> Figure:
     """The longer of the two, and the part of the shorter that is not hidden."""
+    if work.__class__ is Middle:
+        return Middle(max(work.value, talk.value) + min(work.value, talk.value) * (1 - hidden.value))
     shorter = (min(work.value, talk.value), min(work.low, talk.low), min(work.high, talk.high))
     ends = [short * (1 - share) for short, share in zip(shorter, (hidden.value, hidden.high, hidden.low), strict=True)]
     rest = Figure(*ends, hidden.kinds, name="not hidden", unit="s", source=hidden.source)
