@@ -45,6 +45,11 @@ class Run:
         lengths = f"{self.prompt // 1024}K/{self.output // 1024}K"
         return f"{self.device.upper()}, {engine}, {self.weights.upper()}, `{self.mesh}`, {lengths}, {self.users} users"
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the shared expert is a routed one: SGLang's way on Hopper where experts are cut, unless it is told otherwise."""
+        return (self.device, self.engine) == ("h200", "sglang") and self.mesh.endswith("ep=1")
+
     def predict(self) -> Figure:
         """Output tokens a second a device: the mean-value answer of a closed loop."""
         config = load_config("deepseek-v3")
@@ -52,6 +57,7 @@ class Run:
         cache = "bf16" if (self.device, self.engine) == ("h200", "sglang") else "fp8"
         options = Options(precision(_PRECISIONS[self.weights], cache), overlap="off")
         layout = parse_layout(self.mesh, 0, config)
+        layout = dataclasses.replace(layout, fused=self.fuses)
         work = Workload(*lengths, concurrency=float(self.users))
         instance = Instance(config, load_cluster(f"{self.device}-8"), layout, options, work)
         return aggregated(instance, 1, self.users / layout.mesh.dp_size, _SHARE * self.prompt).per_device
