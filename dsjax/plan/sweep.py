@@ -22,7 +22,7 @@ _UNITS = {
     "latency": "µs one way",
     "bandwidth": "Gb/s a card",
     "loss-of-hosts": "hosts lost",
-    "hosts": "hosts",
+    "hosts": "hosts in all",
     "concurrency": "requests in flight",
 }
 _EXAMPLES = {
