@@ -20,9 +20,9 @@ from dsjax.plan.validation import Point, score
 from dsjax.plan.workload import Lengths, Options, Workload
 
 SOURCE = "InferenceX's results as the fixtures of its own application (vngcloud/InferenceX-app, commit 7fe6d62, benchmarks.json)"
-_SHARE, _VARIATION = 0.9, 0.064
+LENGTHS_SHARE, LENGTHS_VARIATION = 0.9, 0.064
 """Lengths are drawn evenly from 0.8 to 1 times the given ones (the benchmark's `--random-range-ratio`)."""
-_PRECISIONS = {"fp4": "nvfp4-bf16", "fp8": "fp8"}
+RUN_PRECISIONS = {"fp4": "nvfp4-bf16", "fp8": "fp8"}
 """The FP4 checkpoint is nvidia/DeepSeek-R1-0528-FP4-V2, whose attention is not FP8."""
 
 
@@ -53,14 +53,14 @@ class Run:
     def predict(self) -> Figure:
         """Output tokens a second a device: the mean-value answer of a closed loop."""
         config = load_config("deepseek-v3")
-        lengths = (Lengths(_SHARE * tokens, _VARIATION) for tokens in (self.prompt, self.output))
+        lengths = (Lengths(LENGTHS_SHARE * tokens, LENGTHS_VARIATION) for tokens in (self.prompt, self.output))
         cache = "bf16" if (self.device, self.engine) == ("h200", "sglang") else "fp8"
-        options = Options(precision(_PRECISIONS[self.weights], cache), overlap="off")
+        options = Options(precision(RUN_PRECISIONS[self.weights], cache), overlap="off")
         layout = parse_layout(self.mesh, 0, config)
         layout = dataclasses.replace(layout, fused=self.fuses)
         work = Workload(*lengths, concurrency=float(self.users))
         instance = Instance(config, load_cluster(f"{self.device}-8"), layout, options, work)
-        return aggregated(instance, 1, self.users / layout.mesh.dp_size, _SHARE * self.prompt).per_device
+        return aggregated(instance, 1, self.users / layout.mesh.dp_size, LENGTHS_SHARE * self.prompt).per_device
 
 
 RUNS = (
