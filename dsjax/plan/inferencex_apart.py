@@ -6,16 +6,19 @@ instances of 16 or more devices with one attention replica on each.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsjax.config import load_config
 from dsjax.plan.candidate import Candidate, prefill_pool, separated
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.figure import Figure
-from dsjax.plan.inferencex import LENGTHS_SHARE, LENGTHS_VARIATION, RUN_PRECISIONS
+from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.inferencex import LENGTHS_SHARE, LENGTHS_VARIATION, RUN_PRECISIONS, SOURCE
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
+from dsjax.plan.validation import Point, score
 from dsjax.plan.workload import Lengths, Options, Workload
 
 _CLUSTERS = {"h100": "h100-32", "gb200": "gb200-nvl72-36", "gb300": "gb300-nvl72-36"}
@@ -102,38 +105,76 @@ APART = (
     ApartRun("h100", "trt", "fp8", 8192, 1024, 308, (2, "dp=16"), (1, "dp=16")),
 )
 COMMITTED = (
-    (6325.9, 5070.4, 7535.8),
-    (820.1, 636.4, 971.7),
-    (4967.6, 4033.9, 5919.2),
-    (1768.8, 1427.1, 2108.5),
-    (1139.3, 890.9, 1363.8),
-    (5536.0, 4492.3, 6575.5),
-    (7934.2, 6537.0, 9405.9),
-    (1755.7, 1404.0, 2098.7),
-    (4453.6, 3647.0, 5307.2),
-    (915.4, 730.5, 1094.7),
-    (6071.3, 5043.7, 7197.0),
-    (485.5, 386.3, 581.0),
-    (2411.5, 1975.7, 2871.0),
-    (1068.3, 831.5, 1280.5),
-    (3752.6, 2963.8, 4483.6),
-    (4874.1, 3845.5, 5819.3),
-    (6486.3, 5156.4, 7728.6),
-    (706.6, 547.8, 847.1),
-    (822.3, 638.1, 974.4),
-    (822.3, 638.1, 974.4),
-    (3029.1, 2433.5, 3616.5),
-    (5820.5, 4744.0, 6930.7),
-    (217.8, 172.3, 260.9),
-    (788.4, 628.9, 942.8),
-    (1305.5, 1048.8, 1558.2),
-    (2830.4, 2309.5, 3366.3),
-    (1912.4, 1509.5, 2284.2),
-    (5535.4, 4491.7, 6574.7),
-    (6071.3, 5043.7, 7197.0),
-    (785.2, 626.4, 939.0),
-    (2369.4, 1940.7, 2821.2),
-    (2328.8, 1890.7, 2761.0),
-    (466.7, 386.3, 553.6),
+    (6325.9, 5070.4, 7535.8, 5031.9),
+    (820.1, 636.4, 971.7, 800.2),
+    (4967.6, 4033.9, 5919.2, 4172.1),
+    (1768.8, 1427.1, 2108.5, 1713.1),
+    (1139.3, 890.9, 1363.8, 1149.9),
+    (5536.0, 4492.3, 6575.5, 5082.6),
+    (7934.2, 6537.0, 9405.9, 6365.8),
+    (1755.7, 1404.0, 2098.7, 1498.8),
+    (4453.6, 3647.0, 5307.2, 4018.7),
+    (915.4, 730.5, 1094.7, 877.1),
+    (6071.3, 5043.7, 7197.0, 4993.4),
+    (485.5, 386.3, 581.0, 456.0),
+    (2411.5, 1975.7, 2871.0, 2173.6),
+    (1068.3, 831.5, 1280.5, 1046.7),
+    (3752.6, 2963.8, 4483.6, 3438.1),
+    (4874.1, 3845.5, 5819.3, 2938.3),
+    (6486.3, 5156.4, 7728.6, 2717.2),
+    (706.6, 547.8, 847.1, 442.2),
+    (822.3, 638.1, 974.4, 838.8),
+    (822.3, 638.1, 974.4, 765.5),
+    (3029.1, 2433.5, 3616.5, 2824.0),
+    (5820.5, 4744.0, 6930.7, 4997.5),
+    (217.8, 172.3, 260.9, 227.8),
+    (788.4, 628.9, 942.8, 773.3),
+    (1305.5, 1048.8, 1558.2, 1354.7),
+    (2830.4, 2309.5, 3366.3, 2858.9),
+    (1912.4, 1509.5, 2284.2, 2057.2),
+    (5535.4, 4491.7, 6574.7, 5261.7),
+    (6071.3, 5043.7, 7197.0, 5294.8),
+    (785.2, 626.4, 939.0, 777.2),
+    (2369.4, 1940.7, 2821.2, 2227.6),
+    (2328.8, 1890.7, 2761.0, 2062.8),
+    (466.7, 386.3, 553.6, 282.2),
 )
-"""Of `APART`: prediction, low and high, made before a measured value was read."""
+"""Of `APART`: prediction, low and high as of commit 5389fc7, and output tokens a second a decoding device as published, entered
+afterwards."""
+
+
+def apart_points() -> list[Point]:
+    """Predictions as they were committed, beside what was measured."""
+    found = []
+    for number, (run, (*ends, published)) in enumerate(zip(APART, COMMITTED, strict=True), 1):
+        predicted = Figure(*ends, Kind.MEASURED | Kind.ASSUMPTION)
+        found.append(Point(f"W{number}", run.name, SOURCE, "tokens/s", published, lambda f=predicted: f, "serving"))
+    return found
+
+
+_GROUPS: dict[str, Callable[[ApartRun], bool]] = {
+    "all": lambda _: True,
+    "SGLang": lambda run: run.engine == "sglang",
+    "TensorRT-LLM": lambda run: run.engine == "trt",
+    "FP8": lambda run: run.weights == "fp8",
+    "FP4": lambda run: run.weights == "fp4",
+}
+
+
+def beside_apart() -> str:
+    """Markdown: each run predicted and measured, and the score of all and of parts."""
+    every = apart_points()
+    lines = ["| # | run | measured | predicted | interval | error | |", "|---|---|---|---|---|---|---|"]
+    for point in every:
+        figure, shown = point.figure, "inside" if point.inside else "outside"
+        lines.append(
+            f"| {point.key} | {point.what} | {point.measured:,.0f} | {figure.value:,.0f} | {figure.low:,.0f} – {figure.high:,.0f} | "
+            f"{point.error:+.0%} | {shown} |"
+        )
+    lines += ["", "| | runs | mean absolute error | mean error | inside | median high ÷ low | median absolute error |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for name, holds in _GROUPS.items():
+        some = [point for point, run in zip(every, APART, strict=True) if holds(run)]
+        middle = statistics.median(abs(point.error) for point in some)
+        lines.append(f"| **{name}** | {score(some).cells()} | {middle:.1%} |")
+    return "\n".join(lines)
