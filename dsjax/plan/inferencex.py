@@ -15,6 +15,7 @@ from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.precision import precision
 from dsjax.plan.validation import Point, score
 from dsjax.plan.workload import Lengths, Options, Workload
@@ -28,7 +29,10 @@ RUN_PRECISIONS = {"fp4": "nvfp4-bf16", "fp8": "fp8"}
 
 @dataclass(frozen=True)
 class Run:
-    """One run: device, engine, weights, lengths as given, users, mesh. By its scripts the cache is FP8, SGLang's on H200 bf16."""
+    """One run: device, engine, weights, lengths as given, users, mesh. By its scripts the cache is FP8, SGLang's on H200 bf16.
+
+    tables: bundled tables of the engine's own version, where there are such; else those of SGLang 0.5.10.
+    """
 
     device: str
     engine: str
@@ -37,6 +41,7 @@ class Run:
     output: int
     users: int
     mesh: str
+    tables: str = ""
 
     @property
     def name(self) -> str:
@@ -55,7 +60,8 @@ class Run:
         config = load_config("deepseek-v3")
         lengths = (Lengths(LENGTHS_SHARE * tokens, LENGTHS_VARIATION) for tokens in (self.prompt, self.output))
         cache = "bf16" if (self.device, self.engine) == ("h200", "sglang") else "fp8"
-        options = Options(precision(RUN_PRECISIONS[self.weights], cache), overlap="off")
+        operators = BUNDLED.of_version(self.tables) if self.tables else BUNDLED
+        options = Options(precision(RUN_PRECISIONS[self.weights], cache), overlap="off", operators=operators)
         layout = parse_layout(self.mesh, 0, config)
         layout = dataclasses.replace(layout, fused=self.fuses)
         work = Workload(*lengths, concurrency=float(self.users))
@@ -91,11 +97,11 @@ RUNS = (
     Run("b200", "trt", "fp8", 8192, 1024, 64, "tp=8,ep=1"),
     Run("h200", "sglang", "fp8", 1024, 1024, 4, "tp=8,ep=1"),
     Run("h200", "sglang", "fp8", 1024, 1024, 8, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 4, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 8, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 16, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 32, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 64, "tp=8,ep=1"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 4, "tp=8,ep=1", "sglang-0.5.9"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 8, "tp=8,ep=1", "sglang-0.5.9"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 16, "tp=8,ep=1", "sglang-0.5.9"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 32, "tp=8,ep=1", "sglang-0.5.9"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 64, "tp=8,ep=1", "sglang-0.5.9"),
     Run("h200", "sglang", "fp8", 8192, 1024, 4, "tp=8,ep=1"),
     Run("h200", "sglang", "fp8", 8192, 1024, 8, "tp=8,ep=1"),
     Run("h200", "trt", "fp8", 1024, 1024, 8, "tp=8"),
