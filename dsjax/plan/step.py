@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 from dsjax.config import ModelConfig
 from dsjax.plan.balancing import STEP_INTERVAL, Slots
@@ -16,11 +16,12 @@ from dsjax.plan.figure import Figure, Kind, Middle, assumed, exact, largest, tot
 from dsjax.plan.host_time import OVERLAPPED, HostTime, compiled_layer, eager_layer
 from dsjax.plan.layout import Layout
 from dsjax.plan.memory import expert_bytes
-from dsjax.plan.network import all_reduce, low_latency_exchange, moved_bytes, normal_exchange, own_exchange
+from dsjax.plan.network import all_reduce, moved_bytes
 from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables
 from dsjax.plan.precision import BF16, Precision
-from dsjax.plan.program import excess, exchange_run, exchanges, nearest, tensor_parallel_sums
+from dsjax.plan.program import excess, nearest, tensor_parallel_sums
+from dsjax.plan.routed import routed_experts
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 
 _COMMUNICATION = ("dispatch", "combine")
@@ -265,7 +266,7 @@ class StepModel:
                 found["products beyond the model's own"] = beyond
         if not moe:
             return found
-        found |= self._experts(tokens, decode, moe, busy)
+        found |= routed_experts(self, tokens, decode, moe, busy)
         if decode and "shared experts" in found and not self.overlap:
             found["shared experts"] = found["shared experts"] * self.beside_routed()
         return found
@@ -347,74 +348,6 @@ class StepModel:
         up = self.chip.product(tokens, 2 * hidden, width, expert=True)
         return up + self.chip.product(tokens, width, hidden, expert=True)
 
-    def _experts(self, tokens: float, decode: bool, layers: int, busy: float) -> dict[str, Figure]:
-        """The routed experts, the way there and the way back, of so many layers.
-
-        They hang on the tokens of a device and the size of the EP group: `dp=32` is as `dp=16,tp=2` with twice the batch.
-        """
-        config, mesh, chip = self.config, self.layout.mesh, self.chip
-        width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
-        own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
-        split = mesh.tp_size if mesh.splits_expert_width else 1
-        balanced = self.places_by_load
-        fused = self.layout.fused
-        key = (
-            "experts",
-            own,
-            devices,
-            mesh.ep_size,
-            split,
-            self.layout.redundant,
-            balanced,
-            decode,
-            layers,
-            busy,
-            fused,
-            self.sums_experts,
-            self.middle,
-        )
-        if key in self.shared and not self.dry_runs:
-            return self.shared[key]
-        places = self.expert_slots
-        slots = places.physical // mesh.ep_size
-        rows = own * busy * top_k * mesh.expert_width_shards
-        slowest = self.skew.slowest(places, config.n_routed_experts, rows, balanced, self.middle)
-        arriving = exact(rows, "rows of the mean rank", "rows") * slowest
-        everyone = own * busy * devices
-        touched = self.skew.touched(everyone, top_k, config.n_routed_experts)
-        used = slots * touched / config.n_routed_experts
-        inner = hidden // mesh.expert_width_shards
-        products = None
-        if mesh.splits_expert_width and self.chip.hardware.same_die and (width, hidden, top_k) == (7168, 2048, 8):
-            # Only V3's own widths were timed.
-            products = chip.fused_experts(
-                everyone,
-                partial(self.skew.touched, top_k=top_k, experts=config.n_routed_experts),
-                self.skew,
-                mesh.expert_width_shards,
-                mesh.ep_size,
-            )
-        if products is None:
-            received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
-            if fused:  # one expert more in the same product, with every token of the ranks that share its width
-                pooled = exact(own * busy * mesh.expert_width_shards, "rows of the shared expert", "rows")
-                used, arriving, slots = used + 1, arriving + pooled, slots + 1
-            products = chip.experts(used, arriving, received * slowest.value, slots, width, inner, decode)
-        elif fused:
-            more = 1 + max(1 / touched, 1 / top_k)
-            products = products * assumed(
-                1 + 1 / touched, 1.0, more, "the shared expert in the same product",
-                "one expert's weights more, or where rows take the time one in top-k of them",
-            )  # fmt: skip
-        there, back = self._exchanges(own, decode, slowest)
-        if mesh.splits_expert_width and mesh.ep_size > 1:
-            size = tokens * top_k * width * BF16
-            back = back + all_reduce(self.cluster, mesh.tp_size, size)
-        found = {"experts": products * layers, "dispatch": there * layers, "combine": back * layers}
-        if not self.dry_runs:
-            self.shared[key] = found
-        return found
-
     @cached_property
     def expert_slots(self) -> Slots:
         """Where the experts may lie: hosts count where the EP group has whole hosts, as in the engine."""
@@ -428,29 +361,6 @@ class StepModel:
         has every token, computes those of its experts, and the layer's second sum adds the results up (vLLM's all-to-all is for data
         parallelism; SGLang's `--moe-a2a-backend none`)."""
         return self.dispatch == "deepep" and self.layout.unit.mesh.dp_size == 1
-
-    def _exchanges(self, own: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
-        config, cluster, mesh = self.config, self.cluster, self.layout.mesh
-        ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
-        width, top_k = config.hidden_size, config.num_experts_per_tok
-        if self.sums_experts:
-            return exact(0.0), exact(0.0)
-        there, back = width * self.precision.wire, width * BF16
-        if self.dispatch != "deepep":
-            run = exchange_run(self.dry_runs, decode, self.dispatch, top_k, ranks, own) if ranks > 1 else None
-            if run:
-                return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, own, slowest)
-            rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
-            return tuple(own_exchange(cluster, self.dispatch, ranks, own, top_k, row, slowest) for row in rows)
-        if decode:
-            return (
-                low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False, self.operators, self.shared),
-                low_latency_exchange(cluster, ranks, own, top_k, back, slowest, True, self.operators, self.shared),
-            )
-        return (
-            normal_exchange(cluster, config, ranks, own, there, slowest, False, self.operators, self.shared),
-            normal_exchange(cluster, config, ranks, own, back, slowest, True, self.operators, self.shared),
-        )
 
     def head(self, tokens: float) -> Figure:
         """Seconds for the logits of so many tokens."""
