@@ -13,7 +13,7 @@ from dsjax.plan.figure import Figure, Middle, exact, smallest
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
-from dsjax.plan.prompts import own_step, prompts_beside_decodes, quick_prompts
+from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes, quick_prompts
 from dsjax.plan.workload import Objective
 
 _SETTLE = 30
@@ -160,7 +160,8 @@ def _queue(service: Figure, busy: Figure) -> Figure:
 def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
     """Every instance prefills and decodes: a step with prompts takes them beside its decodes.
 
-    With a rate, prompts arrive at any time: half a decode step passes, and the wait of an M/D/1 queue. With a given concurrency
+    With a rate, prompts arrive at any time: half a mean step passes, and a prompt waits for those before it on its replica, as in an
+    M/D/1 queue whose server is the step with prompts, decodes and all. With a given concurrency
     the loop is closed: a prompt arrives when a step ends, while the next one, planned already, is under way, which lasts a mean
     step (decodes, and prompts where it has any); then it is computed beside those that arrived with it. Where steps are planned
     ahead, one more step, planned before the prompt came, passes.
@@ -169,15 +170,15 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     own = instance.tpot(batch)
     others, step = prompts_beside_decodes(instance, batch, tokens)
     tpot = (own + others).named("TPOT", "s")
-    busy = Figure(
-        others.value / tpot.value, others.low / (others.low + own.high), others.high / (others.high + own.low)
-    )
-    busy.kinds = tpot.kinds
     chunks = max(1.0, instance.workload.computed / tokens)
     decode = instance.decode_step(batch)
     if instance.workload.concurrency is None:
-        first = ((step + decode) * chunks).named("own prompt, beside decodes", "s") + _queue(step, busy)
-        ttft = first + (decode * _passing(instance)).named("steps in progress", "s")
+        whole, mean, load = step + decode, tpot * instance.options.tokens_a_step, own_load(instance, batch, tokens)
+        # Both are of the same operations, so that they are long together.
+        shares = [load * a / b for a, b in zip(_ends(whole), _ends(mean), strict=True)]
+        busy = Figure(shares[0], min(shares), max(shares), tpot.kinds)
+        first = (whole * chunks).named("own prompt, beside decodes", "s") + _queue(whole, busy)
+        ttft = first + (mean * _passing(instance)).named("steps in progress", "s")
     else:
         own = (own_step(instance, batch, tokens) + decode) * chunks
         ttft = own.named("own prompt and those that come with it, beside decodes", "s")
@@ -197,10 +198,11 @@ def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float
     decode = instance.middle.decode_step(batch).value
     others, step = quick_prompts(instance, batch, tokens)
     tpot = decode / instance.options.tokens_a_step.value + others
-    busy = min(others / tpot, 0.95)
     chunks = max(1.0, work.computed / tokens)
     if work.concurrency is None:
-        ttft = step * chunks + step * busy / (2 * (1 - busy)) + decode * (chunks + _passing(instance))
+        whole, mean = step + decode, tpot * instance.options.tokens_a_step.value
+        busy = min(own_load(instance, batch, tokens) * whole / mean, 0.95)
+        ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _passing(instance)
     else:
         under_way = tpot * instance.options.tokens_a_step.value * (_passing(instance) + 0.5)
         ttft = own_step(instance.middle, batch, tokens).value * chunks + decode * chunks + under_way

@@ -71,6 +71,14 @@ def quick_prompts(instance: Instance, batch: float, tokens: float) -> tuple[floa
     return (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / made, added
 
 
+def own_load(instance: Instance, batch: float, tokens: float) -> float:
+    """Of the prompt tokens that a replica may take in a step, the share that comes to it in one: what its prompts queue behind."""
+    work, made = instance.workload, instance.options.tokens_a_step.value
+    chunks = math.ceil(work.computed / tokens)
+    most = max(1, int(tokens / (work.computed / chunks) + 1e-9))
+    return batch * made / work.output.mean * chunks / most
+
+
 def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> Figure:
     """Seconds that a step of decodes takes longer with so many prompt tokens beside them on a replica, on `busy` of the replicas.
 
