@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import STORED, AttentionCase, ExpertsCase
@@ -117,6 +118,7 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():
     np.testing.assert_allclose(found, attended(Kernels()), atol=1e-4)
 
 
+@pytest.mark.parametrize("stored", [2, 1])
 @FEW
 @given(
     seed=st.integers(0, 2**31),
@@ -128,10 +130,10 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():
     routing=st.sampled_from(["all", "some", "one expert", "none"]),
     mean_load=st.sampled_from([0.5, 40.0]),
 )
-def test_experts_are_those_of_a_loop(seed, X, D, F, N, K, routing, mean_load):
-    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=2, routing=routing)
+def test_experts_are_those_of_a_loop(stored, seed, X, D, F, N, K, routing, mean_load):
+    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=stored, routing=routing)
     kernels = Kernels(pallas=PallasKernels("tpu", interpret=True))
-    product = ExpertProduct(weight_dtype=STORED[2], kernels=kernels, mean_load=mean_load)
+    product = ExpertProduct(weight_dtype=STORED[stored], kernels=kernels, mean_load=mean_load)
     found = np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
     expected, size = case.expected()
     # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
