@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from kernel_cases import STORED, AttentionCase, ExpertsCase
 from layouts import TINY
 
-from dsjax.config import ModelConfig
+from dsjax.config import ModelConfig, load_config
+from dsjax.engine.assembly import _refuses_experts
 from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_products
 from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
 from dsjax.model.attention import PagedAttention, Rows
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import cache_arrays
+from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.mla import Projections
 from sharding import MeshSpec, fp8
 
@@ -83,6 +85,13 @@ def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cach
     assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
     assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)
     assert "no FP8 cache" in tpu_attention.refuses(64, fp8.E4M3)
+
+
+def test_a_tpu_takes_experts_of_bf16_and_fp8_but_quantises_nothing():
+    config, spec = load_config("deepseek-v3"), MeshSpec.parse("dp=32")
+    assert {_refuses_experts(config, spec, weights, WIDEN) for weights in ("bf16", "mixed", "fp8")} == {""}
+    assert "take bfloat16 and FP8 weights, and these are f32" in _refuses_experts(config, spec, "f32", WIDEN)
+    assert "quantise no activations" in _refuses_experts(config, spec, "fp8", ActivationScheme(dynamic=True))
 
 
 def test_entries_of_the_cache_are_as_wide_as_registers():
