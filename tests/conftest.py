@@ -3,6 +3,7 @@
 import atexit
 import functools
 import gc
+import importlib.util
 import itertools
 import math
 import os
@@ -74,6 +75,10 @@ def _set_environment() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     # The processes that share the tests have this one's environment.
+    if "--no-compiler" in sys.argv and importlib.util.find_spec("ziglang"):
+        raise pytest.UsageError(
+            "--no-compiler finds the package ziglang, which brings a compiler; pip uninstall ziglang"
+        )
     if "--no-compiler" in sys.argv and any(map(shutil.which, COMPILERS)):
         links = tempfile.mkdtemp(prefix="dsjax-no-compiler-")
         atexit.register(shutil.rmtree, links, ignore_errors=True)
