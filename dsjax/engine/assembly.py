@@ -132,6 +132,8 @@ def _kernels(
         ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
     }
     left = tuple(name for names, reason in refused.items() if reason for name in names)
+    if weights != "fp8" or scheme.dynamic:
+        left += ("other products",)  # XLA's own are as good with other weights, which is nothing to note
     return dataclasses.replace(found, left_plain=left, note="; ".join(filter(None, refused.values())))
 
 

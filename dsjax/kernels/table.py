@@ -61,6 +61,7 @@ TABLE = (
         ("gpu",),
         "Triton, a layer's matrices read from the stack; FP8 × FP8, or FP8 widened",
     ),
+    Implementation("other products", "pallas", ("tpu",), "Mosaic, a layer's FP8 matrices read from the stack, widened"),
 )
 
 

@@ -1,4 +1,5 @@
-"""The routed experts' products on TPUs, over pairs of (row, expert), weights read from the stack of layers (Mosaic, by Pallas).
+"""Products on TPUs with weights read from the stack of layers: the routed experts', over pairs of (row, expert), and those of dense
+matrices in FP8 (Mosaic, by Pallas).
 
 Pairs stand in tiles of rows that never cross an expert: an expert's first pair begins a tile. The number of each tile's expert lies in
 the core's scalar memory and says which block of the stack ``[layers, experts, depth, columns]`` is copied next, so that XLA slices no
@@ -119,7 +120,40 @@ def down(
     return _product(stack, layer, hidden_SF, pairs, mean_load, tiles, interpret)
 
 
-def _product(stack: Stack, layer, x, pairs: TiledPairs, mean_load, tiles: TpuProductTiles, interpret: bool):
+def takes_dense(weight: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct | None) -> bool:
+    """Whether ``dense`` can multiply with a stack ``[L, K, N]`` or ``[L, K, 2, F]``: FP8 weights of whole blocks."""
+    depth, columns = weight.shape[1], weight.shape[-1]
+    whole = depth % BLOCK == 0 and columns % BLOCK == 0
+    return scale is not None and whole and block_columns(depth, columns, 1) is not None
+
+
+def dense(
+    stack: Stack, layer: Int[Array, ""], x_TK: Float[Array, "T K"], *, interpret: bool = False
+) -> Float[Array, "T *n"]:
+    """``x · weight[layer]`` in the dtype of ``x_TK``.
+
+    stack: FP8 weights without a dimension of experts: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``.
+    """
+    T, fused = x_TK.shape[0], stack.weight.ndim == 4
+    weight, scale = (
+        _matrices_first(array[:, None])[:, 0] if fused else array[:, None] for array in (stack.weight, stack.scale)
+    )
+    tiles = TpuProductTiles(min(256, power(T)), rows_first=False)
+    count = -(-T // tiles.rows)
+    x = jnp.pad(x_TK, ((0, -T % tiles.rows), (0, 0)))
+    nothing = jnp.zeros((0,), jnp.int32)
+
+    def one(matrix: int) -> Array:
+        pairs = TiledPairs(jnp.full((count,), matrix, jnp.int32), jnp.full((1,), count, jnp.int32), nothing, nothing)
+        return _product(Stack(weight, scale, stack.dtype), layer, x, pairs, T, tiles, interpret, own_dtype=True)[:T]
+
+    return jnp.stack([one(0), one(1)], axis=1) if fused else one(0)
+
+
+def _product(
+    stack: Stack, layer, x, pairs: TiledPairs, mean_load, tiles: TpuProductTiles, interpret: bool, own_dtype=False
+):
+    """own_dtype: of a dense matrix, whose products come in the dtype of ``x``, and of which all rows are known to be there."""
     weight = stack.weight
     depth, columns, fused = weight.shape[2], weight.shape[-1], weight.ndim == 5
     own = block_columns(depth, columns, 1 + fused)
@@ -156,8 +190,11 @@ def _product(stack: Stack, layer, x, pairs: TiledPairs, mean_load, tiles: TpuPro
         tile, column = at(i, j)
         return rows_of(tile, use), column
 
-    out_dtype = x.dtype if fused else jnp.float32
-    cost = _cost(x, weight, mean_load, tiles, across, np.dtype(out_dtype).itemsize)
+    out_dtype = x.dtype if fused or own_dtype else jnp.float32
+    if own_dtype:
+        cost = _dense_cost(x, weight, across)
+    else:
+        cost = _cost(x, weight, mean_load, tiles, across, np.dtype(out_dtype).itemsize)
     return pl.pallas_call(
         partial(kernel, tiles=tiles, weight_dtype=np.dtype(stack.dtype)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -171,7 +208,7 @@ def _product(stack: Stack, layer, x, pairs: TiledPairs, mean_load, tiles: TpuPro
         cost_estimate=cost.estimate,
         metadata=cost.metadata,
         interpret=interpret,  # the TPU interpreter knows no words of a buffer
-        name="experts_gate_up" if fused else "experts_down",
+        name="dense" if own_dtype else "experts_gate_up" if fused else "experts_down",
     )(jnp.reshape(layer, 1).astype(jnp.int32), pairs.expert_T, pairs.use, x, *operands)
 
 
@@ -233,7 +270,7 @@ def _down_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_
         def _(register):
             at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
             found = _widened(weight_ref[0, 0, :, at], scale_ref[0, :, at], weight_dtype, x_ref.dtype)
-            out_ref[:, at] = _multiply(x_ref[...], found)
+            out_ref[:, at] = _multiply(x_ref[...], found).astype(out_ref.dtype)
 
 
 def _widened(weight: Array, scale: Array, stored: np.dtype, dtype) -> Array:
@@ -261,3 +298,10 @@ def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, acr
     moved += rows * x.shape[1] * x.dtype.itemsize * (1 if tiles.rows_first else across)
     moved += rows * weight.shape[-1] * out_bytes
     return KernelCost(2.0 * rows * size, moved, hlo_dtype(x.dtype), assumed=True)
+
+
+def _dense_cost(x: Array, weight: Array, across: int) -> KernelCost:
+    """Of one FP8 matrix ``[K, N]`` of the stack: its weights and scales once, the rows once for each block of columns."""
+    size, itemsize = math.prod(weight.shape[2:]), x.dtype.itemsize
+    moved = size * (1 + 4 / BLOCK) + x.size * itemsize * across + x.shape[0] * weight.shape[-1] * itemsize
+    return KernelCost(2.0 * x.shape[0] * size, moved, hlo_dtype(x.dtype))

@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import STORED, AttentionCase, ExpertsCase
-from layouts import TINY
+from layouts import TINY, wide
 
+from dsjax.bench.modules.setting import random_parameter
 from dsjax.config import ModelConfig, load_config
-from dsjax.engine.assembly import _refuses_experts
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.assembly import _refuses_experts, make_step
 from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_products
 from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
 from dsjax.model.attention import PagedAttention, Rows
@@ -80,7 +83,7 @@ def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cach
     assert chosen.name("decode attention", "A_CC_ME") == "pallas"
     assert chosen.name("decode attention", "CD") == "plain"
     left = dataclasses.replace(chosen, left_plain=("prefill attention",))
-    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "plain"]
+    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "pallas"]
     bf16 = np.dtype(ml_dtypes.bfloat16)
     assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
     assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)
@@ -147,6 +150,27 @@ def test_experts_are_those_of_a_loop(stored, seed, X, D, F, N, K, routing, mean_
     expected, size = case.expected()
     # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
     assert np.all(np.abs(found - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+
+
+def test_products_with_fp8_matrices_on_two_devices_are_those_of_the_plain_form():
+    config = ModelConfig.from_dict(TINY | wide(2) | {"hidden_size": 128})
+    spec = MeshSpec.parse("tp=2")
+    args = EngineArgs(mesh="tp=2", weights="fp8", activation_scheme="none", dtype="float32", kernels="plain")
+    plain = make_step(args, config, spec, spec.build())
+    step = dataclasses.replace(plain, kernels=Kernels(pallas=PallasKernels("tpu", interpret=True)))
+    params = {path: random_parameter(info, 3) for path, info in step.table.infos.items() if "moe_layers" in path}
+    module = step.table.bind(dict.fromkeys(step.table.infos, jnp.zeros(())) | params).moe_layers
+    mlp, x = module.moe.shared, jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 128)), jnp.float32)
+    graph, state = nnx.split(mlp)
+    one = nnx.merge(graph, jax.tree.map(lambda array: array[1], state))
+
+    def run(step, mlp):
+        return np.asarray(jax.jit(lambda x: mlp(x, step.in_place.multiply(jnp.int32(1))))(x))
+
+    assert step.in_place.names(("CC", "A_CC_ME")) >= {"gate_up", "down"}
+    assert "kv_b" not in step.in_place.names(("CC", "A_CC_ME"))
+    found, expected = run(step, mlp), run(plain, one)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_tiles_hold_each_experts_pairs_and_blocks_fit_the_cores_memory():
