@@ -24,7 +24,7 @@ ALL_AT_ONCE = {
     "cache_tokens": 32,
     "host_cache_bytes": 400_000,
 }
-# Without any of it a server over two processes makes the tokens of one on dp=4: test_two_process_server.py.
+# Without any of it, and with gather, a server over two processes makes the tokens of one on dp=4: test_two_process_server.py.
 LAYOUTS = [
     ("dp=4", "padded", True, ALL_AT_ONCE),
     ("dp=2,tp=2", "ragged", False, {}),
@@ -62,7 +62,7 @@ def found(outputs):
     return json.loads(line.removeprefix("found "))
 
 
-def test_every_layout_and_dispatch_makes_the_tokens_of_one_process(found, alone):
+def test_every_layout_makes_the_tokens_of_one_process(found, alone):
     for layout, one in zip(LAYOUTS, found, strict=True):
         assert one["greedy"][0] == alone[0], layout
         if layout[2]:
