@@ -24,6 +24,7 @@ from sharding.mesh import MeshSpec
 if TYPE_CHECKING:
     from dsjax.engine.executor import Executor
     from dsjax.engine.loading import EngineFacts
+    from dsjax.hosts.group import HostGroup
 
 
 class LLM:
@@ -38,7 +39,8 @@ class LLM:
 
     Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
-    ``event_sink`` is told which pages can be found from now on, and which no more.
+    ``event_sink`` is told which pages can be found from now on, and which no more. ``group`` is what `join_group` has given for the same
+    options, where a caller has joined the processes itself.
 
     A mesh may belong to several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
     ``process_id``, or under Slurm and the like without. In all but process 0 the constructor does not return: it follows process 0, and
@@ -55,10 +57,11 @@ class LLM:
         mesh: str | MeshSpec = "dp=1",
         show_progress: bool = False,
         event_sink: EventSink | None = None,
+        group: HostGroup | None = None,
         **options: Any,
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
-        group = join_group(self.args, host_options(self.args))
+        group = group or join_group(self.args, host_options(self.args))
         from dsjax.engine.generations import Generations
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
         from dsjax.engine.process import size_memory_pool

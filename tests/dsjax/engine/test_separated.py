@@ -1,6 +1,7 @@
 """A model whose prompts are computed on one mesh and decoded on another makes the tokens of one plain engine."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
@@ -22,7 +23,7 @@ MESHES = {
         "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
     },
     "two instances, drafts": {
-        "prefill_mesh": "dp=2",
+        "prefill_mesh": "dp=1",
         "decode_mesh": "tp=2",
         "prefill_instances": 2,
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
@@ -66,9 +67,16 @@ def generated(llm):
     return llm.generate(list(prompts), list(params))
 
 
+def load(checkpoint, **options) -> LLM:
+    """One program for decodes, however many there are, instead of two."""
+    llm = LLM(str(checkpoint), dtype="float32", **SIZES, **options)
+    llm.executor.buckets = replace(llm.executor.buckets, decode=(SIZES["max_num_seqs"],))
+    return llm
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    llm = LLM(str(checkpoint), dtype="float32", **SIZES)
+    llm = load(checkpoint)
     try:
         return generated(llm)
     finally:
@@ -77,7 +85,7 @@ def expected(checkpoint):
 
 @pytest.mark.parametrize("options", MESHES.values(), ids=MESHES)
 def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options):
-    llm = LLM(str(checkpoint), dtype="float32", local_prefill_tokens=1, **SIZES, **options)
+    llm = load(checkpoint, local_prefill_tokens=1, **options)
     core = llm.engine.core
     prefills = [link.engine for link in llm.engine.prefills]
     try:
