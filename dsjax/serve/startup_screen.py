@@ -21,7 +21,8 @@ _MOST_COLUMNS = 16
 
 def show_facts(console: Console, facts: EngineFacts) -> None:
     """Print the mesh as a picture, and what each device holds as a table."""
-    title = f"{facts.model} on {facts.mesh}: {facts.num_devices} × {facts.device_kind}"
+    instances = f"{facts.decode_instances} × " if facts.decode_instances > 1 else ""
+    title = f"{facts.model} on {instances}{facts.mesh}: {facts.num_devices} × {facts.device_kind}"
     console.print(
         Panel(Group(_mesh_picture(facts), _layout_line(facts)), title=title, title_align="left", expand=False)
     )
@@ -86,6 +87,7 @@ def _layout_line(facts: EngineFacts) -> Text:
     copies, _, tp = facts.mesh_shape.values()
     parts = [f"{facts.dp_ranks} DP ranks of {tp}", f"{facts.physical_experts_per_device} experts a device"]
     parts += [f"{copies} copies of the experts"] if copies > 1 else []
+    parts += [f"in {facts.decode_instances} engines of this shape"] if facts.decode_instances > 1 else []
     parts += [f"{facts.num_processes} processes"] if facts.num_processes > 1 else []
     return Text(", ".join(parts), style="dim")
 

@@ -38,7 +38,7 @@ async def until(condition, seconds: float = 5.0) -> None:
 
 
 def pages_in_use(engine: AsyncEngine) -> int:
-    return sum(rank.pool.num_used for rank in engine._core.scheduler.ranks)
+    return sum(rank.pool.num_used for rank in engine.cores[0].scheduler.ranks)
 
 
 def run(coroutine):
