@@ -237,6 +237,10 @@ class AsyncEngine:
             stream.put(EngineClosingError("the server is shutting down"))
         self.abort(list(self._streams))
 
+    def fail(self, error: BaseException) -> None:
+        """Nothing can go on: every request gets an error, and `on_death` is called."""
+        self._die(error)
+
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the threads. After `timeout` seconds in a step that hangs, a thread is left behind."""
         self._closing = True

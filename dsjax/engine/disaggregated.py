@@ -111,6 +111,7 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
     tokens = ("cache_tokens", "host_cache_tokens", "disk_cache_tokens", "dp_ranks", "num_devices")
     facts = replace(
         first.facts,
+        mesh=str(decode) if args.decode_instances == 1 else f"{args.decode_instances} × {decode}",
         prefill_meshes=[str(prefill)] * args.prefill_instances,
         decode_instances=args.decode_instances,
         max_model_len=min(model.facts.max_model_len for model in decodes),

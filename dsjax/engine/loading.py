@@ -48,7 +48,7 @@ class EngineFacts:
     """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
 
     Attributes:
-        mesh: as the user wrote it, normalised: `dp=4,tp=8`.
+        mesh: as the user wrote it, normalised: `dp=4,tp=8`; of several decode engines `2 × dp=4,tp=8`.
         mesh_shape: sizes of the physical axes, in order.
         device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
         dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
@@ -61,8 +61,8 @@ class EngineFacts:
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
         prefill_meshes: of the devices beside these that compute prompts for them.
-        decode_instances: engines that make tokens, each on a mesh of its own as described here; `dp_ranks`, `num_devices` and tokens of
-            caches are of all of them together.
+        decode_instances: engines that make tokens, each on devices of its own, of `mesh_shape`. Devices, DP ranks and tokens of caches are
+            those of all of them together.
         host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
         page_bytes: of one page, all layers, on all the devices of a DP rank.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.

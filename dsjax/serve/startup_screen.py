@@ -21,8 +21,7 @@ _MOST_COLUMNS = 16
 
 def show_facts(console: Console, facts: EngineFacts) -> None:
     """Print the mesh as a picture, and what each device holds as a table."""
-    instances = f"{facts.decode_instances} × " if facts.decode_instances > 1 else ""
-    title = f"{facts.model} on {instances}{facts.mesh}: {facts.num_devices} × {facts.device_kind}"
+    title = f"{facts.model} on {facts.mesh}: {facts.num_devices} × {facts.device_kind}"
     console.print(
         Panel(Group(_mesh_picture(facts), _layout_line(facts)), title=title, title_align="left", expand=False)
     )
