@@ -8,6 +8,7 @@ from drafting_checkpoint import write_drafting_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.disaggregated import decode_args, prefill_args
+from dsjax.engine.page_files import lock_folder
 from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.errors import UserError
 from sharding import MeshError
@@ -165,3 +166,10 @@ def test_more_devices_than_there_are_is_refused_before_anything_is_loaded(checkp
         UserError, match=r"2 × --decode-mesh dp=3000 and --prefill-mesh dp=1 want 6001 devices, found \d+"
     ):
         LLM(str(checkpoint), prefill_mesh="dp=1", decode_mesh="dp=3000", decode_instances=2, **SIZES)
+
+
+def test_a_folder_for_pages_that_another_server_has_is_refused_before_anything_is_loaded(checkpoint, tmp_path):
+    options = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1", "decode_instances": 2, "disk_cache_bytes": 1 << 20}
+    with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another engine"):
+        LLM(str(checkpoint), **options, disk_cache=str(tmp_path), **SIZES)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
