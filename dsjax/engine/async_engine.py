@@ -65,6 +65,11 @@ class AsyncEngine:
         return self._outputs.num_unfinished
 
     @property
+    def num_ranks(self) -> int:
+        """DP ranks of all cores."""
+        return self._engine.num_ranks
+
+    @property
     def num_waiting(self) -> int:
         """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
         return sum(thread.num_waiting for thread in self._threads)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dsjax.engine.async_engine import AsyncEngine, OutputStream
 from dsjax.engine.core import EngineCore
@@ -28,8 +28,17 @@ if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not
     from dsjax.serve.front_ends.processes import FrontEnds
 
 Answer = TypeVar("Answer")
-Submit = Callable[[str, Sequence[Prompt], SamplingParams, str | None], Awaitable[OutputStream]]
-"""Called with the answer's id, prompts, parameters and session."""
+
+
+class Place(NamedTuple):
+    """Where a client wants its request to run: beside others of its session, or on the DP rank of a number, which wins."""
+
+    session: str | None = None
+    dp_rank: int | None = None
+
+
+Submit = Callable[[str, Sequence[Prompt], SamplingParams, Place], Awaitable[OutputStream]]
+"""Called with the answer's id, prompts, parameters and place."""
 
 _CHARACTERS_PER_TOKEN = 4
 _RETRY_SECONDS = 2
@@ -190,15 +199,20 @@ class Serving:
             raise ApiError(400, reason, param="priority")
 
         async def submit(
-            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, session: str | None
+            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, place: Place
         ) -> OutputStream:
+            if place.dp_rank is not None and place.dp_rank >= self.engine.num_ranks:
+                most = self.engine.num_ranks - 1
+                reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
+                raise ApiError(400, reason, param="X-Data-Parallel-Rank")
             return await self.engine.submit(
                 f"{answer_id}~{new_id()[:8]}",  # clients may give an id twice
                 prompts,
                 params,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
-                session=session,
+                session=place.session,
+                dp_rank=place.dp_rank,
             )
 
         with self.gate.through(texts, body.n):

@@ -253,6 +253,14 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
     assert total(server, "vllm:generation_tokens_total") >= made, "what the dead one had counted is kept"
 
 
+def test_a_rank_that_a_router_names_is_the_one_that_computes(server):
+    made = total(server, "vllm:generation_tokens_total", engine="3")
+    for rank, status in (("3", 200), ("4", 400)):
+        answer = server.post("/v1/completions", SHORT, headers={"X-Data-Parallel-Rank": rank})
+        assert answer.status_code == status
+    assert total(server, "vllm:generation_tokens_total", engine="3") == made + 6
+
+
 def test_a_front_end_that_starts_after_the_mesh_has_grown_knows_every_rank(start_server, monkeypatch):
     server = start_server(front_ends=1, metrics=Metrics("tiny", 1, 128))
     scheduler = server.llm_engine.core.scheduler

@@ -80,6 +80,27 @@ def test_a_shared_beginning_and_a_session_stay_with_the_engine_that_has_them(ser
     assert [cached(list(range(90, 90 + 20 * turn)), **session) for turn in (1, 2, 3)] == [0, 20, 40]
 
 
+def test_a_router_outside_names_the_rank_by_its_number(server):
+    for rank in (3, 1, 2):
+        before = samples(server, "vllm:generation_tokens_total")
+        answer = server.post(
+            "/v1/completions",
+            {**SHORT, "prompt": [99, rank]},
+            headers={"X-Data-Parallel-Rank": f"{rank}", "X-Session-Affinity": "one"},
+        )
+        assert answer.status_code == 200
+        after = samples(server, "vllm:generation_tokens_total")
+        assert {name for name in after if after[name] != before[name]} == {f"{rank}"}
+    for path, body in (
+        ("/v1/completions", {"prompt": [1]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+    ):
+        refused = server.post(path, body, headers={"X-Data-Parallel-Rank": "4"})
+        assert refused.status_code == 400
+        assert "this server has 0 to 3" in refused.json()["error"]["message"]
+
+
 def test_both_record_where_tokens_go_and_what_both_found_is_added_up(server):
     assert server.post("/start_expert_distribution_record", headers=ADMIN).json() == {"status": "recording"}
     assert all(executor.recording for executor in server.executors)
