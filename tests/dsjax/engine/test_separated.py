@@ -2,16 +2,23 @@
 
 import threading
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dsjax import LLM, SamplingParams
+from dsjax.checkpoint.load import load
+from dsjax.engine import loading
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.disaggregated import decode_args, prefill_args
 from dsjax.engine.page_files import lock_folder
 from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.errors import UserError
-from sharding import MeshError
+from sharding import MeshError, MeshSpec
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 128}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -78,10 +85,13 @@ def expected(checkpoint):
 
 
 @pytest.mark.parametrize("options", MESHES.values(), ids=MESHES)
-def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options):
+def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, monkeypatch):
+    reads = []
+    monkeypatch.setattr(loading, "load", lambda *args, **rest: reads.append(args) or load(*args, **rest))
     apart = {"local_prefill_tokens": 1, "transfer_timeout": 600}  # programs compile at first use
     llm = LLM(str(checkpoint), dtype="float32", **apart, **SIZES, **options)
     cores = llm.engine.cores
+    assert len(reads) == 2, "one of each kind of engine reads the weights"
     prefills = [link.engine for link in llm.engine.prefills]
     try:
         first = generated(llm)
@@ -116,6 +126,16 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options):
         assert all(rank.pool.num_used == 0 for rank in engine.core.scheduler.ranks)
     assert all(rank.pool.num_used == 0 for core in cores for rank in core.scheduler.ranks)
     assert not [thread for thread in threading.enumerate() if thread.name == "dsjax-prefill"]
+
+
+def test_weights_of_further_engines_are_copies_in_the_same_places():
+    first, second = (MeshSpec.parse("dp=2,tp=2").arrange(jax.devices()[at : at + 4]) for at in (0, 4))
+    values = np.arange(64.0).reshape(8, 8)
+    before = jax.device_put(values, NamedSharding(first, P("tp")))
+    after = loading.on_mesh(before, second)
+    assert after.sharding == NamedSharding(second, P("tp"))
+    jax.jit(jnp.zeros_like, donate_argnums=0)(after)
+    assert (np.asarray(before) == values).all(), "what is done to the copy does nothing to the first one's"
 
 
 def test_each_side_has_its_own_mesh_and_decode_alone_the_tiers():
