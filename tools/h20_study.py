@@ -18,11 +18,13 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import Layout, parse_layout
 from dsjax.plan.limits import bottlenecks
 from dsjax.plan.memory import cache_bytes_per_token, memory, weight_bytes
+from dsjax.plan.network import hosts_of_a_token
 from dsjax.plan.pareto import draw_front, draw_sweep
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
+from dsjax.plan.skew import DEFAULT_SKEW
 from dsjax.plan.sweep import sweep
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
 
@@ -188,6 +190,158 @@ def written_decode() -> str:
     return "\n".join(rows)
 
 
+PLAN = (
+    "[its text](https://github.com/ShinnChou/AI-fundermentals/blob/70308a9/09_inference_system/inference_solutions/"
+    "deepseek_v3_moe_vllm_h20_deployment.md)"
+)
+ROW_BF16 = 58 * 8 * 2 * 2 * 7168
+"""Bytes of a token's rows to its experts and back, in bf16, over the layers that have experts."""
+PORT = CLUSTER.network_gbps * 1e9 / 8
+
+
+def memory_rows() -> str:
+    """The plan's rows of a device's memory beside those of the same layout in bf16."""
+    layout = parse_layout("dp=32", 0, CONFIG)
+    found = weight_bytes(CONFIG, layout, PRECISIONS["bf16"])
+    device = Instance(
+        CONFIG, CLUSTER, layout, Options(PRECISIONS["bf16"]), Workload(Lengths(CONTEXT), Lengths(1))
+    ).memory
+    token = cache_bytes_per_token(CONFIG, PRECISIONS["bf16"])
+    rest = (
+        sum(found.values())
+        - found["attention"]
+        - found["experts"]
+        - found["shared experts"]
+        - found["embedding and head"]
+    )
+    rows = [
+        (
+            "routed experts",
+            "27.3 GB (436 B parameters ÷ 32)",
+            gb(found["experts"]),
+            "58 layers × 256 experts × 44.04 M are 653.9 B parameters, 97% of the model and not 65%",
+        ),
+        (
+            "attention",
+            "8.4 GB (60 layers × 70 M)",
+            gb(found["attention"]),
+            "187 M a layer: the output projection of 128 heads alone is 117 M",
+        ),
+        ("shared experts", "3.8 GB", gb(found["shared experts"]), ""),
+        ("embedding and head", "2.4 GB", gb(found["embedding and head"]), ""),
+        ("dense MLP, router, norms", "0.2 GB", gb(rest), "three dense layers of 396 M each"),
+        ("**weights**", "**42.1 GB**", f"**{gb(sum(found.values()))}**", ""),
+        (
+            "activations, communication, runtime",
+            "10 – 15 GB",
+            ranged(device.reserve, 1e-9, 1) + " GB",
+            "assumed here too",
+        ),
+        (
+            "routing and load balancing",
+            "6.4 – 9.8 GB",
+            "none without redundant experts; with 32 of them 5.1 GB of weights",
+            "a balancer's state is kilobytes; what it moves are the redundant experts",
+        ),
+        (
+            "cache, 200 sessions of 32 K",
+            "25.6 GB",
+            f"{gb(SESSIONS / DEVICES * CONTEXT * token)} (exact)",
+            "the latent instead of keys and values",
+        ),
+        (
+            "**a device needs**",
+            "**83.9 – 92.3 GB**",
+            f"**{gb(sum(found.values()) + device.reserve.value + SESSIONS / DEVICES * CONTEXT * token)}** of 96",
+            "it does not fit: 160 of the 200 sessions do",
+        ),
+    ]
+    lines = ["| a device, bf16, `dp=32` | the plan | here | |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def other_claims() -> str:
+    """What the plan says of its exchanges and of what sparsity saves, worked out again."""
+    hosts = CLUSTER.hosts
+    step = SESSIONS * 61 * 8 * 2 * 2 * 7168
+    away = SESSIONS / hosts * ROW_BF16 * 3 / 4 / PORT
+    fill = SESSIONS * CONTEXT / hosts * 58 * 2 * 2 * 7168 * hosts_of_a_token(CONFIG, hosts) * 3 / 4 / PORT
+    linear, attention = operations()
+    expert = 6 * 7168 * 2048 * 58
+    dense = linear + attention + expert * (256 - 8)
+    touched = DEFAULT_SKEW.touched(SESSIONS, 8, 256)
+    whole, chunked = (chunked_prompt(tokens) for tokens in (CONTEXT, 4096))
+    return f"""- **2.8 GB in 9.77 s.** The plan names 200 sessions of 32 K and gives no formula. 200 × 61 layers × 8 experts × 7,168 × 2 B, there and back, are {step / 1e9:.2f} GB:
+  what **one decode step** of 200 sessions exchanges, not their prompts. Over one port a host that step needs {away * 1e3:.0f} ms (exact: three quarters of it
+  leave the host); 2.8 GB in 9.77 s would be {2.8 / 9.77 * 8:.1f} Gb/s in all. To compute the 200 prompts of 32 K, a token's row going once to each host that has one of its
+  experts, one port needs {fill / 60:.0f} minutes (exact).
+- **Chunked: 1.22 s.** That is 9.77 ÷ 8, the time of the first of eight chunks of 4,096. A first token comes after the last one, and the bytes are the same. A replica
+  of `dp=32` with one 32 K prompt, bf16, one port: {ranged(whole)} s in one step, {ranged(chunked)} s in eight. Chunks keep decodes from waiting for a whole prompt, and
+  temporaries small; they do not shorten the TTFT by 87.5%.
+- **An all-to-all of 2,027 GB/s.** It adds the NVLinks of four hosts (900 GB/s each, which is both directions) to six links of 25 Gb/s and takes 0.7 of the sum. An exchange is
+  done when its slowest part is. With experts everywhere three quarters of the bytes leave their host: through one port a host {hosts * PORT / 0.75 / 1e9:.1f} GB/s in all, through three {3 * hosts * PORT / 0.75 / 1e9:.0f}
+  (exact), {2027e9 / (hosts * PORT / 0.75):.0f} and {2027e9 / (3 * hosts * PORT / 0.75):.0f} times less.
+- **Sparsity gains 67.1%**, reckoned as 96.9% less percentages for routing, imbalance, exchanges and waiting. 96.9% (248 of 256) is the share of the routed experts' operations
+  that is not computed (exact), and of all operations of a token at 32 K, attention among them, {expert * 248 / dense:.1%} (exact: {(linear + attention) / 1e9:,.0f} of {dense / 1e9:,.0f} GFLOP remain), so that the sum is right by accident. Waiting is
+  time and gives no operation back. And where weights are read, little is saved: 200 tokens touch {touched:.0f} of a layer's 256 experts (an even router 255), so that a decode step reads nearly all of them."""
+
+
+def chunked_prompt(tokens: int) -> Figure:
+    """Seconds of a 32 K prompt on each replica of `dp=32`, bf16, one port a host, in steps of so many tokens."""
+    options = Options(PRECISIONS["bf16"], prefill_tokens=tokens)
+    work = Workload(Lengths(CONTEXT), Lengths(OUTPUT))
+    instance = Instance(CONFIG, ONE_CARD, parse_layout("dp=32", 0, CONFIG), options, work)
+    return instance.prefill_step(float(tokens)) * (CONTEXT / tokens)
+
+
+EXPECTED = (
+    ("+ 5 ms", "latency", 5e-3, "-1 to -3%", "+2 to +5%"),
+    ("+ 10 ms", "latency", 10e-3, "-3 to -7%", "+5 to +10%"),
+    ("+ 20 ms", "latency", 20e-3, "-7 to -15%", "+10 to +20%"),
+    ("+ 50 ms", "latency", 50e-3, "-15 to -30%", "+25 to +40%"),
+    ("+ 100 ms", "latency", 100e-3, "-30 to -50%", "+50 to +80%"),
+    ("20 Gb/s", "network", 20, "-5 to -10%", ""),
+    ("15 Gb/s", "network", 15, "-15 to -25%", ""),
+    ("10 Gb/s", "network", 10, "-25 to -40%", ""),
+    ("5 Gb/s", "network", 5, "-50 to -65%", ""),
+    ("1 Gb/s", "network", 1, "not said", ""),
+)
+"""The plan's own points: what is changed, by how much, and what it expects of throughput and TTFT."""
+
+
+def slower_network() -> str:
+    """Decode of the sessions that fit, and the step of a 512-token prompt, on `dp=32` in bf16 over one port, at the plan's points."""
+    layout, options = parse_layout("dp=32", 0, CONFIG), Options(PRECISIONS["bf16"])
+
+    def figures(cluster) -> tuple[float, float, float]:
+        deciding = Workload(Lengths(CONTEXT - OUTPUT / 2), Lengths(OUTPUT))
+        instance = Instance(CONFIG, cluster, layout, options, deciding)
+        held = min(SESSIONS, instance.max_batch * DEVICES)
+        step = instance.tpot(held / DEVICES).value
+        first = (
+            Instance(CONFIG, cluster, layout, options, Workload(Lengths(512), Lengths(OUTPUT)))
+            .prefill_step(512.0)
+            .value
+        )
+        return held / step, step, first
+
+    now = figures(ONE_CARD)
+    lines = [
+        "| network | tokens/s: the plan expects | here | TPOT, ms | TTFT of 512 tokens: the plan expects | here | s |",
+        "|---|---|---|---|---|---|---|",
+        f"| 25 Gb/s, {ONE_CARD.latency * 1e6:g} µs | | {now[0]:,.0f} | {now[1] * 1e3:,.0f} | | | {now[2]:.2f} |",
+    ]
+    for name, resource, value, rate, first in EXPECTED:
+        factor = (
+            ONE_CARD.latency / (ONE_CARD.latency + value) if resource == "latency" else value / ONE_CARD.network_gbps
+        )
+        found = figures(ONE_CARD.scaled(resource, factor))
+        lines.append(
+            f"| {name} | {rate} | {found[0] / now[0] - 1:+.0%} | {found[1] * 1e3:,.0f} | {first} | {found[2] / now[2] - 1:+.0%} | {found[2]:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def serving() -> tuple[str, Question, object]:
     question = Question(
         CONFIG,
@@ -207,8 +361,18 @@ def serving() -> tuple[str, Question, object]:
     return text, question, plan
 
 
+POINTS = {
+    "latency": (1, 5, 20, 100, 1_000, 10_000, 100_000),
+    "bandwidth": (1, 5, 10, 25, 100, 400, 800),
+    "loss-of-hosts": (0, 1, 2, 3),
+    "hosts": ((4, 200), (8, 400), (16, 800)),
+    "concurrency": (1, 10, 50, 200, 500),
+}
+"""Of each sweep: up to what the plan asks about (100 ms, 1 Gb/s, 64 GPUs for 400 sessions and 128 for 800)."""
+
+
 def sweep_table(question: Question, winner, quantity: str) -> str:
-    found = sweep(question, winner, quantity)
+    found = sweep(question, winner, quantity, POINTS[quantity])
     draw_sweep(found, PICTURES / f"{quantity}.png")
     rows = [
         f"| {quantity}, {found.unit} | winner unchanged, tokens/s | TPOT, ms | best layout there | tokens/s |",
@@ -223,7 +387,7 @@ def sweep_table(question: Question, winner, quantity: str) -> str:
         best = (f"`{point.best.name()}`", f"{point.best.throughput.value:,.0f}") if point.best else ("nothing fits", "")
         met = "" if point.met else " (objectives missed)"
         rows.append(
-            f"| {point.value:g} | {same[0]} | {same[1]} | {best[0].replace('|', chr(92) + '|')}{met} | {best[1]} |"
+            f"| {point.label} | {same[0]} | {same[1]} | {best[0].replace('|', chr(92) + '|')}{met} | {best[1]} |"
         )
     return "\n".join(rows)
 
@@ -252,7 +416,7 @@ def page() -> str:
     decode, best = decode_table()
     served, question, plan = serving()
     draw_front(plan, PICTURES / "front.png")
-    sweeps = {q: sweep_table(question, plan.winner, q) for q in ("latency", "bandwidth", "loss-of-hosts")}
+    sweeps = {q: sweep_table(question, plan.winner, q) for q in POINTS}
     lone = Instance(
         CONFIG,
         CLUSTER,
@@ -264,16 +428,16 @@ def page() -> str:
     return f"""# DeepSeek-V3 on 32 × H20: the plan in circulation, worked through
 
 A plan for 4 hosts of 8 H20 (96 GB) with 25 Gb/s RoCE is passed around: 200 sessions of 32 K tokens, a goal of 50,000 tokens a
-second. This page does its arithmetic again. Exact figures have no range; estimates are **middle** (low – high), where the interval combines
+second ({PLAN}; read: commit 70308a9). This page does its arithmetic again. Exact figures have no range; estimates are **middle** (low – high), where the interval combines
 the ranges of the assumptions of [plan.md](plan.md). Made by `python tools/h20_study.py`.
 
 | | in circulation | here | why it differs |
 |---|---|---|---|
 | weights a GPU | 42.1 GB "in bf16" | 75.1 GB in bf16, 39.5 GB in FP8 (exact) | 42.1 GB is what **FP8 with 32 redundant experts** takes: 9 experts a layer and GPU instead of 8. In bf16 the same placement is {gb(sum(weight_bytes(CONFIG, parse_layout("dp=32", 32, CONFIG), PRECISIONS["bf16"]).values()))} |
 | cache a GPU | 25.6 GB | {gb(total / DEVICES)} on average, {gb(full * CONTEXT * token)} on the fullest (exact) | 25.6 GB is 200 × 32,768 × 61 × (2 × 512) × 2 B ÷ 32 = {gb(SESSIONS * CONTEXT * wrong / DEVICES)}: keys and values of 512 each. MLA keeps one latent of 512 and 64 rotary values: {token:,} B a token, not {wrong:,}. 200 sessions on 32 replicas are 6.25: some hold 7 |
-| operations a token | 69.5 "TFLOPs" | {(linear + attention) / 1e9:,.0f} GFLOP at 32 K context (exact): {linear / 1e9:.2f} linear and head, {attention / 1e9:,.0f} attention | 69.5 is near the linear part in **G**FLOP (our reading; the plan does not derive it): the unit is off by 1,000, and attention, {attention / linear:.1f} times the linear part at this length, is missing |
+| operations a token | 69.5 "GFLOPs", in an earlier version "TFLOPs" | {(linear + attention) / 1e9:,.0f} GFLOP at 32 K context (exact): {linear / 1e9:.2f} linear and head, {attention / 1e9:,.0f} attention | its own sum, 61 × 1.14 × 10¹², is 69.5 × 10¹² and stands for 4,096 tokens in one part and for one in another; that the number is near the linear part in GFLOP is an accident. Attention, {attention / linear:.1f} times the linear part at this length, is missing |
 | TTFT | 0.21 – 0.37 s, for 512 tokens | for 512 tokens in bf16 see [below](#the-plan-as-it-is-written); for a prompt of 32 K not below {least:.2f} s, with all 32 GPUs on one prompt at their peak (exact); estimates below | a 32 K prompt is {(prompt + naive) / 1e15:.2f} PFLOP, of which attention {naive / (prompt + naive):.0%}; 32 H20 have {DEVICES * CHIP.fp8_flops / 1e15:.1f} PFLOP/s in FP8 and half in bf16 |
-| tokens/s | 35,000 – 45,000, goal 50,000 | at most {ceiling:,.0f} (exact bound), about {best:,.0f} (estimate) | attention in bf16 alone: {attention / 1e9:,.0f} GFLOP a token, {DEVICES * CHIP.bf16_flops / 1e12:,.0f} TFLOP/s in all. No batch, layout or network changes this |
+| tokens/s | 26,860 – 40,527, in an earlier version 35,000 – 45,000, goal 50,000 | at most {ceiling:,.0f} (exact bound), about {best:,.0f} (estimate) | attention in bf16 alone: {attention / 1e9:,.0f} GFLOP a token, {DEVICES * CHIP.bf16_flops / 1e12:,.0f} TFLOP/s in all. No batch, layout or network changes this |
 
 ## The plan as it is written
 
@@ -288,6 +452,20 @@ session beside its weights in bf16; with three links `tp=16` and with a card a G
 Decode with as many of the 200 sessions of 32 K as the caches hold in bf16, nothing being prefilled:
 
 {written_decode()}
+
+Its rows of memory:
+
+{memory_rows()}
+
+With bf16 weights and every session's cache it asks for more than a device has, by the weights that it does not count. It says itself in another place that a GPU holds
+one session (3.812 GB); a session of 32 K is {gb(CONTEXT * token)}.
+
+{other_claims()}
+
+**A slower network.** The plan expects little of latency, because it reckons with one delay a token. A decode step has two exchanges in each of 58 layers, one after the other: 5 ms
+more are 580 ms more. `dp=32` in bf16 over one port, with the sessions that fit:
+
+{slower_network()}
 
 What follows reckons with FP8 weights and one card a GPU where it does not say otherwise: the most favourable reading.
 
@@ -341,7 +519,7 @@ prefix cache.
 
 ## How it depends on the network, and on losing hosts
 
-For that workload, with `--sweep latency --sweep bandwidth --sweep loss-of-hosts --plots FOLDER`:
+For that workload, with `--sweep latency=1,5,20,100,1000,10000,100000 --sweep bandwidth=1,5,10,25,100,400,800 --sweep loss-of-hosts --plots FOLDER`:
 
 ![latency](h20-32/latency.png)
 
@@ -355,7 +533,22 @@ For that workload, with `--sweep latency --sweep bandwidth --sweep loss-of-hosts
 
 {sweeps["loss-of-hosts"]}
 
-"Cannot run": an EP group that spans the lost host has lost experts; with whole hosts gone the service must be laid out again, which is the "best layout"
+With as many sessions in flight as the plan gives to 32, 64 and 128 GPUs, `--sweep hosts=4:200,8:400,16:800`:
+
+![hosts](h20-32/hosts.png)
+
+{sweeps["hosts"]}
+
+And over the sessions in flight, `--sweep concurrency=1,10,50,200,500`, a closed loop:
+
+![concurrency](h20-32/concurrency.png)
+
+{sweeps["concurrency"]}
+
+Where the objectives are missed the deployment that misses them least is shown. With 200 sessions in flight and 4 K prompts none keeps both; the winner unchanged has more tokens a second
+there, and a first token after more than 3 s.
+
+"Cannot run": more sessions than the caches hold; or an EP group that spans the lost host has lost experts: with whole hosts gone the service must be laid out again, which is the "best layout"
 column. The cluster file takes 25 Gb/s as one card a GPU, the most favourable reading; with one card a host see the decode table.
 """
 

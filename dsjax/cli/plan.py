@@ -133,11 +133,17 @@ def plan(
         float | None, typer.Option(help="Of one device, in any currency: the cost of a million output tokens follows.")
     ] = None,
     explain: Annotated[
-        str | None, typer.Option(help="Derivation of the best: tpot, ttft, throughput or memory.")
+        str | None,
+        typer.Option(
+            help="Derivation of the best, and which assumptions widen it most: tpot, ttft, throughput or memory."
+        ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="latency, bandwidth or loss-of-hosts, or at your own points: latency=1,10,100; repeatable."),
+        typer.Option(
+            help="latency, bandwidth, loss-of-hosts, hosts or concurrency, or at your own points: latency=1,10,100; hosts=8:400,16:800 "
+            "with so many requests in flight; repeatable."
+        ),
     ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Play arrivals through on the best: percentiles, goodput.")

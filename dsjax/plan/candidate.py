@@ -13,13 +13,13 @@ from dsjax.plan.figure import Figure, Middle, exact, smallest
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
-from dsjax.plan.prompts import own_step, prompts_beside_decodes, quick_prompts
+from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes, quick_prompts
 from dsjax.plan.workload import Objective
 
 _SETTLE = 30
 """Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
 _HALVINGS = 14
-_FRONT = front_door()
+_FRONT = front_door().value
 _BUSY = 0.85
 """Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
 
@@ -160,7 +160,8 @@ def _queue(service: Figure, busy: Figure) -> Figure:
 def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
     """Every instance prefills and decodes: a step with prompts takes them beside its decodes.
 
-    With a rate, prompts arrive at any time: half a decode step passes, and the wait of an M/D/1 queue. With a given concurrency
+    With a rate, prompts arrive at any time: half a mean step passes, and a prompt waits for those before it on its replica, as in an
+    M/D/1 queue whose server is the step with prompts, decodes and all. With a given concurrency
     the loop is closed: a prompt arrives when a step ends, while the next one, planned already, is under way, which lasts a mean
     step (decodes, and prompts where it has any); then it is computed beside those that arrived with it. Where steps are planned
     ahead, one more step, planned before the prompt came, passes.
@@ -169,21 +170,21 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     own = instance.tpot(batch)
     others, step = prompts_beside_decodes(instance, batch, tokens)
     tpot = (own + others).named("TPOT", "s")
-    busy = Figure(
-        others.value / tpot.value, others.low / (others.low + own.high), others.high / (others.high + own.low)
-    )
-    busy.kinds = tpot.kinds
     chunks = max(1.0, instance.workload.computed / tokens)
     decode = instance.decode_step(batch)
     if instance.workload.concurrency is None:
-        first = ((step + decode) * chunks).named("own prompt, beside decodes", "s") + _queue(step, busy)
-        ttft = first + (decode * _passing(instance)).named("steps in progress", "s")
+        whole, mean, load = step + decode, tpot * instance.options.tokens_a_step, own_load(instance, batch, tokens)
+        # Both are of the same operations, so that they are long together.
+        shares = [load * a / b for a, b in zip(_ends(whole), _ends(mean), strict=True)]
+        busy = Figure(shares[0], min(shares), max(shares), tpot.kinds)
+        first = (whole * chunks).named("own prompt, beside decodes", "s") + _queue(whole, busy)
+        ttft = first + (mean * _passing(instance)).named("steps in progress", "s")
     else:
         own = (own_step(instance, batch, tokens) + decode) * chunks
         ttft = own.named("own prompt and those that come with it, beside decodes", "s")
         under_way = tpot * instance.options.tokens_a_step * (_passing(instance) + 0.5)
         ttft = ttft + under_way.named("steps under way while the one before ends", "s")
-    ttft = (ttft + _FRONT).named("TTFT", "s")
+    ttft = (ttft + front_door()).named("TTFT", "s")
     users = exact(batch * instance.replicas * count, "requests at once")
     throughput = (users * output / (ttft + tpot * max(output - 1, 0) if output > 1 else ttft)).named(
         "throughput", "tokens/s"
@@ -197,14 +198,15 @@ def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float
     decode = instance.middle.decode_step(batch).value
     others, step = quick_prompts(instance, batch, tokens)
     tpot = decode / instance.options.tokens_a_step.value + others
-    busy = min(others / tpot, 0.95)
     chunks = max(1.0, work.computed / tokens)
     if work.concurrency is None:
-        ttft = step * chunks + step * busy / (2 * (1 - busy)) + decode * (chunks + _passing(instance))
+        whole, mean = step + decode, tpot * instance.options.tokens_a_step.value
+        busy = min(own_load(instance, batch, tokens) * whole / mean, 0.95)
+        ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _passing(instance)
     else:
         under_way = tpot * instance.options.tokens_a_step.value * (_passing(instance) + 0.5)
         ttft = own_step(instance.middle, batch, tokens).value * chunks + decode * chunks + under_way
-    ttft += _FRONT.value
+    ttft += _FRONT
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
     ends = (Middle(ttft), Middle(tpot), Middle(throughput))
@@ -296,7 +298,7 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
     transfer = _transfer(instance, pool.instance).named("cache transfer", "s")
     passing = instance.decode_step(decoding_at_once) * _passing(instance)
-    first = transfer + passing.named("steps in progress", "s") + _FRONT
+    first = transfer + passing.named("steps in progress", "s") + front_door()
     # With room for more requests than prefill sends, decode could still do what it does with all of them.
     room = batch if work.concurrency is None else decoding_at_once
     users = exact(room * instance.replicas * count, "requests that decode at once")
@@ -326,6 +328,19 @@ def quick_separated(
     seconds: Callable[[float], float] | None = None,
 ) -> Candidate:
     """`separated` with middle values only, for the search. seconds: of a decode step of a batch, or as it is priced."""
+    ends = map(Middle, separated_middles(pool, prefill_count, instance, count, batch, seconds))
+    return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
+
+
+def separated_middles(
+    pool: PrefillPool,
+    prefill_count: int,
+    instance: Instance,
+    count: int,
+    batch: float,
+    seconds: Callable[[float], float] | None = None,
+) -> tuple[float, float, float]:
+    """The TTFT, the TPOT and the throughput of `quick_separated`."""
     seconds = seconds or _priced(instance)
     output, work = instance.workload.output.mean, instance.workload
     closed = work.concurrency is not None
@@ -343,8 +358,7 @@ def quick_separated(
         ttft = (batch * instance.replicas * count - users) / rate
     else:
         ttft = quick_first(pool, prefill_count, instance, step, rate)
-    ends = (Middle(ttft), Middle(tpot), Middle(rate * output))
-    return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
+    return ttft, tpot, rate * output
 
 
 def quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
@@ -353,7 +367,7 @@ def quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step:
     most = _BUSY if instance.workload.concurrency is None else 0.95
     busy = min(most, rate / (pool.rate.value * prefill_count))
     return (
-        _FRONT.value
+        _FRONT
         + _transfer(instance, pool.instance).value
         + step * _passing(instance)
         + prompt

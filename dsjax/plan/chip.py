@@ -148,7 +148,12 @@ class Chip:
         return self._once(("product", rows, n, k, dtype, self.middle), lambda: self._new_product(rows, n, k, dtype))
 
     def _new_product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
-        table, readme, spread, best = self._once(("curves", n, k, dtype), lambda: self._product_curves(n, k, dtype))
+        curves = self.known.get(("curves", n, k, dtype))
+        table, readme, spread, best = curves or self._once(
+            ("curves", n, k, dtype), lambda: self._product_curves(n, k, dtype)
+        )
+        if self.middle and table and (not readme or self.hardware.key == "h200"):
+            return Middle(table(rows) / self.carried_over.value)
         seconds, source = [table(rows)] if table else [], AICONFIGURATOR
         if readme:
             source = f"{DEEPGEMM}; {AICONFIGURATOR}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import Figure, Kind, settled
+from dsjax.plan.limits import on
 
 EXPLAINED = ("tpot", "ttft", "throughput", "memory")
 
@@ -17,7 +18,38 @@ def explain(candidate: Candidate, what: str) -> str:
         lines += [f"  {memory.weights_total / 1e9:10.3f} GB  weights  (exact)"]
         lines += [f"  {memory.cache_per_token:,} B  a cached token  (exact)"]
         return "\n".join([*lines, *derivation(memory.cache_tokens, 1)])
-    return "\n".join([*lines, *derivation(getattr(candidate, what)), *_compiled(candidate)])
+    return "\n".join([*lines, *derivation(getattr(candidate, what)), *_ranked(candidate, what), *_compiled(candidate)])
+
+
+def widening(candidate: Candidate, what: str) -> list[tuple[str, float]]:
+    """Each assumption below `ttft`, `tpot` or `throughput`, and by which share the interval would be narrower if its middle value were
+    known to be right; the one that widens it most first."""
+    cluster = candidate.decode.cluster
+    whole: Figure = getattr(on(candidate, cluster), what)
+    names = {
+        part.name
+        for part, _ in whole.walk()
+        if part.name and part.kinds & Kind.ASSUMPTION and part.low < part.high and not part.parts
+    }
+    found = []
+    for name in names:
+        with settled(name):
+            known: Figure = getattr(on(candidate, cluster), what)
+        found.append((name, 1 - (known.high - known.low) / (whole.high - whole.low)))
+    return sorted(found, key=lambda one: (-one[1], one[0]))
+
+
+def _ranked(candidate: Candidate, what: str) -> list[str]:
+    """The assumptions by how much they widen the interval; those that take less than a hundredth of it together in one line."""
+    ranked = widening(candidate, what)
+    shown = [(name, share) for name, share in ranked if share >= 0.01]
+    if not ranked:
+        return []
+    lines = [f"the interval of {what} would be narrower by so much if an assumption were known:"]
+    lines += [f"  {share:5.0%}  {name}" for name, share in shown]
+    if len(shown) < len(ranked):
+        lines.append(f"  under 1% each: {', '.join(sorted(name for name, share in ranked if share < 0.01))}")
+    return lines
 
 
 def _compiled(candidate: Candidate) -> list[str]:

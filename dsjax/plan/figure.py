@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
+
+_SETTLED: ContextVar[str | None] = ContextVar("settled", default=None)
 
 
 class Kind(enum.IntFlag):
@@ -206,6 +210,21 @@ def _middle(value: float, new=Figure.__new__) -> Middle:
     return found
 
 
+@contextlib.contextmanager
+def settled(name: str) -> Iterator[None]:
+    """Within it the assumption of that name has no range, as if somebody had found its middle value to be right."""
+    before = _SETTLED.set(name)
+    try:
+        yield
+    finally:
+        _SETTLED.reset(before)
+
+
+def is_settled(name: str) -> bool:
+    """Whether the assumption of that name is taken to be known (`settled`)."""
+    return _SETTLED.get() == name
+
+
 def exact(value: float, name: str = "", unit: str = "", note: str = "") -> Figure:
     """Arithmetic on the model's and the layout's integers."""
     return Figure(value, name=name, unit=unit, note=note)
@@ -218,6 +237,8 @@ def measured(value: float, low: float, high: float, name: str, source: str, unit
 
 def assumed(value: float, low: float, high: float, name: str, why: str, unit: str = "") -> Figure:
     """Nobody measured it here: the range is where we would be surprised to be wrong."""
+    if is_settled(name):
+        low = high = value
     return Figure(value, low, high, Kind.ASSUMPTION, name=name, source=why, unit=unit)
 
 

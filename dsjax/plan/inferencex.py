@@ -15,20 +15,24 @@ from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.precision import precision
 from dsjax.plan.validation import Point, score
 from dsjax.plan.workload import Lengths, Options, Workload
 
 SOURCE = "InferenceX's results as the fixtures of its own application (vngcloud/InferenceX-app, commit 7fe6d62, benchmarks.json)"
-_SHARE, _VARIATION = 0.9, 0.064
+LENGTHS_SHARE, LENGTHS_VARIATION = 0.9, 0.064
 """Lengths are drawn evenly from 0.8 to 1 times the given ones (the benchmark's `--random-range-ratio`)."""
-_PRECISIONS = {"fp4": "nvfp4-bf16", "fp8": "fp8"}
+RUN_PRECISIONS = {"fp4": "nvfp4-bf16", "fp8": "fp8"}
 """The FP4 checkpoint is nvidia/DeepSeek-R1-0528-FP4-V2, whose attention is not FP8."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: device, engine, weights, lengths as given, users, mesh. By its scripts the cache is FP8, SGLang's on H200 bf16."""
+    """One run: device, engine, weights, lengths as given, users, mesh. By its scripts the cache is FP8, SGLang's on H200 bf16.
+
+    tables: bundled tables of the engine's own version, where there are such; else those of SGLang 0.5.10.
+    """
 
     device: str
     engine: str
@@ -37,6 +41,7 @@ class Run:
     output: int
     users: int
     mesh: str
+    tables: str = ""
 
     @property
     def name(self) -> str:
@@ -45,16 +50,23 @@ class Run:
         lengths = f"{self.prompt // 1024}K/{self.output // 1024}K"
         return f"{self.device.upper()}, {engine}, {self.weights.upper()}, `{self.mesh}`, {lengths}, {self.users} users"
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the shared expert is a routed one: SGLang's way on Hopper where experts are cut, unless it is told otherwise."""
+        return (self.device, self.engine) == ("h200", "sglang") and self.mesh.endswith("ep=1")
+
     def predict(self) -> Figure:
         """Output tokens a second a device: the mean-value answer of a closed loop."""
         config = load_config("deepseek-v3")
-        lengths = (Lengths(_SHARE * tokens, _VARIATION) for tokens in (self.prompt, self.output))
+        lengths = (Lengths(LENGTHS_SHARE * tokens, LENGTHS_VARIATION) for tokens in (self.prompt, self.output))
         cache = "bf16" if (self.device, self.engine) == ("h200", "sglang") else "fp8"
-        options = Options(precision(_PRECISIONS[self.weights], cache), overlap="off")
+        operators = BUNDLED.of_version(self.tables) if self.tables else BUNDLED
+        options = Options(precision(RUN_PRECISIONS[self.weights], cache), overlap="off", operators=operators)
         layout = parse_layout(self.mesh, 0, config)
+        layout = dataclasses.replace(layout, fused=self.fuses)
         work = Workload(*lengths, concurrency=float(self.users))
         instance = Instance(config, load_cluster(f"{self.device}-8"), layout, options, work)
-        return aggregated(instance, 1, self.users / layout.mesh.dp_size, _SHARE * self.prompt).per_device
+        return aggregated(instance, 1, self.users / layout.mesh.dp_size, LENGTHS_SHARE * self.prompt).per_device
 
 
 RUNS = (
@@ -85,11 +97,11 @@ RUNS = (
     Run("b200", "trt", "fp8", 8192, 1024, 64, "tp=8,ep=1"),
     Run("h200", "sglang", "fp8", 1024, 1024, 4, "tp=8,ep=1"),
     Run("h200", "sglang", "fp8", 1024, 1024, 8, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 4, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 8, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 16, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 32, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 64, "tp=8,ep=1"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 4, "tp=8,ep=1", "sglang-0.5.9"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 8, "tp=8,ep=1", "sglang-0.5.9"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 16, "tp=8,ep=1", "sglang-0.5.9"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 32, "tp=8,ep=1", "sglang-0.5.9"),
+    Run("h200", "sglang", "fp8", 1024, 8192, 64, "tp=8,ep=1", "sglang-0.5.9"),
     Run("h200", "sglang", "fp8", 8192, 1024, 4, "tp=8,ep=1"),
     Run("h200", "sglang", "fp8", 8192, 1024, 8, "tp=8,ep=1"),
     Run("h200", "trt", "fp8", 1024, 1024, 8, "tp=8"),

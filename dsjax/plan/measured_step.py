@@ -114,7 +114,7 @@ class MeasuredStep(StepModel):
         config, mesh = self.config, self.layout.mesh
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
         rows = own * config.num_experts_per_tok
-        slowest = self.skew.slowest(self.expert_slots(), config.n_routed_experts, rows, self.places_by_load)
+        slowest = self.skew.slowest(self.expert_slots, config.n_routed_experts, rows, self.places_by_load)
         # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew
         # for every `_TILE` rows of one.
         ranks, top_k = config.n_routed_experts / slots, config.num_experts_per_tok

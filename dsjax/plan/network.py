@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
@@ -72,10 +73,12 @@ def low_latency_exchange(
     slowest: Figure,
     combine: bool,
     operators: OperatorTables = BUNDLED,
+    known: dict | None = None,
 ) -> Figure:
     """One way of DeepEP's low-latency kernels: a row for each of a token's `top_k` experts, straight to its rank.
 
-    tokens: of one device; ranks: neighbouring devices of the EP group; slowest: load of the busiest rank ÷ the mean.
+    tokens: of one device; ranks: neighbouring devices of the EP group; slowest: load of the busiest rank ÷ the mean. known: keeps what
+    the links of this cluster come to; give the same dict to all steps on it.
     """
     if ranks == 1:
         return exact(0.0)
@@ -85,17 +88,37 @@ def low_latency_exchange(
     timed = _timed_inside(cluster, ranks, share, curve, tokens, slowest, "low-latency kernels in one host")
     if timed:
         return timed
-    cluster = cluster.between(ranks)
-    fixed, network, link = low_latency_fit(combine)
-    near = min(cluster.domain, ranks)
+    known = {} if known is None else known
+    if (key := ("low-latency links", ranks, combine)) not in known:
+        known[key] = _Links.of(cluster.between(ranks), ranks, *low_latency_fit(combine))
+    links: _Links = known[key]
+    near = links.near
     payload = tokens * top_k * row_bytes
-    rows = exact(payload * (near - 1) / ranks, "bytes to neighbours", "B") * slowest
-    time = rows * torus_hops(cluster) / (link * cluster.hardware.scale_up_bandwidth)
+    time = exact(payload * (near - 1) / ranks, "bytes to neighbours", "B") * slowest * links.hops / links.inside
     if ranks > near:
         away = exact(payload * (1 - near / ranks), "bytes to other hosts", "B") * slowest
-        time = largest(time, away / (network * cluster.network_bandwidth))
-        time = time + network_latency(cluster) - _REFERENCE_LATENCY
-    return time + fixed
+        time = largest(time, away / links.between)
+        time = time + links.latency - _REFERENCE_LATENCY
+    return time + links.fixed
+
+
+class _Links(NamedTuple):
+    """What an exchange over a group of ranks meets, whatever its size: neighbours that the scale-up link joins, links that a row crosses
+    there, bytes a second that its kernels reach on that link and between hosts, the network's latency, and their fixed part."""
+
+    near: int
+    hops: Figure
+    inside: Figure
+    between: Figure
+    latency: Figure
+    fixed: Figure
+
+    @classmethod
+    def of(cls, cluster: Cluster, ranks: int, fixed: Figure, network: Figure, link: Figure) -> _Links:
+        """network, link: shares of the two that the kernels reach; cluster: as such a group meets it (`Cluster.between`)."""
+        inside, between = link * cluster.hardware.scale_up_bandwidth, network * cluster.network_bandwidth
+        near = min(cluster.domain, ranks)
+        return cls(near, torus_hops(cluster), inside, between, network_latency(cluster), fixed)
 
 
 def normal_exchange(
@@ -107,11 +130,14 @@ def normal_exchange(
     slowest: Figure,
     combine: bool = False,
     operators: OperatorTables = BUNDLED,
+    known: dict | None = None,
 ) -> Figure:
-    """One way of DeepEP's normal kernels: a row once to each host that has one of its experts, then over the fast link."""
+    """One way of DeepEP's normal kernels: a row once to each host that has one of its experts, then over the fast link.
+
+    known: as of `low_latency_exchange`.
+    """
     if ranks == 1:
         return exact(0.0)
-    network, link = normal_shares()
     domains = cluster.domains_of(ranks)
     top_k = config.num_experts_per_tok
     spread = ranks * (1 - (1 - 1 / ranks) ** top_k) * (ranks - 1) / ranks
@@ -127,14 +153,18 @@ def normal_exchange(
     )
     if timed:
         return timed
-    cluster = cluster.between(ranks)
+    known = {} if known is None else known
+    if (key := ("normal links", ranks)) not in known:
+        fixed = assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s")
+        known[key] = _Links.of(cluster.between(ranks), ranks, fixed, *normal_shares())
+    links: _Links = known[key]
     inside = exact(tokens * row_bytes * spread, "bytes over the scale-up link", "B") * slowest
-    time = inside * torus_hops(cluster) / (link * cluster.hardware.scale_up_bandwidth)
+    time = inside * links.hops / links.inside
     if domains > 1:
         rows = hosts_of_a_token(config, domains) * (domains - 1) / domains
         away = exact(tokens * row_bytes * rows, "bytes to other hosts", "B") * slowest
-        time = largest(time, away / (network * cluster.network_bandwidth)) + network_latency(cluster) * 2
-    return time + assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s")
+        time = largest(time, away / links.between) + links.latency * 2
+    return time + links.fixed
 
 
 def own_method(dispatch: str, tokens: float, top_k: int, ranks: int) -> str:

@@ -27,6 +27,7 @@ WIDE, FUSED, LOW_LATENCY, NORMAL = "experts_wide_ep", "experts_fused", "deepep_l
 TABLES = (GEMM, PREFILL, DECODE, WIDE, FUSED, LOW_LATENCY, NORMAL)
 
 AICONFIGURATOR = "operator tables of aiconfigurator, configs/operators/SOURCES.md"
+_BUNDLED = Path(str(importlib.resources.files("configs"))) / "operators"
 REPACKING = 4 * 2e-6
 """Seconds of each block-FP8 product of the bundled table on Blackwell in which the weights' scales are repacked.
 
@@ -66,6 +67,10 @@ class OperatorTables:
     def without(self, *names: str) -> OperatorTables:
         """The same with some tables left out: what the planner would say without them."""
         return OperatorTables(self.folder, self.left_out | set(names))
+
+    def of_version(self, name: str) -> OperatorTables:
+        """The same with a bundled folder of another version's rows over them, such as `sglang-0.5.9`."""
+        return self._once(("version", name), lambda: OperatorTables(_BUNDLED / name, self.left_out))
 
     def _once(self, key: tuple, make: Callable[[], object]):
         if key not in self._found:

@@ -122,12 +122,19 @@ def draw_sweep(found: Sweep, path: Path) -> None:
             axes.fill_between(
                 x, [f.low * scale for _, f in points], [f.high * scale for _, f in points], color=colour, alpha=0.12
             )
-        axes.axvline(found.now, color="black", linewidth=0.8, linestyle="--", label="the cluster as it is")
+        now = "the winner as it is" if found.quantity == "concurrency" else "the cluster as it is"
+        axes.axvline(found.now, color="black", linewidth=0.8, linestyle="--", label=now)
         if found.quantity != "loss-of-hosts":
             axes.set_xscale("log")
-        axes.set_xticks([p.value for p in found.points], [f"{p.value:g}" for p in found.points], fontsize=8)
+        ticks = [p.label.replace(", ", "\n") for p in found.points]
+        crowded = len(ticks) > 4 and "\n" not in "".join(ticks)
+        axes.set_xticks([p.value for p in found.points], ticks, fontsize=8, rotation=40 if crowded else 0)
         axes.minorticks_off()
-        axes.set_ylim(bottom=0)
+        drawn = [getattr(each, name).value for p in found.points for each in (p.same, p.best) if each]
+        if name == "tpot" and max(drawn, default=1) > 50 * min(drawn, default=1):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_xlabel(f"{found.quantity}: {found.unit}")
         axes.set_ylabel(label)
         axes.grid(alpha=0.25)

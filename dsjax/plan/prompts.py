@@ -7,10 +7,11 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import Figure, Kind, is_settled
 from dsjax.plan.instance import Instance
 
 ADP_BALANCE = "TensorRT-LLM tech blog 10, ADP Balance Strategy: an iteration takes as long as its slowest rank"
+MEAN_OF_STEPS = "prompts, mean of all steps"
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Shares of replicas with prompts that are priced; between them seconds are straight."""
 
@@ -41,12 +42,10 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     steps = share * deepest / depth
     each = (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / made
     together = instance.prompt_seconds(tokens) * (batch / work.output.mean)
-    low = min(each.low, together.low)
+    low = each.low if is_settled(MEAN_OF_STEPS) else min(each.low, together.low)
     source = f"replicas wait for the one with most prompts ({ADP_BALANCE}); low end: prompts of all replicas at once"
     kinds = each.kinds | Kind.ASSUMPTION
-    found = Figure(
-        each.value, low, each.high, kinds, name="prompts, mean of all steps", source=source, parts=each.parts
-    )
+    found = Figure(each.value, low, each.high, kinds, name=MEAN_OF_STEPS, source=source, parts=each.parts)
     return found.named("prompts of other requests, for each token", "s"), added
 
 
@@ -70,6 +69,14 @@ def quick_prompts(instance: Instance, batch: float, tokens: float) -> tuple[floa
         added = added * (1 - more) + _quick_added(instance, batch, (whole + 1) * size, busy) * more
     steps = share * deepest / depth
     return (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / made, added
+
+
+def own_load(instance: Instance, batch: float, tokens: float) -> float:
+    """Of the prompt tokens that a replica may take in a step, the share that comes to it in one: what its prompts queue behind."""
+    work, made = instance.workload, instance.options.tokens_a_step.value
+    chunks = math.ceil(work.computed / tokens)
+    most = max(1, int(tokens / (work.computed / chunks) + 1e-9))
+    return batch * made / work.output.mean * chunks / most
 
 
 def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> Figure:

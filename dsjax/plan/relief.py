@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsjax.plan.candidate import Candidate, PrefillPool, quick_first, quick_separated
+from dsjax.plan.candidate import Candidate, PrefillPool, quick_first, quick_separated, separated_middles
 from dsjax.plan.figure import Middle
 from dsjax.plan.question import SHOWN, Question, users_told_apart
 
@@ -170,18 +170,27 @@ def _worked_out(one: Busy) -> Candidate | None:
     users = _parts(one.late)
 
     def keeps(part: int, seconds: Callable[[float], float] | None = None) -> bool:
-        return quick_separated(pool, left, instance, right, part / users, seconds).ttft.value <= one.bound
+        return separated_middles(pool, left, instance, right, part / users, seconds)[0] <= one.bound
 
-    most = math.ceil(one.late.batch * users)
-    # Where it is by the curve of a decode step's seconds, which is at hand, so that few steps of other batches have to be priced.
-    near = _last(0, most, lambda part: keeps(part, instance.decode_curve))
-    low, high, far = max(near, 0), min(near + 1, most), 1
-    while low and not keeps(low):
-        low, high, far = max(low - far, 0), low, 2 * far
-    while high < most and keeps(high):
-        low, high, far = high, min(high + far, most), 2 * far
-    found = _last(low, high, keeps)
+    most, curve = math.ceil(one.late.batch * users), instance.decode_curve
+    # Where it is by the curve of a decode step's seconds, which is at hand; then by that curve where it is moved onto one priced step.
+    # So few steps of other batches have to be priced.
+    near = _last(0, most, lambda part: keeps(part, curve))
+    if near:
+        off = instance.middle.decode_step(near / users).value / curve(near / users)
+        near = _around(near, most, lambda part: keeps(part, lambda batch: off * curve(batch)))
+    found = _around(near, most, keeps)
     return quick_separated(pool, left, instance, right, found / users) if found else None
+
+
+def _around(near: int, most: int, holds: Callable[[int], bool]) -> int:
+    """The last number before `most`, from 0, which holds, that holds; looked for from `near` on, in steps that double."""
+    low, high, far = max(near, 0), min(near + 1, most), 1
+    while low and not holds(low):
+        low, high, far = max(low - far, 0), low, 2 * far
+    while high < most and holds(high):
+        low, high, far = high, min(high + far, most), 2 * far
+    return _last(low, high, holds)
 
 
 def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:

@@ -250,17 +250,20 @@ def sentence(reason: Forbidden) -> str:
 def show_sweep(console: Console, found: Sweep) -> None:
     """A sweep as a table."""
     table = Table(title=f"{found.quantity}, {found.unit} (now {found.now:g})", title_justify="left")
-    for name in ("", "winner unchanged: tokens/s", "TPOT ms", "best there", "tokens/s", "TPOT ms", "objectives"):
+    priced = any(point.best and point.best.cost for point in found.points)
+    names = ("", "winner unchanged: tokens/s", "TPOT ms", "best there", "tokens/s", "TPOT ms", "objectives")
+    for name in (*names, "a million tokens") if priced else names:
         table.add_column(name, justify="left" if name == "best there" else "right")
     for point in found.points:
         same, best = point.same, point.best
-        table.add_row(
-            f"{point.value:g}",
+        cells = [
+            point.label,
             _ranged(same.throughput, 1, 0) if same else "cannot run",
             _ranged(same.tpot, 1e3, 1) if same else "",
             best.name() if best else "nothing fits",
             _ranged(best.throughput, 1, 0) if best else "",
             _ranged(best.tpot, 1e3, 1) if best else "",
             "met" if point.met else "not met",
-        )
+        ]
+        table.add_row(*cells, *([_ranged(best.cost, 1, 2) if best and best.cost else ""] if priced else []))
     console.print(table)

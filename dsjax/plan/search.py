@@ -223,7 +223,7 @@ def _counts(question: Question, instance: Instance) -> list[int]:
 
 
 def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
-    found = []
+    found, every = [], []
     for instance in fitting:
         sizes = _sizes(question, instance)
         for count in _counts(question, instance):
@@ -231,8 +231,9 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
                 some = [quick_aggregated(instance, count, batch, size) for size in sizes]
                 met = [c for c in some if c.meets(question.bounds)]
                 found.append(min(met or some, key=question.order))
+                every += some
     if question.workload.concurrency is None:
-        found += _filled(question, [(c, partial(_best_size, question, c)) for c in found])
+        found += _filled(question, [(c, partial(_of_size, c)) for c in every])
     return found
 
 
@@ -246,12 +247,9 @@ def _sizes(question: Question, instance: Instance) -> list[float]:
     return [best_step(instance, min(instance.max_batch, _TYPICAL_BATCH), short)]
 
 
-def _best_size(question: Question, like: Candidate, batch: float) -> Candidate:
-    """With another batch, and the size of a step's prompts that is best at it."""
-    instance, bounds = like.decode, question.bounds
-    some = [quick_aggregated(instance, like.count, batch, s) for s in _sizes(question, instance)]
-    met = [c for c in some if c.meets(bounds)]
-    return min(met or some, key=question.order)
+def _of_size(like: Candidate, batch: float) -> Candidate:
+    """With another batch, and the same size of a step's prompts."""
+    return quick_aggregated(like.decode, like.count, batch, like.prefill_tokens)
 
 
 def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], Candidate]]]) -> list[Candidate]:
@@ -264,7 +262,8 @@ def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], C
     objective, order = question.bounds, question.order
     groups: dict[tuple, list] = {}
     for candidate, make in known:
-        groups.setdefault((id(candidate.decode), candidate.count), []).append((candidate.batch, candidate, make))
+        key = (id(candidate.decode), candidate.count, candidate.prefill_tokens)
+        groups.setdefault(key, []).append((candidate.batch, candidate, make))
     best = min((c for c, _ in known if c.meets(objective)), key=order, default=None)
     pairs = []
     for tried in groups.values():

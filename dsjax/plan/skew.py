@@ -14,7 +14,7 @@ import numpy as np
 
 from dsjax.errors import UserError
 from dsjax.plan.balancing import Loads, Placed, Slots, beforehand, busiest, drawn, drifted, moved
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import Figure, Kind, Middle, is_settled
 
 DRIFT = (0.25, 0.12, 0.5)
 """Of the spread of the experts' loads, the share that a balancer has not seen when it places them: value, low, high.
@@ -25,6 +25,9 @@ ranks 0.109 above the mean, of which chance has a part). High: what aiconfigurat
 drawn from a power law of 0.6, four fifths of the tokens), the fullest of 32 ranks about half above the mean. Between them the
 geometric mean of what remains above the mean, 0.23, which is an assumption. Two recorded windows tell it instead.
 """
+
+
+BUSIEST = "busiest rank ÷ mean"
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,27 @@ class Skew:
     measured: bool = False
     trace: Loads | None = field(default=None, compare=False, repr=False)
 
-    def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool) -> Figure:
+    def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool, middle: bool = False) -> Figure:
         """Load of the busiest rank ÷ the mean, averaged over layers; 1 ÷ balancedness.
 
         slots: where experts may lie; rows: mean rows of a rank, whose chance variation comes on top; balanced: placed by
-        an earlier load, so that only its drift is felt, else as the engine starts. Of chance alone the expected largest of
-        n normal variables is about √(2 ln n) standard deviations; it is added to what the placement leaves as squares add.
+        an earlier load, so that only its drift is felt, else as the engine starts; middle: only the middle value is worked out. Of chance
+        alone the expected largest of n normal variables is about √(2 ln n) standard deviations; it is added to what the placement leaves
+        as squares add.
         """
         if slots.ranks == 1:
             return Figure(1.0)
         chance = 2 * math.log(slots.ranks) / rows if rows > 0 else 0.0
         uniform = self.high == 0
         ends = (1.0, 1.0, 1.0) if uniform else self._placed(slots, experts, balanced)
+        if middle:
+            return Middle(min(1 + math.sqrt((ends[0] - 1) ** 2 + chance), slots.ranks))
         value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in ends)
         seen = self.measured and (not balanced or self._drift_is_known(experts))
         kind = Kind.EXACT if uniform else Kind.MEASURED if seen else Kind.ASSUMPTION
-        return Figure(value, min(value, low), max(value, high), kind, name="busiest rank ÷ mean", source=self.source)
+        if is_settled(BUSIEST):
+            low = high = value
+        return Figure(value, min(value, low), max(value, high), kind, name=BUSIEST, source=self.source)
 
     def moved(self, slots: Slots, experts: int) -> float:
         """Of all slots, the share that gets another expert from one window to the next; 0 where experts are used evenly."""
@@ -105,9 +113,15 @@ class Skew:
 
 @functools.lru_cache(maxsize=100_000)
 def _touched(variation: float, tokens: float, top_k: int, experts: int) -> float:
+    return float(np.sum(-np.expm1(tokens * _unpicked(variation, top_k, experts))))
+
+
+@functools.cache
+def _unpicked(variation: float, top_k: int, experts: int) -> np.ndarray:
+    """Of each expert the logarithm of the chance that a token does not go to it."""
     shares = _popularity(variation, experts) * top_k
     # No expert can have more than every token.
-    return float(np.sum(-np.expm1(tokens * np.log1p(-np.minimum(shares, 1 - 1e-9)))))
+    return np.log1p(-np.minimum(shares, 1 - 1e-9))
 
 
 @functools.cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 from dsjax.config import ModelConfig
 from dsjax.plan.balancing import STEP_INTERVAL, Slots
@@ -15,11 +16,12 @@ from dsjax.plan.figure import Figure, Kind, Middle, assumed, exact, largest, tot
 from dsjax.plan.host_time import OVERLAPPED, HostTime, compiled_layer, eager_layer
 from dsjax.plan.layout import Layout
 from dsjax.plan.memory import expert_bytes
-from dsjax.plan.network import all_reduce, low_latency_exchange, moved_bytes, normal_exchange, own_exchange
+from dsjax.plan.network import all_reduce, moved_bytes
 from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables
 from dsjax.plan.precision import BF16, Precision
-from dsjax.plan.program import excess, exchange_run, exchanges, nearest, tensor_parallel_sums
+from dsjax.plan.program import excess, nearest, tensor_parallel_sums
+from dsjax.plan.routed import routed_experts
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 
 _COMMUNICATION = ("dispatch", "combine")
@@ -118,7 +120,7 @@ class StepModel:
     def _whole(self, parts: dict[str, Figure]) -> Figure:
         """The step that these parts make: the middle is their sum, the ends have what operations timed alone leave out."""
         found = total(list(parts.values()))
-        return (found * whole_engine()).named("step", "s")
+        return (found * self._known("whole engine", whole_engine)).named("step", "s")
 
     def launches(self) -> Figure:
         """Seconds in which a prefill step's kernels can be started one by one: no graph holds a step of any shape."""
@@ -140,7 +142,8 @@ class StepModel:
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        return {"host": self.host.step(decode), **self.moving()}
+        step = self._known(f"host, {'decode' if decode else 'prefill'}", lambda: self.host.step(decode))
+        return {"host": step, **self.moving()}
 
     def moving(self) -> dict[str, Figure]:
         """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
@@ -148,7 +151,7 @@ class StepModel:
             return {}
         key = ("moving", self.layout.mesh, self.layout.redundant, self.middle)
         if key not in self.shared:
-            config, mesh, places = self.config, self.layout.mesh, self.expert_slots()
+            config, mesh, places = self.config, self.layout.mesh, self.expert_slots
             own = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
             each = expert_bytes(config, mesh.expert_width_shards, self.precision)
             sent = Figure(
@@ -165,21 +168,23 @@ class StepModel:
 
     def hidden(self) -> Figure:
         """With two-batch overlap: the share of the shorter of computation and communication that the longer hides."""
-        return assumed(0.9, 0.7, 1.0, "share of the shorter that is hidden", "first and last halves have no partner")
+        name, why = "share of the shorter that is hidden", "first and last halves have no partner"
+        return self._known(name, lambda: assumed(0.9, 0.7, 1.0, name, why))
 
     def beside_communication(self) -> Figure | None:
         """With two-batch overlap in prefill: the share of a GPU that communicates and does not compute."""
         if self.cluster.hardware.platform != "cuda":
             return None
-        why = f"{DEEPEP}: 24 of 132 by default"
-        return assumed(NORMAL_SMS / H800_SMS, 0.1, 0.2, "multiprocessors that communicate", why)
+        name, why = "multiprocessors that communicate", f"{DEEPEP}: 24 of 132 by default"
+        return self._known(name, lambda: assumed(NORMAL_SMS / H800_SMS, 0.1, 0.2, name, why))
 
     def beside_routed(self) -> Figure:
         """In decode: the share of the shared experts' time that is not hidden beside the routed ones, on a second stream."""
         if self.cluster.hardware.platform != "cuda":
             return exact(1.0)
+        name = "share of the shared experts that is not hidden"
         why = "SGLang and TensorRT-LLM run them beside the routed experts, with which they share the memory"
-        return assumed(0.5, 0.0, 1.0, "share of the shared experts that is not hidden", why)
+        return self._known(name, lambda: assumed(0.5, 0.0, 1.0, name, why))
 
     def copying(self) -> Figure | None:
         """With two-batch overlap in decode: the share of an exchange in which it copies on the multiprocessors.
@@ -188,8 +193,19 @@ class StepModel:
         """
         if self.cluster.hardware.platform != "cuda":
             return None
-        why = "sending and receiving take 0.06 of 0.17 ms of a dispatch, as published"
-        return assumed(0.35, 0.25, 0.5, "share of an exchange that is copies", why)
+        name, why = (
+            "share of an exchange that is copies",
+            "sending and receiving take 0.06 of 0.17 ms of a dispatch, as published",
+        )
+        return self._known(name, lambda: assumed(0.35, 0.25, 0.5, name, why))
+
+    def _known(self, name: str, make: Callable[[], Figure]) -> Figure:
+        """A figure that is the same in every step and layout on this cluster, made once."""
+        key = (name, self.middle)
+        if key not in self.shared:
+            found = make()
+            self.shared[key] = Middle(found.value) if self.middle else found
+        return self.shared[key]
 
     def _layers(
         self,
@@ -240,7 +256,8 @@ class StepModel:
         # The rank with the longest contexts reads as much as more rows of the mean one would.
         attention = self.attention(tokens * wait.value, read * wait.value, context, decode) * layers
         found["attention"] = attention.made_of(wait)
-        run = nearest(self.dry_runs, decode, tokens / tp) if layers == config.num_hidden_layers else None
+        whole = self.dry_runs and layers == config.num_hidden_layers
+        run = nearest(self.dry_runs, decode, tokens / tp) if whole else None
         if run:
             if tp > 1:
                 found["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, tokens / tp)
@@ -249,7 +266,7 @@ class StepModel:
                 found["products beyond the model's own"] = beyond
         if not moe:
             return found
-        found |= self._experts(tokens, decode, moe, busy)
+        found |= routed_experts(self, tokens, decode, moe, busy)
         if decode and "shared experts" in found and not self.overlap:
             found["shared experts"] = found["shared experts"] * self.beside_routed()
         return found
@@ -268,7 +285,9 @@ class StepModel:
         if decode:
             # On Blackwell the sums over tp were timed with the two norms that follow them.
             within_sums = 2 if tp > 1 and self.cluster.hardware.is_blackwell else 0
-            found["small kernels"] = small_kernels(6 if self.layout.fused else 8, within_sums) * layers
+            count = 6 if self.layout.fused else 8
+            each = self._known(f"{count} small kernels, {within_sums}", lambda: small_kernels(count, within_sums))
+            found["small kernels"] = each * layers
         if tp > 1:
             found["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
                 2 * layers
@@ -329,75 +348,7 @@ class StepModel:
         up = self.chip.product(tokens, 2 * hidden, width, expert=True)
         return up + self.chip.product(tokens, width, hidden, expert=True)
 
-    def _experts(self, tokens: float, decode: bool, layers: int, busy: float) -> dict[str, Figure]:
-        """The routed experts, the way there and the way back, of so many layers.
-
-        They hang on the tokens of a device and the size of the EP group: `dp=32` is as `dp=16,tp=2` with twice the batch.
-        """
-        config, mesh, chip = self.config, self.layout.mesh, self.chip
-        width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
-        own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
-        split = mesh.tp_size if mesh.splits_expert_width else 1
-        balanced = self.places_by_load
-        fused = self.layout.fused
-        key = (
-            "experts",
-            own,
-            devices,
-            mesh.ep_size,
-            split,
-            self.layout.redundant,
-            balanced,
-            decode,
-            layers,
-            busy,
-            fused,
-            self.sums_experts,
-            self.middle,
-        )
-        if key in self.shared and not self.dry_runs:
-            return self.shared[key]
-        places = self.expert_slots()
-        slots = places.physical // mesh.ep_size
-        rows = own * busy * top_k * mesh.expert_width_shards
-        slowest = self.skew.slowest(places, config.n_routed_experts, rows, balanced)
-        slowest = Middle(slowest.value) if self.middle else slowest
-        arriving = exact(rows, "rows of the mean rank", "rows") * slowest
-        everyone = own * busy * devices
-        touched = self.skew.touched(everyone, top_k, config.n_routed_experts)
-        used = slots * touched / config.n_routed_experts
-        inner = hidden // mesh.expert_width_shards
-        products = None
-        if mesh.splits_expert_width and self.chip.hardware.same_die and (width, hidden, top_k) == (7168, 2048, 8):
-            # Only V3's own widths were timed.
-            products = chip.fused_experts(
-                everyone,
-                partial(self.skew.touched, top_k=top_k, experts=config.n_routed_experts),
-                self.skew,
-                mesh.expert_width_shards,
-                mesh.ep_size,
-            )
-        if products is None:
-            received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
-            if fused:  # one expert more in the same product, with every token of the ranks that share its width
-                pooled = exact(own * busy * mesh.expert_width_shards, "rows of the shared expert", "rows")
-                used, arriving, slots = used + 1, arriving + pooled, slots + 1
-            products = chip.experts(used, arriving, received * slowest.value, slots, width, inner, decode)
-        elif fused:
-            more = 1 + max(1 / touched, 1 / top_k)
-            products = products * assumed(
-                1 + 1 / touched, 1.0, more, "the shared expert in the same product",
-                "one expert's weights more, or where rows take the time one in top-k of them",
-            )  # fmt: skip
-        there, back = self._exchanges(own, decode, slowest)
-        if mesh.splits_expert_width and mesh.ep_size > 1:
-            size = tokens * top_k * width * BF16
-            back = back + all_reduce(self.cluster, mesh.tp_size, size)
-        found = {"experts": products * layers, "dispatch": there * layers, "combine": back * layers}
-        if not self.dry_runs:
-            self.shared[key] = found
-        return found
-
+    @cached_property
     def expert_slots(self) -> Slots:
         """Where the experts may lie: hosts count where the EP group has whole hosts, as in the engine."""
         ranks, each = self.layout.mesh.ep_size, self.cluster.devices_per_host
@@ -410,29 +361,6 @@ class StepModel:
         has every token, computes those of its experts, and the layer's second sum adds the results up (vLLM's all-to-all is for data
         parallelism; SGLang's `--moe-a2a-backend none`)."""
         return self.dispatch == "deepep" and self.layout.unit.mesh.dp_size == 1
-
-    def _exchanges(self, own: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
-        config, cluster, mesh = self.config, self.cluster, self.layout.mesh
-        ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
-        width, top_k = config.hidden_size, config.num_experts_per_tok
-        if self.sums_experts:
-            return exact(0.0), exact(0.0)
-        there, back = width * self.precision.wire, width * BF16
-        if self.dispatch != "deepep":
-            run = exchange_run(self.dry_runs, decode, self.dispatch, top_k, ranks, own) if ranks > 1 else None
-            if run:
-                return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, own, slowest)
-            rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
-            return tuple(own_exchange(cluster, self.dispatch, ranks, own, top_k, row, slowest) for row in rows)
-        if decode:
-            return (
-                low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False, self.operators),
-                low_latency_exchange(cluster, ranks, own, top_k, back, slowest, True, self.operators),
-            )
-        return (
-            normal_exchange(cluster, config, ranks, own, there, slowest, False, self.operators),
-            normal_exchange(cluster, config, ranks, own, back, slowest, True, self.operators),
-        )
 
     def head(self, tokens: float) -> Figure:
         """Seconds for the logits of so many tokens."""
@@ -459,6 +387,8 @@ def tables_of(operators: OperatorTables) -> tuple:
 
 def _overlapped(work: Figure, talk: Figure, hidden: Figure) -> Figure:
     """The longer of the two, and the part of the shorter that is not hidden."""
+    if work.__class__ is Middle:
+        return Middle(max(work.value, talk.value) + min(work.value, talk.value) * (1 - hidden.value))
     shorter = (min(work.value, talk.value), min(work.low, talk.low), min(work.high, talk.high))
     ends = [short * (1 - share) for short, share in zip(shorter, (hidden.value, hidden.high, hidden.low), strict=True)]
     rest = Figure(*ends, hidden.kinds, name="not hidden", unit="s", source=hidden.source)

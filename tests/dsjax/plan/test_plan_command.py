@@ -44,6 +44,16 @@ def test_explain_shows_sources_intervals_and_kinds():
     assert "GB  experts  (exact)" in run("--explain", "memory")
 
 
+def test_assumptions_are_ranked_by_how_much_they_widen_the_interval():
+    output = run("--mesh", "tp=8,ep=1", "--explain", "tpot").partition(
+        "narrower by so much if an assumption were known"
+    )[2]
+    shares = {name: int(share) for share, name in re.findall(r"^ +(\d+)%  (.+)$", output, re.MULTILINE)}
+    assert list(shares.values()) == sorted(shares.values(), reverse=True)
+    assert shares["whole engine ÷ its operations"] == max(shares.values()) > 10
+    assert 0 < sum(shares.values()) < 100
+
+
 def test_json_and_recipe_agree(tmp_path):
     path = tmp_path / "recipe.json"
     found = json.loads(run("--json", "-", "--recipe", str(path)))
@@ -196,12 +206,28 @@ def test_a_sweep_has_the_points_that_were_asked_for():
     assert bandwidth["points"][0]["value"] == 1
 
 
+def test_a_sweep_over_users_is_answered_for_as_many_and_over_hosts_for_those_given_with_them():
+    options = ("--mesh", "tp=8,ep=1", "--sweep", "concurrency=4,64,100000", "--sweep", "hosts=2,2:96", "--json", "-")
+    users, hosts = json.loads(run(*options))["sweeps"]
+    few, many = users["points"][0], users["points"][-1]
+    assert few["best"]["batch_per_dp_rank"] * few["best"]["instances"] == 4
+    assert few["same"]["tpot_s"]["value"] < users["points"][1]["same"]["tpot_s"]["value"]
+    assert many["best"] is None
+    assert many["same"] is None
+    free, loaded = hosts["points"]
+    assert free["same"]["instances"] == loaded["same"]["instances"] == 2
+    assert loaded["concurrency"] == 96 == loaded["best"]["batch_per_dp_rank"] * loaded["best"]["instances"]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("power", "expected one of latency, bandwidth, loss-of-hosts"),
-        ("latency=", "are no numbers"),
-        ("latency=1,fast", "are no numbers"),
+        ("latency=", "'' is no number"),
+        ("latency=1,fast", "'fast' is no number"),
+        ("latency=1:5", "'1:5' is no number"),
+        ("hosts=0", "0 is not a number of hosts"),
+        ("hosts=2:0", "0 is not above 0"),
         ("bandwidth=0", "0 is not above 0"),
         ("loss-of-hosts=0.5", "0.5 is not a number of hosts"),
         ("loss-of-hosts=1", "the cluster has 1 hosts; expected fewer"),

@@ -11,12 +11,16 @@ from dsjax.plan.validation import leave_one_out, points, rates, score, table
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("h20_study", ROOT / "tools" / "h20_study.py")
+def _tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def study():
+    return _tool("h20_study")
 
 
 def test_the_committed_validation_is_what_the_model_says_now():
@@ -66,8 +70,15 @@ def test_the_studys_tables_are_what_the_model_says_now(study):
     assert study.prefill_table() in page
     assert study.written_first_token() in page
     assert study.written_decode() in page
+    assert study.memory_rows() in page
+    assert study.other_claims() in page
+    assert study.slower_network() in page
+
+
+def test_the_page_of_32_boards_at_home_is_what_the_model_says_now():
+    assert (ROOT / "docs" / "rtx4090-32.md").read_text(encoding="utf-8") == _tool("home_study").page()
 
 
 def test_pictures_of_the_study_are_there():
-    for name in ("front", "latency", "bandwidth", "loss-of-hosts"):
+    for name in ("front", "latency", "bandwidth", "loss-of-hosts", "hosts", "concurrency"):
         assert (ROOT / "docs" / "h20-32" / f"{name}.png").stat().st_size > 10_000

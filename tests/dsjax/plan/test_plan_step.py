@@ -140,7 +140,7 @@ def test_drafting_costs_a_module_pass_and_twice_the_tokens(model):
 def test_own_dispatch_sends_the_rows_that_its_page_says(model, method, rows):
     # padded: mean 7.18 + 4 standard deviations 9.4 = 16.7, rounded up to a multiple of 8.
     step = model(dispatch=method, skew=UNIFORM, redundant=0)
-    busiest = step.skew.slowest(step.expert_slots(), 256, 32 * 8, balanced=False).value if method == "ragged" else 1
+    busiest = step.skew.slowest(step.expert_slots, 256, 32 * 8, balanced=False).value if method == "ragged" else 1
     row = 7168 + 224 + 52
     there = step.decode(32, 2000).part("dispatch")
     assert there.part("bytes to other hosts").value == pytest.approx(rows * busiest * 24 * row)

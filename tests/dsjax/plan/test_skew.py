@@ -118,7 +118,7 @@ def test_uniform_routing_still_varies_by_chance():
 def test_moving_experts_costs_a_rebalance_divided_over_the_steps_between_two(v3, model):
     step = model()
     part = step.decode(64, 2000).part("moving experts")
-    share = step.skew.moved(step.expert_slots(), 256)
+    share = step.skew.moved(step.expert_slots, 256)
     assert 0.2 < share < 0.95
     received = 9 * share * expert_bytes(v3, 1, PRECISIONS["fp8"]) * 58
     assert step.decode(64, 2000).part("bytes that a rank receives in a rebalance").value == pytest.approx(received)
@@ -138,9 +138,9 @@ def test_the_buffer_of_experts_that_move_is_not_for_the_cache(v3):
 
 
 def test_hosts_count_where_the_experts_of_a_group_can_lie_on_one(model):
-    assert model().expert_slots() == Slots(32, 288, 8, 4)
-    assert model("dp=8").expert_slots() == Slots(8, 288, 8, 1)
-    assert model("dp=32,ep=8").expert_slots().hosts == 1
+    assert model().expert_slots == Slots(32, 288, 8, 4)
+    assert model("dp=8").expert_slots == Slots(8, 288, 8, 1)
+    assert model("dp=32,ep=8").expert_slots.hosts == 1
 
 
 def test_skew_is_read_from_a_trace(tmp_path, recorded):

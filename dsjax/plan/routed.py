@@ -1,0 +1,107 @@
+"""The routed experts of a step: their products on the busiest rank, and the way there and back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange, own_exchange
+from dsjax.plan.precision import BF16
+from dsjax.plan.program import exchange_run, exchanges
+
+if TYPE_CHECKING:
+    from dsjax.plan.step import StepModel
+
+
+def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, busy: float) -> dict[str, Figure]:
+    """The routed experts, the way there and the way back, of so many layers.
+
+    They hang on the tokens of a device and the size of the EP group: `dp=32` is as `dp=16,tp=2` with twice the batch.
+    """
+    config, mesh, chip = step.config, step.layout.mesh, step.chip
+    width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
+    own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
+    split = mesh.tp_size if mesh.splits_expert_width else 1
+    balanced = step.places_by_load
+    fused = step.layout.fused
+    key = (
+        "experts",
+        own,
+        devices,
+        mesh.ep_size,
+        split,
+        step.layout.redundant,
+        balanced,
+        decode,
+        layers,
+        busy,
+        fused,
+        step.sums_experts,
+        step.middle,
+    )
+    if key in step.shared and not step.dry_runs:
+        return step.shared[key]
+    places = step.expert_slots
+    slots = places.physical // mesh.ep_size
+    rows = own * busy * top_k * mesh.expert_width_shards
+    slowest = step.skew.slowest(places, config.n_routed_experts, rows, balanced, step.middle)
+    arriving = exact(rows, "rows of the mean rank", "rows") * slowest
+    everyone = own * busy * devices
+    touched = step.skew.touched(everyone, top_k, config.n_routed_experts)
+    used = slots * touched / config.n_routed_experts
+    inner = hidden // mesh.expert_width_shards
+    products = None
+    if mesh.splits_expert_width and step.chip.hardware.same_die and (width, hidden, top_k) == (7168, 2048, 8):
+        # Only V3's own widths were timed.
+        products = chip.fused_experts(
+            everyone,
+            partial(step.skew.touched, top_k=top_k, experts=config.n_routed_experts),
+            step.skew,
+            mesh.expert_width_shards,
+            mesh.ep_size,
+        )
+    if products is None:
+        received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
+        if fused:  # one expert more in the same product, with every token of the ranks that share its width
+            pooled = exact(own * busy * mesh.expert_width_shards, "rows of the shared expert", "rows")
+            used, arriving, slots = used + 1, arriving + pooled, slots + 1
+        products = chip.experts(used, arriving, received * slowest.value, slots, width, inner, decode)
+    elif fused:
+        more = 1 + max(1 / touched, 1 / top_k)
+        products = products * assumed(
+            1 + 1 / touched, 1.0, more, "the shared expert in the same product",
+            "one expert's weights more, or where rows take the time one in top-k of them",
+        )  # fmt: skip
+    there, back = _exchanges(step, own, decode, slowest)
+    if mesh.splits_expert_width and mesh.ep_size > 1:
+        size = tokens * top_k * width * BF16
+        back = back + all_reduce(step.cluster, mesh.tp_size, size)
+    found = {"experts": products * layers, "dispatch": there * layers, "combine": back * layers}
+    if not step.dry_runs:
+        step.shared[key] = found
+    return found
+
+
+def _exchanges(step: StepModel, own: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
+    config, cluster, mesh = step.config, step.cluster, step.layout.mesh
+    ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
+    width, top_k = config.hidden_size, config.num_experts_per_tok
+    if step.sums_experts:
+        return exact(0.0), exact(0.0)
+    there, back = width * step.precision.wire, width * BF16
+    if step.dispatch != "deepep":
+        run = exchange_run(step.dry_runs, decode, step.dispatch, top_k, ranks, own) if ranks > 1 else None
+        if run:
+            return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, own, slowest)
+        rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
+        return tuple(own_exchange(cluster, step.dispatch, ranks, own, top_k, row, slowest) for row in rows)
+    if decode:
+        return (
+            low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False, step.operators, step.shared),
+            low_latency_exchange(cluster, ranks, own, top_k, back, slowest, True, step.operators, step.shared),
+        )
+    return (
+        normal_exchange(cluster, config, ranks, own, there, slowest, False, step.operators, step.shared),
+        normal_exchange(cluster, config, ranks, own, back, slowest, True, step.operators, step.shared),
+    )
