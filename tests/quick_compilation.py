@@ -17,11 +17,11 @@ QUICK_COMPILATION = (
 )
 
 FEW_SHAPES = {
-    "max_num_seqs": 2,
+    "max_num_seqs": 1,  # several would be another program for decodes
     "max_num_batched_tokens": 8,
     "prefill_chunk": 8,
     "page_size": 4,
     "max_model_len": 32,
     "kernels": "plain",
 }
-"""Options of an engine that compiles three programs."""
+"""Options of an engine that compiles two programs."""

@@ -77,3 +77,16 @@ def test_files_with_slow_tests_come_first_and_whole(suite):
     ]
     suite.pytest_collection_modifyitems(items)
     assert [each.name for each in items] == ["2", "3", "4", "1", "5"]
+
+
+def test_without_a_compiler_every_other_command_is_found(suite, tmp_path):
+    first, second, links = tmp_path / "first", tmp_path / "second", tmp_path / "links"
+    for name in (first / "sh", first / "g++", second / "sh", second / "c++", second / "git"):
+        name.parent.mkdir(exist_ok=True)
+        name.touch(0o755)
+    links.mkdir()
+    environment = {"PATH": f"{first}:{second}:{tmp_path / 'missing'}", "CXX": "/usr/bin/g++", "HOME": "/"}
+    suite.hide_compilers(environment, links)
+    assert "CXX" not in environment
+    assert environment["PATH"] == str(links)
+    assert {link.name: link.readlink() for link in links.iterdir()} == {"sh": first / "sh", "git": second / "git"}

@@ -185,6 +185,7 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "activation_scheme": str(step.scheme),
         "kv_cache_dtype": str(step.cache_dtype),
         "mla": shape.form,
+        "kernels": step.kernels.names(step.prefill_form, step.decode_form),
         "dispatch": dispatch_method(step, compiled.shape.tokens),
         "dispatch_wire": step.dispatch.wire,
         "physical_experts": step.placement.n_physical if step.config.is_moe else 0,
@@ -201,6 +202,8 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
             yield "XLA wrote no partitioned program: bf16 collectives count as float32, in which the CPU backend sends them"
     elif hardware.platform == "cuda":
         yield "hosts are scale-up domains: devices that NVLink joins"
+    if compiled.step.kernels.note:
+        yield compiled.step.kernels.note
     memory = DeviceMemory.of(compiled)
     unread = memory.held - memory.staging - memory.arguments
     if unread > 0:

@@ -20,6 +20,9 @@ def show(console: Console, report: DryRunReport) -> None:
         f"{r['chunk']} of a DP rank, context {r['context']}, MLA {r['mla']}, dispatch {r['dispatch']}, weights {r['weights']}",
         highlight=False,
     )
+    console.print(
+        "kernels: " + ", ".join(f"{operation} {name}" for operation, name in r["kernels"].items()), highlight=False
+    )
     console.print(_parameters(report))
     console.print(_memory(report))
     for name, program in (("a step", report), *([("drafting after a step", report.drafts)] if report.drafts else [])):

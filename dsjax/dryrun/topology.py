@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import jax
@@ -43,6 +44,8 @@ def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device
                 target_config=cuda_target(hardware),
                 topology="x".join(map(str, cuda_shape(hardware, count))),
             ).devices
+        # No device is used, so that the file by which libtpu keeps a second process from a TPU is nothing to wait for.
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         shape = torus(count)
         return topologies.get_topology_desc(
             platform="tpu", topology_name=f"{hardware.xla['generation']}:{'x'.join(map(str, shape))}"

@@ -1,8 +1,9 @@
 """`dsjax dynamo`: one worker of NVIDIA Dynamo. Its own options, the engine's, and those of Dynamo's runtime as Dynamo defines them."""
 
 import argparse
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -26,6 +27,10 @@ TOOL_CALL_PARSERS = {"deepseek_v3": "deepseek_v3", "deepseek_v31": "deepseek_v3_
 REASONING_PARSER = "deepseek_r1"
 COMPONENT, PREFILL, ENDPOINT = "backend", "prefill", "generate"
 """Where workers are found, those that only compute prompts apart, unless `--endpoint` says otherwise."""
+DEADLINE, DRAIN = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "DYN_PREFILL_DRAIN_TIMEOUT_S"
+"""Dynamo's variables: seconds after which it ends a process that shuts down, and that a prefill worker's pages wait to be taken."""
+CLEANUP_SECONDS = 20
+"""An engine's end, behind its last request: a group's other processes have 10 s to follow."""
 
 
 class DynamoCommand(PanelledCommand):
@@ -81,9 +86,27 @@ def dynamo(
     if bootstrap and args.disaggregation_mode != "prefill":
         raise UserError("--bootstrap is a prefill worker's; give --disaggregation-mode prefill too, or leave it out")
     names = tuple(served_model_name or (args.model,))
+    allow_shutdown(os.environ, shutdown_timeout)
     engine, worker = _prepare(args, runtime, names, shutdown_timeout, step_timeout, bootstrap)
     serve: Callable[[LLMEngine, WorkerConfig], None] = context.obj or _serve
     serve(engine, worker)
+
+
+def allow_shutdown(variables: MutableMapping[str, str], shutdown_timeout: float) -> None:
+    """Have Dynamo give a worker as long to end as `--shutdown-timeout` promises its requests; by default it ends the process after 30 s.
+
+    Raises:
+        UserError: the variables allow less.
+    """
+    needed = math.ceil(shutdown_timeout) + CLEANUP_SECONDS
+    found = variables.get(DEADLINE) or str(max(needed, 30))
+    if not found.isdecimal() or int(found) < needed:
+        raise UserError(
+            f"{DEADLINE} is {found}, and --shutdown-timeout {shutdown_timeout:g} needs {needed} whole seconds at least, of which "
+            f"{CLEANUP_SECONDS} are the engine's own; leave the variable out, or give a smaller --shutdown-timeout"
+        )
+    variables[DEADLINE] = found
+    variables.setdefault(DRAIN, f"{shutdown_timeout:g}")
 
 
 def runtime_parser() -> argparse.ArgumentParser:
@@ -182,6 +205,7 @@ def _serve(engine: "LLMEngine", worker: "WorkerConfig") -> None:
     async def run() -> None:
         await Worker(engine, worker).run()
 
+    engine.heed_signals()
     try:
         uvloop.run(run())
     except Exception:

@@ -59,7 +59,7 @@ class DsjaxEngine(Worker):
         engine.on_change.append(
             lambda new: self._metrics.on_change(new.facts.dp_ranks, new.facts.physical_experts_per_device)
         )
-        engine.on_death = self._die
+        engine.on_death = self._end_process
         settle_interpreter()
         engine.start()
         self._loads.start()
@@ -68,7 +68,8 @@ class DsjaxEngine(Worker):
 
     def _load(self) -> None:
         console = Console()
-        self._llm = LLM(**dataclasses.asdict(self._args), show_progress=True, event_sink=self._events)
+        options = dataclasses.asdict(self._args)
+        self._llm = LLM(**options, group=self._group, show_progress=True, event_sink=self._events)
         show_facts(console, self._llm.facts)
         with warm_up_bar(console) as progress:
             self._llm.engine.warm_up(progress)
@@ -168,12 +169,6 @@ class DsjaxEngine(Worker):
                 tell_clients=lambda: loop.call_soon_threadsafe(engine.abort_all),
             )
             self._watchdog.start()
-
-    def _die(self) -> None:
-        """The engine has failed: end the process, so that the frontend forgets it and Kubernetes starts another."""
-        if self._llm.group is not None:
-            self._llm.group.leave("its engine has failed")
-        self._end_process()
 
 
 class LoadPublisher:

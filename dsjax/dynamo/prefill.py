@@ -13,17 +13,13 @@ from rich.console import Console
 from dsjax.dynamo.translation import Chunk, Chunks, translate
 from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.core import EngineCore
-from dsjax.engine.joining import host_options, join_group
 from dsjax.engine.page_channel import split_address
 from dsjax.engine.page_network import PrefillServer
 from dsjax.errors import UserError
-from dsjax.hosts.group import HostGroup
 from dsjax.serve.startup_screen import warm_up_bar
 from dsjax.serve.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 0.05
 
 
 class DsjaxPrefillEngine(Worker):
@@ -32,7 +28,6 @@ class DsjaxPrefillEngine(Worker):
     def __init__(self, options: Options):
         super().__init__(options)
         self._server: PrefillServer | None = None
-        self._group: HostGroup | None = None
         self._watchdog: Watchdog | None = None
         self._publisher: Any = None
 
@@ -53,7 +48,6 @@ class DsjaxPrefillEngine(Worker):
         return found
 
     def _load(self) -> None:
-        self._group = join_group(self._args, host_options(self._args))
         from dsjax.engine.disaggregated import load_prefill
         from dsjax.engine.process import size_memory_pool
 
@@ -94,18 +88,16 @@ class DsjaxPrefillEngine(Worker):
             raise UserError(f"the prompt has token ids outside the vocabulary, which ends at {limits.vocab_size - 1}")
 
     async def is_quiescent(self) -> bool:
-        """Whether no prompt is computed any more and no page waits to be taken."""
-        return self._server is None or not (self._server.engine.num_jobs or self._server.engine.leases.num_kept)
+        """Whether no prompt is computed any more and no page waits to be taken, or none ever will be."""
+        if self._server is None or self._server.engine.error is not None:
+            return True
+        return not (self._server.engine.num_jobs or self._server.engine.leases.num_kept)
 
     async def cleanup(self) -> None:
-        """Let decode workers take what is theirs for `shutdown_timeout` seconds; then end. Also after a failed start, and twice."""
+        """End. Dynamo has waited until nothing is left, `DYN_PREFILL_DRAIN_TIMEOUT_S` at most. Also after a failed start, and twice."""
         server = self._server
         if server is None:
             return
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._options.shutdown_timeout
-        while not await self.is_quiescent() and server.engine.error is None and loop.time() < deadline:
-            await asyncio.sleep(_LOOK_SECONDS)
         self._server = self._publisher = None
         self._events.close()
         if self._watchdog is not None:
@@ -132,6 +124,4 @@ class DsjaxPrefillEngine(Worker):
 
     def _die(self) -> None:
         _log.error("the prefill engine has failed: %s", self._server and self._server.engine.error)
-        if self._group is not None:
-            self._group.leave("its engine has failed")
         self._end_process()

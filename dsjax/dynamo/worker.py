@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import signal
+import sys
 import threading
 from abc import abstractmethod
 from dataclasses import dataclass
+from types import FrameType
 
 import typer
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
@@ -14,8 +17,10 @@ from dynamo.llm.exceptions import InvalidArgument
 from dsjax.dynamo.kv_events import KvEvents
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.joining import host_options, join_group
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.hosts.group import HostGroup
 
 _FLUSH_SECONDS = 1.0
 """After the engine has failed, answers get this long to tell of it, before the process ends."""
@@ -71,6 +76,8 @@ class Worker(LLMEngine):
     def __init__(self, options: Options):
         self._options, self._args = options, options.args
         self._events = KvEvents()
+        self._group: HostGroup | None = None
+        self._starting, self._signalled = True, False
         self.mistake: ValueError | None = None
 
     @classmethod
@@ -86,11 +93,41 @@ class Worker(LLMEngine):
     async def start(self, worker_id: int) -> EngineConfig:
         """Load the model, compile every shape, and say what this worker is. What fails is told in one line, for the user's mistakes."""
         try:
-            await asyncio.to_thread(self._load)
+            await asyncio.to_thread(self._join_and_load)
+            return self._begin()
         except ValueError as error:  # a `UserError` or a `MeshError`: Dynamo would make a traceback of it
             self.mistake = error
             raise InvalidArgument(str(error)) from error
-        return self._begin()
+        finally:
+            self._starting = False
+
+    def heed_signals(self) -> None:
+        """End the process at SIGTERM or SIGINT while it starts. To be called in the main thread, before Dynamo's own handlers are set.
+
+        Dynamo would wait for the start, and after `DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT` call C's `exit`, which destroys what XLA's
+        threads are working with: a compilation under way then can end in a segmentation fault. Its handlers call those that were there
+        before, so that both hear of each signal; from the end of the start on Dynamo's alone act.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._starting:
+            return
+        if self._signalled:  # the second one does not wait for the other processes
+            os._exit(0)
+        self._signalled = True
+        if sys.stdout.isatty():
+            os.write(1, b"\x1b[?25h")  # a progress bar has hidden the cursor
+        name = signal.Signals(number).name
+        os.write(2, f"{name} before this worker was ready: it ends now, and has served nothing\n".encode())
+        if self._group is not None:
+            self._group.leave()
+        os._exit(0)
+
+    def _join_and_load(self) -> None:
+        self._group = join_group(self._args, host_options(self._args))
+        self._load()
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         """One for each DP rank; none without a prefix cache, where there is nothing to find."""
@@ -115,6 +152,8 @@ class Worker(LLMEngine):
 
     def _end_process(self) -> None:
         """The engine has failed: end the process, so that the frontend forgets it and Kubernetes starts another."""
+        if self._group is not None:
+            self._group.leave("its engine has failed")
         timer = threading.Timer(_FLUSH_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()

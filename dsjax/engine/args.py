@@ -35,6 +35,7 @@ _OF_THE_HOST = (
     "prefill_mesh",
     "decode_mesh",
     "prefill_instances",
+    "decode_instances",
     "local_prefill_tokens",
     "transfer_timeout",
     "disaggregation_mode",
@@ -99,7 +100,7 @@ class EngineArgs:
     )
     disk_cache: str | None = option(
         None,
-        "folder for pages that leave the cache, which survive a restart; one engine at a time; with --disk-cache-bytes",
+        "folder for pages that leave the cache, which survive a restart; one server at a time; with --disk-cache-bytes",
     )
     disk_cache_bytes: int = option(
         0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
@@ -173,6 +174,11 @@ class EngineArgs:
     )
     decode_mesh: str | None = option(None, "devices that make tokens; with --prefill-mesh")
     prefill_instances: int = option(1, "engines that compute prompts, each on a --prefill-mesh of its own", least=1)
+    decode_instances: int = option(
+        1,
+        "engines that make tokens, each on a --decode-mesh of its own; each steps by itself, and requests are routed over all ranks",
+        least=1,
+    )
     local_prefill_tokens: int = option(
         64, "a prompt of which the decode side lacks fewer tokens is computed there", least=1
     )
@@ -262,8 +268,8 @@ class EngineArgs:
 
         if not self.separated:
             return MeshSpec.parse(self.mesh).num_devices
-        prefill = MeshSpec.parse(self.prefill_mesh).num_devices
-        return MeshSpec.parse(self.decode_mesh).num_devices + self.prefill_instances * prefill
+        decode, prefill = (MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
+        return self.decode_instances * decode + self.prefill_instances * prefill
 
     @property
     def executor_options(self) -> dict[str, Any]:
@@ -337,8 +343,11 @@ class EngineArgs:
             if self.disaggregation_mode == "prefill":
                 self._check_prefills_alone()
         if self.prefill_mesh is None and self.decode_mesh is None:
-            if self.prefill_instances > 1:
-                raise UserError("--prefill-instances is given without --prefill-mesh and --decode-mesh; give them too")
+            for side in ("prefill", "decode"):
+                if getattr(self, f"{side}_instances") > 1:
+                    raise UserError(
+                        f"--{side}-instances is given without --prefill-mesh and --decode-mesh; give them too"
+                    )
             return
         for given, other in (("prefill", "decode"), ("decode", "prefill")):
             if getattr(self, f"{other}_mesh") is None:

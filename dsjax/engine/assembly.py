@@ -129,16 +129,22 @@ def _kernels(
         return found
     refused = {
         ("decode attention", "prefill attention"): tpu_attention.refuses(args.page_size, cache_dtype),
-        ("experts",): _refuses_experts(config, spec, weights) if config.is_moe else "",
+        ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
     }
     left = tuple(name for names, reason in refused.items() if reason for name in names)
+    if weights != "fp8" or scheme.dynamic:
+        left += ("other products",)  # XLA's own are as good with other weights, which is nothing to note
     return dataclasses.replace(found, left_plain=left, note="; ".join(filter(None, refused.values())))
 
 
-def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights) -> str:
+def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, scheme: ActivationScheme) -> str:
     """Why the TPU's kernels cannot multiply with a device's experts; empty where they can."""
-    if weights not in ("bf16", "mixed"):
-        return f"the experts' kernels for TPUs take bfloat16 weights, and these are {weights}: experts are plain"
+    if weights not in ("bf16", "mixed", "fp8"):
+        return (
+            f"the experts' kernels for TPUs take bfloat16 and FP8 weights, and these are {weights}: experts are plain"
+        )
+    if scheme.dynamic:
+        return "the experts' kernels for TPUs quantise no activations: experts are plain"
     depth, width = config.hidden_size, config.moe_intermediate_size // spec.expert_width_shards
     if not tpu_products.takes(depth, width):
         return f"the experts' kernels for TPUs take widths that 128 divides, and a device's are {depth} × {width}: experts are plain"

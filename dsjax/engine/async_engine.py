@@ -1,48 +1,41 @@
-"""`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio."""
+"""`AsyncEngine`: the engine in a thread of its own, or several as one, each in its own; their outputs in asyncio."""
 
 import asyncio
-import contextlib
-import logging
-import queue
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, TypeVar
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
+from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.input_processor import PreparedRequest, Prompt
+from dsjax.engine.instances import EngineState, Whole
 from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream
 from dsjax.engine.request import FinishReason, Request
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update, refuse
-from dsjax.engine.scheduler_config import AdmissionError
+from dsjax.engine.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
-    from dsjax.engine.generations import Generation, Generations
+    from dsjax.engine.generations import Generations
 
 Result = TypeVar("Result")
-logger = logging.getLogger(__name__)
 
 _INLINE_LENGTH = 2048
 """Characters or tokens that are prepared in the event loop: up to here a thread costs more than it saves."""
 
 
 class AsyncEngine:
-    """Runs an `LLMEngine`'s core in one dedicated thread; makes text in the event loop, while the device computes.
+    """Runs each of an `LLMEngine`'s cores in a dedicated thread; makes text in the event loop, while the devices compute.
 
-    The thread takes commands (add, abort, close) from a queue, between steps and while the device computes one. It hands a
-    step's updates to the event loop in one call, once the next step is launched: both threads need Python's lock, and the device
-    would wait for the text of every stream. When it fails, every stream gets the error and `on_death` is called:
-    nothing waits for ever.
+    When a thread fails, every stream gets the error and `on_death` is called: nothing waits for ever.
 
     Attributes:
-        observers: told of every step and output, in the event loop's thread. Add them before `start`.
+        cores: one, or several decode engines beside each other (docs/disaggregation.md).
+        observers: told of every step and output, in the event loop's thread. Add them before `start`. Of several engines they are told as
+            of one: whichever does a step, its statistics have the loads and the counts of all.
         on_change: called in the event loop's thread when the mesh has changed.
-        step_started: when the step under way began, on the monotonic clock; None between steps.
     """
 
     def __init__(self, engine: LLMEngine | None):
@@ -52,24 +45,19 @@ class AsyncEngine:
         self.on_death: Callable[[], None] | None = None
         self.on_change: list[Callable[["Generations"], None]] = []
         self.observers: list[EngineObserver] = []
-        self.step_started: float | None = None
+        self.cores = engine.cores if engine else []
         self._closing = False
-        self._core = engine and engine.core
+        self._engine = engine
         self._inputs = engine and engine.inputs
         self._outputs = engine and engine.outputs
         self._streams: dict[str, OutputStream] = {}
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Requests and tokens queued by the event loop, and of those taken by the engine's thread; each pair has one writer.
-        self._queued = self._taken = (0, 0)
-        # Of the engine's thread: what to do between steps, and whether to end.
-        self._between_steps: deque[Callable[[], object]] = deque()
-        self._done: tuple[list[Update], StepStats | None] | None = None  # of a step, not yet handed over
-        self._ending = False
-        self._failure: BaseException | None = None  # of a change of the mesh, after which nothing goes on
-        # Of the event loop's: calls whose result is not there yet.
-        self._calls: set[asyncio.Future] = set()
+        self._whole = Whole(self.cores) if len(self.cores) > 1 else None
+        self._threads = [
+            EngineThread(core, _Listener(self, index), f"dsjax-engine-{index}" if index else "dsjax-engine")
+            for index, core in enumerate(self.cores)
+        ]
+        self._calls: set[asyncio.Future] = set()  # whose result is not there yet
 
     @property
     def num_unfinished(self) -> int:
@@ -77,38 +65,45 @@ class AsyncEngine:
         return self._outputs.num_unfinished
 
     @property
+    def num_ranks(self) -> int:
+        """DP ranks of all cores."""
+        return self._engine.num_ranks
+
+    @property
     def num_waiting(self) -> int:
         """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
-        return self._core.scheduler.num_waiting + self._queued[0] - self._taken[0]
+        return sum(thread.num_waiting for thread in self._threads)
 
     @property
     def waiting_tokens(self) -> int:
         """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
-        return self._core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
+        return sum(thread.waiting_tokens for thread in self._threads)
 
     def running_requests(self) -> list[list[Request]]:
         """Of every rank the requests that hold a slot. May be asked from any thread, also while a step hangs."""
-        return [list(rank.running) for rank in self._core.scheduler.ranks]
+        return [running for thread in self._threads for running in thread.running_requests()]
+
+    @property
+    def step_started(self) -> float | None:
+        """When the step under way began, of several the one that began first, on the monotonic clock; None between steps."""
+        return min((began for thread in self._threads if (began := thread.step_started) is not None), default=None)
 
     @property
     def running(self) -> bool:
-        """Whether the thread is alive."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether a thread is alive."""
+        return any(thread.alive for thread in self._threads)
 
     @property
     def change_under_way(self) -> str | None:
         """What is being done to go on on another mesh; None while nothing is."""
-        generations = self._core.generations
+        generations = self.cores[0].generations
         return generations.phase if generations is not None else None
 
     def start(self) -> None:
-        """Start the thread. Call it in the event loop that will use the engine."""
+        """Start the threads. Call it in the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()
-        if self._core.generations is not None:
-            self._core.generations.wake = self._look_at_processes
-            self._look_at_processes()  # one may have gone since it was loaded
-        self._thread = threading.Thread(target=self._run, name="dsjax-engine", daemon=True)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     async def submit(
         self,
@@ -171,16 +166,28 @@ class AsyncEngine:
         self._enqueue([request for each in prepared for request in each.completions])
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
-        self._queued = _plus(self._queued, requests)
-        self._commands.put(lambda: self._add(requests))
+        for index, placed in self._engine.place(requests):
+            self._threads[index].add(placed)
 
     async def call(self, function: Callable[[EngineCore], Result]) -> Result:
-        """Run `function(core)` in the engine's thread, between two steps, and give its result, or raise its error.
+        """Run `function(core)` in the engine's thread, of several the first one's, between two steps, and give its result, or raise its
+        error.
 
         Raises:
             EngineDeadError: the engine has failed, or ends before it comes to this.
         """
-        if self.error is not None or self._closing or not self.running:
+        return await self._call(self._threads[0], function)
+
+    async def call_each(self, function: Callable[[EngineCore], Result]) -> list[Result]:
+        """`call` of each engine, in its own thread; the results in their order."""
+        return await asyncio.gather(*(self._call(thread, function) for thread in self._threads))
+
+    async def state(self) -> EngineState:
+        """What all engines together have to do, and have counted."""
+        return EngineState.together(await self.call_each(EngineState.of))
+
+    async def _call(self, thread: EngineThread, function: Callable[[EngineCore], Result]) -> Result:
+        if self.error is not None or self._closing or not thread.alive:
             raise EngineDeadError("the engine does not run")
         future = self._loop.create_future()
         self._calls.add(future)
@@ -188,12 +195,12 @@ class AsyncEngine:
 
         def run() -> None:
             try:
-                result, error = function(self._core), None
+                result, error = function(thread.core), None
             except Exception as caught:
                 result, error = None, caught
             self._loop.call_soon_threadsafe(_settle, future, result, error)
 
-        self._commands.put(lambda: self._between_steps.append(run))
+        thread.between_steps(run)
         return await future
 
     async def scale(self, mesh: str) -> "Generations":
@@ -203,8 +210,8 @@ class AsyncEngine:
             UserError, MeshError: the mesh cannot be, or another change is under way; everything is as it was.
             EngineDeadError: the engine has failed, before or in this.
         """
-        generations = self._core.generations
-        if self._core.is_separated and generations is None:
+        [thread, *_], generations = self._threads, self.cores[0].generations
+        if thread.core.is_separated and generations is None:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
@@ -212,7 +219,7 @@ class AsyncEngine:
         try:
             # A change that has begun ends, whether or not somebody still waits for it.
             await asyncio.shield(
-                asyncio.ensure_future(self.call(lambda core: self._change(lambda: generations.to(wanted))))
+                asyncio.ensure_future(self.call(lambda core: thread.change(lambda: generations.to(wanted))))
             )
         except EngineDeadError:
             generations.forget()
@@ -235,115 +242,18 @@ class AsyncEngine:
             stream.put(EngineClosingError("the server is shutting down"))
         self.abort(list(self._streams))
 
+    def fail(self, error: BaseException) -> None:
+        """Nothing can go on: every request gets an error, and `on_death` is called."""
+        self._die(error)
+
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
+        """End all requests and the threads. After `timeout` seconds in a step that hangs, a thread is left behind."""
         self._closing = True
         self.abort_all()
-        self._commands.put(self._end)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, timeout)
+        for thread in self._threads:
+            thread.end()
+        await asyncio.gather(*(asyncio.to_thread(thread.join, timeout) for thread in self._threads))
         self._fail_calls()
-
-    # In the engine's thread.
-
-    def _run(self) -> None:
-        try:
-            while True:
-                if not self._core.has_unfinished:
-                    self._commands.get()()
-                self._take_commands()
-                if self._between_steps or self._ending:
-                    self._hand_over()
-                while self._between_steps:
-                    self._between_steps.popleft()()
-                if self._failure is not None:
-                    raise self._failure
-                if self._ending:
-                    self._core.finish()
-                    self._core.shutdown()
-                    return
-                if self._core.has_unfinished:
-                    self._step()
-        except BaseException as error:
-            self.step_started = None
-            if isinstance(error, UserError):
-                logger.error("the engine's thread has ended: %s", error)
-            else:
-                logger.exception("the engine's thread has failed")
-            with contextlib.suppress(
-                RuntimeError
-            ):  # a process of the group was lost, and the loop has ended before this step did
-                self._hand_over()
-                self._loop.call_soon_threadsafe(self._die, error)
-
-    def _step(self) -> None:
-        self.step_started = time.monotonic()
-        try:
-            updates = self._core.step(self._meanwhile)
-        except Exception as error:
-            lost = error  # Python forgets the other name
-            self.step_started = None
-            self._hand_over()
-            self._enter_change(lambda: self._core.survive(lost))
-            return
-        self.step_started = None
-        self._hand_over()  # nothing is left but for a step in which there was nothing to compute
-        stats = self._core.stats() if self.observers else None
-        if updates or stats is not None:
-            self._done = (updates, stats)
-            if not self._core.has_unfinished:
-                self._hand_over()
-
-    def _change(self, make: "Callable[[], Generation]") -> None:
-        try:
-            self._enter_change(lambda: self._core.change(make))
-        except BaseException as error:
-            self._failure = error  # there is no executor any more
-            raise
-
-    def _enter_change(self, change: Callable[[], list[Update]]) -> None:
-        """Change the executor, and tell of it."""
-        updates = change()
-        self._inputs.change(self._core.scheduler.config)
-        self._loop.call_soon_threadsafe(self._tell_change, self._core.generations)
-        self._done = (updates, None)
-        self._hand_over()
-
-    def _look_at_processes(self) -> None:
-        """A process has gone, or come back. From any thread."""
-
-        def look() -> None:
-            if self._core.generations.due:
-                self._change(self._core.generations.regroup)
-
-        self._commands.put(lambda: self._between_steps.append(look))
-
-    def _meanwhile(self) -> None:
-        self._hand_over()
-        self._take_commands()
-
-    def _hand_over(self) -> None:
-        if self._done is not None:
-            done, self._done = self._done, None
-            self._loop.call_soon_threadsafe(self._deliver, *done)
-
-    def _take_commands(self) -> None:
-        while not self._commands.empty():
-            self._commands.get()()
-
-    def _end(self) -> None:
-        self._ending = True
-
-    def _add(self, requests: Sequence[Request]) -> None:
-        refused = []
-        for request in requests:
-            try:
-                self._core.add(request)
-            except AdmissionError as error:  # it was prepared for a larger mesh
-                refused.append(refuse(request, error, time.monotonic()))
-        if refused:
-            self._loop.call_soon_threadsafe(self._deliver, refused, None)
-        self._taken = _plus(self._taken, requests)
 
     # In the event loop's thread.
 
@@ -352,8 +262,12 @@ class AsyncEngine:
             call(generations)
 
     def _abort_completions(self, completion_ids: Sequence[str]) -> None:
-        for completion_id in completion_ids:
-            self._commands.put(lambda completion_id=completion_id: self._core.abort(completion_id))
+        for thread in self._threads:  # which of several has them is not remembered: to be told in vain costs it a look
+            thread.abort(completion_ids)
+
+    def _enter(self, index: int, updates: list[Update], stats: StepStats | None) -> None:
+        """Take what a step of one of several engines did."""
+        self._deliver(updates, None if stats is None else self._whole.after(index, stats))
 
     def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
         followed = [update for update in updates if self._outputs.follows(update.request)] if self.observers else []
@@ -396,14 +310,35 @@ class AsyncEngine:
             _settle(future, None, EngineDeadError("the engine has ended"))
 
 
+class _Listener:
+    """Passes what happens in one engine's thread to the event loop."""
+
+    def __init__(self, engine: AsyncEngine, index: int):
+        self._engine, self._index = engine, index
+
+    def wants_stats(self) -> bool:
+        return bool(self._engine.observers)
+
+    def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
+        engine = self._engine
+        if engine._whole is None:
+            engine._loop.call_soon_threadsafe(engine._deliver, updates, stats)
+        else:
+            engine._loop.call_soon_threadsafe(engine._enter, self._index, updates, stats)
+
+    def on_change(self) -> None:
+        engine, core = self._engine, self._engine.cores[self._index]
+        engine._inputs.change(core.scheduler.config)
+        engine._loop.call_soon_threadsafe(engine._tell_change, core.generations)
+
+    def on_death(self, error: BaseException) -> None:
+        self._engine._loop.call_soon_threadsafe(self._engine._die, error)
+
+
 def _length(prompt: Prompt) -> int:
     """Characters or tokens."""
     whole = next(iter(prompt.values()), "") if isinstance(prompt, Mapping) else prompt
     return len(whole) if isinstance(whole, Sized) else 0
-
-
-def _plus(counts: tuple[int, int], requests: Sequence[Request]) -> tuple[int, int]:
-    return counts[0] + len(requests), counts[1] + sum(len(request.token_ids) for request in requests)
 
 
 def _settle(future: asyncio.Future, result: object, error: Exception | None) -> None:

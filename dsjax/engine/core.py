@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dsjax.engine.commands import Flush, Step
 from dsjax.engine.disk_tier import DiskCounts
 from dsjax.engine.executor import Executor, RankResults
-from dsjax.engine.incoming import Incoming
+from dsjax.engine.incoming import Incoming, TransferCounts
 from dsjax.engine.leases import Leases
 from dsjax.engine.page_events import AllBlocksCleared, EventSink
 from dsjax.engine.page_transfer import PrefillLink
@@ -70,6 +70,7 @@ class EngineCore:
         async_scheduling: False plans a step only when the results of the one before are entered.
         balancer: moves experts between steps; None: they stay where they are.
         publisher: is given the events of pages; None: there are none.
+        first_rank: as of `Scheduler`.
         prefills: engines that compute prompts for this one, which closes them at its end; None: it computes all by itself.
             connect_prefill: gives further ones, by the address that a request names. local_tokens, transfer_timeout: as of
             `Incoming`.
@@ -92,12 +93,18 @@ class EngineCore:
         transfer_timeout: float = 30.0,
         leases: Leases | None = None,
         publisher: EventSink | None = None,
+        first_rank: int = 0,
     ):
         limits = executor.limits
         self.executor = executor
         incoming = None if prefills is None else Incoming(len(prefills), local_tokens, transfer_timeout)
         self.scheduler = Scheduler(
-            scheduler_config, limits.num_ranks, page_events=publisher is not None, incoming=incoming, leases=leases
+            scheduler_config,
+            limits.num_ranks,
+            page_events=publisher is not None,
+            incoming=incoming,
+            leases=leases,
+            first_rank=first_rank,
         )
         self._prefills: PrefillLinks | None = None
         if incoming is not None:
@@ -121,6 +128,11 @@ class EngineCore:
         return self.scheduler.num_unfinished > 0 or bool(self._under_way) or exchanging or self.scheduler.sends
 
     @property
+    def is_computing(self) -> bool:
+        """Whether a step is under way."""
+        return bool(self._under_way)
+
+    @property
     def is_separated(self) -> bool:
         """Whether prompts are computed elsewhere."""
         return self._prefills is not None
@@ -139,10 +151,11 @@ class EngineCore:
             self._prefills.send()
         return update
 
-    def step(self, meanwhile: Callable[[], None] | None = None) -> list[Update]:
+    def step(self, meanwhile: Callable[[], None] | None = None, *, waits: bool = True) -> list[Update]:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
-        Returns at once where there is nothing to do. meanwhile: called once while the device computes. It may `add` and `abort`.
+        Returns at once where there is nothing to do. meanwhile: called once while the device computes. It may `add` and `abort`. waits:
+        for a moment, where all there is to do is to wait for pages.
         """
         self._stats = None
         while len(self._under_way) < self._most_under_way and self._launch():
@@ -150,7 +163,9 @@ class EngineCore:
         if not self._under_way:
             if self._balancer is not None:
                 self._balancer.idle()
-            if self.scheduler.waits_for_disk:
+            if not waits:
+                pass
+            elif self.scheduler.waits_for_disk:
                 self._enter_pages(DISK_WAIT)  # there is nothing else to do
             elif self.scheduler.waits_for_pages:
                 self._prefills.wake.wait(TRANSFER_WAIT)
@@ -212,7 +227,7 @@ class EngineCore:
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
             balance=self.balance(),
             disk=self.disk(),
-            transfers=self.scheduler.incoming.counts if self.is_separated else None,
+            transfers=self.transfers(),
             page_waits=self.scheduler.take_page_waits(),
         )
 
@@ -249,7 +264,7 @@ class EngineCore:
         limits = new.executor.limits
         if self._publisher is not None:
             for rank in range(max(len(self.scheduler.ranks), limits.num_ranks)):
-                self._publisher.publish(rank, [AllBlocksCleared()])
+                self._publisher.publish(self.scheduler.first_rank + rank, [AllBlocksCleared()])
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, time.monotonic())
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._reported = _Totals(0, 0, 0)
@@ -272,6 +287,10 @@ class EngineCore:
     def disk(self) -> DiskCounts | None:
         """What the disk below the cache has done, and holds; None without one."""
         return self.scheduler.disk_counts()
+
+    def transfers(self) -> TransferCounts | None:
+        """What has come so far of pages that prefill sides compute; None without them."""
+        return None if self.scheduler.incoming is None else self.scheduler.incoming.counts
 
     def balance(self) -> BalanceStats | None:
         """What came of balancing experts so far; None where they stay where they are."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
 
 import jax
 import msgspec
@@ -19,6 +22,7 @@ from dsjax.engine.leader import pulled_stream
 from dsjax.engine.leases import Keeper
 from dsjax.engine.loading import LoadedModel, load_model
 from dsjax.engine.page_events import EventSink
+from dsjax.engine.page_files import lock_folder
 from dsjax.engine.page_network import PrefillServer, RemoteLink
 from dsjax.engine.page_parcels import move_parcel
 from dsjax.engine.parcel_carrier import JaxCarrier
@@ -42,10 +46,14 @@ _DECODES_ALONE = {
 _LOOK_SECONDS = 1.0
 
 
-def decode_args(args: EngineArgs) -> EngineArgs:
-    """The options of the side that makes tokens."""
-    own = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
-    return replace(args, **own, prefill_mesh=None, decode_mesh=None, prefill_instances=1)
+def decode_args(args: EngineArgs, instance: int = 0) -> EngineArgs:
+    """The options of an engine that makes tokens. Of several each has its share of host memory and disk, and a folder of its own."""
+    own: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
+    if args.decode_instances > 1:
+        own |= {name: getattr(args, name) // args.decode_instances for name in ("host_cache_bytes", "disk_cache_bytes")}
+    if args.decode_instances > 1 and args.disk_cache is not None:
+        own["disk_cache"] = str(Path(args.disk_cache) / f"instance-{instance}")
+    return replace(args, **own, prefill_mesh=None, decode_mesh=None, prefill_instances=1, decode_instances=1)
 
 
 def prefill_args(args: EngineArgs) -> EngineArgs:
@@ -54,23 +62,40 @@ def prefill_args(args: EngineArgs) -> EngineArgs:
     return replace(decode_args(args), **own, **_DECODES_ALONE)
 
 
-def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[LoadedModel, list[LocalLink]]:
-    """The model that decodes, and prefill instances whose threads have started.
+@dataclass(frozen=True)
+class Separated:
+    """Decode engines' models and the ways to the prefill engines, whose threads have started.
+
+    Attributes:
+        first: the first decode engine's model, with facts of all. links: of it, one to each prefill engine.
+        beside: executor and links of each further one. lock: of the folder that has a folder for each decode engine's pages on the disk.
+    """
+
+    first: LoadedModel
+    links: list[LocalLink]
+    beside: list[tuple[Executor, list[LocalLink]]]
+    lock: IO[bytes] | None = None
+
+
+def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separated:
+    """Load the model for each decode engine and each prefill engine, on disjoint devices of this process.
+
+    Each kind reads the weights once and compiles its programs once: further engines copy the first one's weights from device to device,
+    and load its programs for their own.
 
     Raises:
         UserError, MeshError: options, model or devices that do not go together; before weights are read.
     """
     decode, prefill = MeshSpec.parse(args.decode_mesh), MeshSpec.parse(args.prefill_mesh)
-    devices = _devices(args)
-    groups = [devices[: decode.num_devices]]
-    for instance in range(args.prefill_instances):
-        start = decode.num_devices + instance * prefill.num_devices
-        groups.append(devices[start : start + prefill.num_devices])
-    loaded = load_model(decode_args(args), mesh=decode.arrange(groups[0]), show_progress=show_progress)
-    own = prefill_args(args)
-    links = []
-    for group in groups[1:]:
-        model = load_model(own, mesh=prefill.arrange(group), is_later=True, show_progress=show_progress)
+    devices = iter(_devices(args))
+    lock = None
+    if args.decode_instances > 1 and args.disk_cache is not None:
+        lock = lock_folder(args.disk_cache)
+    options = [decode_args(args, instance) for instance in range(args.decode_instances)]
+    decodes = _load_alike(options, decode, devices, is_later=False, show_progress=show_progress)
+    options = [prefill_args(args)] * args.prefill_instances
+    prefills = []
+    for own, model in zip(options, _load_alike(options, prefill, devices, show_progress=show_progress), strict=True):
         engine = PrefillEngine(
             model.executor,
             own.scheduler_config(model.executor.limits),
@@ -79,9 +104,46 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[Lo
             balancer=_balancer(own, model.executor),
         )
         engine.start()
-        links.append(LocalLink(engine, move_parcel))
-    facts = replace(loaded.facts, prefill_meshes=[str(prefill)] * args.prefill_instances)
-    return replace(loaded, facts=facts), links
+        prefills.append(engine)
+    links = [[LocalLink(engine, move_parcel) for engine in prefills] for _ in decodes]
+    beside = [(model.executor, own) for model, own in zip(decodes[1:], links[1:], strict=True)]
+    first = decodes[0]
+    tokens = ("cache_tokens", "host_cache_tokens", "disk_cache_tokens", "dp_ranks", "num_devices")
+    facts = replace(
+        first.facts,
+        mesh=str(decode) if args.decode_instances == 1 else f"{args.decode_instances} × {decode}",
+        prefill_meshes=[str(prefill)] * args.prefill_instances,
+        decode_instances=args.decode_instances,
+        max_model_len=min(model.facts.max_model_len for model in decodes),
+        **{name: sum(getattr(model.facts, name) for model in decodes) for name in tokens},
+    )
+    return Separated(replace(first, facts=facts), links[0], beside, lock)
+
+
+def _load_alike(
+    options: Sequence[EngineArgs],
+    spec: MeshSpec,
+    devices: Iterator[jax.Device],
+    *,
+    is_later: bool = True,
+    show_progress: bool = False,
+) -> list[LoadedModel]:
+    """One model for each of these options, which differ in nothing that weights or programs depend on, on the next devices."""
+    library, found = ProgramLibrary(), []
+    for own in options:
+        mesh = spec.arrange(list(itertools.islice(devices, spec.num_devices)))
+        first = found[0] if found else None
+        model = load_model(
+            own,
+            mesh=mesh,
+            is_later=is_later or first is not None,
+            weights_of=first,
+            library=library,
+            show_progress=show_progress,
+        )
+        library.pages[str(spec)] = model.executor.limits.pages_per_rank  # programs have the cache's size in them
+        found.append(model)
+    return found
 
 
 def _balancer(args: EngineArgs, executor: Executor) -> ExpertBalancer | None:
@@ -223,9 +285,11 @@ def _devices(args: EngineArgs) -> list[jax.Device]:
     """Enough of them, by process and id."""
     found = sorted(jax.devices(), key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
     if len(found) < args.num_devices:
-        instances = f"{args.prefill_instances} × " if args.prefill_instances > 1 else ""
+        decode, prefill = (
+            f"{count} × " if count > 1 else "" for count in (args.decode_instances, args.prefill_instances)
+        )
         raise UserError(
-            f"--decode-mesh {args.decode_mesh} and {instances}--prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "
+            f"{decode}--decode-mesh {args.decode_mesh} and {prefill}--prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "
             f"found {len(found)} of platform {found[0].platform!r}; use smaller meshes, or set JAX_PLATFORMS=cpu to emulate them in "
             "a fresh process"
         )

@@ -74,6 +74,8 @@ class Incoming:
     The caller sends what `take_messages` gives, hands what comes to `receive`, and has `pools` of the ranks entered before the first step.
 
     Attributes:
+        awaited: of each prefill side, pages that were asked of it and have not come. peers: the decode engines of this process, this one
+            among them, whose pages a prefill side has to compute too; they have the same sides, and threads of their own.
         waits: ("prefill", seconds from asking to the last page) of completed transfers. Whoever reads it empties it.
 
     Args:
@@ -92,6 +94,7 @@ class Incoming:
         self._pulling: dict[tuple[int, int], Transfer] = {}
         self._of: dict[Request, Transfer] = {}
         self._any = range(num_links)
+        self.awaited, self.peers = [0] * num_links, (self,)
         self._pauses = [Pause() for _ in range(num_links)]
         self._messages: list[tuple[int, ToPrefill]] = []
         self._prefix, self._numbers = os.urandom(6).hex(), itertools.count()
@@ -99,6 +102,7 @@ class Incoming:
     def add_link(self) -> int:
         """The number of another prefill side, which only requests that name it are sent to."""
         self._pauses.append(Pause())
+        self.awaited.append(0)
         return len(self._pauses) - 1
 
     @property
@@ -149,16 +153,14 @@ class Incoming:
 
     def ask(self, rank: int, request: Request, found: int, names: Sequence[bytes], now: float) -> None:
         """Have a prefill side compute the pages behind the `found` ones; `may_ask` has allowed it."""
-        busy = [0] * len(self._pauses)
-        for transfer in self._transfers.values():
-            busy[transfer.link] += len(transfer.awaited)
-        link = min(self._links(request, now), key=busy.__getitem__)
+        link = min(self._links(request, now), key=lambda link: sum(peer.awaited[link] for peer in self.peers))
         rest = list(names[found:])
         handed, request.prefill_transfer = request.prefill_transfer, None
         transfer = Transfer(
             handed or f"{self._prefix}-{next(self._numbers)}", link, rank, found, rest, now, now, set(rest), request
         )
         self._transfers[transfer.name] = transfer
+        self.awaited[link] += len(transfer.awaited)
         for name in rest:
             self._expected.setdefault((rank, name), transfer)
         tokens = request.token_ids[: len(names) * self.pools[rank].page_size + 1]
@@ -297,7 +299,9 @@ class Incoming:
         return {name for transfer in self._transfers.values() if transfer.rank == rank for name in transfer.names}
 
     def _arrived(self, transfer: Transfer, name: bytes) -> None:
-        transfer.awaited.discard(name)
+        if name in transfer.awaited:
+            transfer.awaited.remove(name)
+            self.awaited[transfer.link] -= 1
         if self._expected.get((transfer.rank, name)) is not transfer:
             return
         del self._expected[transfer.rank, name]

@@ -24,6 +24,7 @@ from sharding.mesh import MeshSpec
 if TYPE_CHECKING:
     from dsjax.engine.executor import Executor
     from dsjax.engine.loading import EngineFacts
+    from dsjax.hosts.group import HostGroup
 
 
 class LLM:
@@ -38,7 +39,8 @@ class LLM:
 
     Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
-    ``event_sink`` is told which pages can be found from now on, and which no more.
+    ``event_sink`` is told which pages can be found from now on, and which no more. ``group`` is what `join_group` has given for the same
+    options, where a caller has joined the processes itself.
 
     A mesh may belong to several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
     ``process_id``, or under Slurm and the like without. In all but process 0 the constructor does not return: it follows process 0, and
@@ -55,10 +57,11 @@ class LLM:
         mesh: str | MeshSpec = "dp=1",
         show_progress: bool = False,
         event_sink: EventSink | None = None,
+        group: HostGroup | None = None,
         **options: Any,
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
-        group = join_group(self.args, host_options(self.args))
+        group = group or join_group(self.args, host_options(self.args))
         from dsjax.engine.generations import Generations
         from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
         from dsjax.engine.process import size_memory_pool
@@ -72,7 +75,8 @@ class LLM:
             Follower(group).run_with(self.args)
             raise SystemExit(0)
         library = ProgramLibrary()
-        links, connect = None, None
+        links, connect, beside = None, None, []
+        self._folder_lock = None
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
                 "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
@@ -80,7 +84,9 @@ class LLM:
         if self.args.separated:
             from dsjax.engine.disaggregated import load_separated
 
-            loaded, links = load_separated(self.args, show_progress=show_progress)
+            separated = load_separated(self.args, show_progress=show_progress)
+            loaded, links, beside = separated.first, separated.links, separated.beside
+            self._folder_lock = separated.lock
         elif self.args.disaggregation_mode == "decode":
             from dsjax.engine.disaggregated import remote_links
 
@@ -105,6 +111,7 @@ class LLM:
             transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,
             stream_interval=self.args.stream_interval,
+            beside=beside,
         )
         self._facts = loaded.facts
         self._generations = None if self.args.separated else Generations(self.args, group, loaded, library)
@@ -113,7 +120,7 @@ class LLM:
 
     @property
     def executor(self) -> Executor:
-        """What computes, on the mesh of now."""
+        """What computes, on the mesh of now; of several decode engines the first one's."""
         return self.engine.core.executor
 
     @property
@@ -222,6 +229,8 @@ class LLM:
     def shutdown(self) -> None:
         """Free the devices' memory."""
         self.engine.shutdown()
+        if self._folder_lock is not None:
+            self._folder_lock.close()
 
     def _params_for(self, prompts: list[Prompt], given) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):

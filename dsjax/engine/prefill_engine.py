@@ -104,6 +104,7 @@ class PrefillEngine:
         )  # that have ended: who has the prompt may come after all is done
         self._inbox: queue.SimpleQueue[tuple[ToPrefill | None, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._links: set[LocalLink] = set()
         self._ended = False
         self._look = min(_LEASES_LOOKED_AT, timeout / 4)
         self._thread = threading.Thread(target=self._run, name="dsjax-prefill", daemon=True)
@@ -128,6 +129,17 @@ class PrefillEngine:
                 return
         if isinstance(message, Ask) and receive is not None:
             receive(Failed("", self._reason))
+
+    def enter_link(self, link: "LocalLink") -> None:
+        """A decode engine of this process is about to ask this one."""
+        with self._lock:
+            self._links.add(link)
+
+    def leave_link(self, link: "LocalLink") -> bool:
+        """It asks no more; whether no other one of this process does."""
+        with self._lock:
+            self._links.discard(link)
+            return not self._links
 
     def leave(self, receive: Receive) -> None:
         """Whoever asked with this `receive` is there no more: what it asked for is not wanted."""
@@ -295,7 +307,7 @@ class PrefillEngine:
     def _is_done(self, job: _Job) -> bool:
         return (
             job.request.status is Status.FINISHED
-            and not self.core.scheduler.ranks[job.request.rank].departures.has(job.sending)
+            and not self.core.scheduler.rank_of(job.request).departures.has(job.sending)
             and not self.leases.kept_for(job.sending)
         )
 
@@ -314,7 +326,7 @@ class PrefillEngine:
             if job.request.status is not Status.FINISHED:
                 self.core.abort(job.request.request_id)
             if job.request.rank >= 0:
-                self.core.scheduler.ranks[job.request.rank].departures.forget(job.sending)
+                self.core.scheduler.rank_of(job.request).departures.forget(job.sending)
         self.leases.cancel(job.sending)
 
     def _forget(self, name: str) -> _Job | None:
@@ -325,7 +337,7 @@ class PrefillEngine:
 
 
 class LocalLink:
-    """A prefill engine of this process, as of `PrefillLink`.
+    """A prefill engine of this process, as of `PrefillLink`. Each decode engine has a link of its own to it.
 
     move: gives a parcel on another device.
     """
@@ -333,6 +345,7 @@ class LocalLink:
     def __init__(self, engine: PrefillEngine, move: Move = lambda parcel, device: parcel):
         self.engine, self._move = engine, move
         self._receive: Receive = lambda message: None
+        engine.enter_link(self)
 
     def connect(self, receive: Receive) -> None:
         """Have its messages handed to `receive`."""
@@ -351,5 +364,8 @@ class LocalLink:
         self.engine.core.executor.warm_up(progress)
 
     def close(self) -> None:
-        """End the engine."""
-        self.engine.shutdown()
+        """Ask nothing more. The last link that is closed ends the engine."""
+        if self.engine.leave_link(self):
+            self.engine.shutdown()
+        else:
+            self.engine.leave(self._receive)

@@ -2,6 +2,7 @@
 
 import bisect
 from collections import Counter
+from collections.abc import Container
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -103,9 +104,12 @@ class Rank:
         self.arrivals = Arrivals(pool, incoming, index)
         self.departures = Departures(pool, leases, index)
 
-    def uncached(self, request: Request) -> int:
-        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
-        found = self.pool.count(self._readable(request), self.promised)
+    def uncached(self, request: Request, coming: Container[bytes] = ()) -> int:
+        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised.
+
+        coming: names of pages that requests on their way here are to compute.
+        """
+        found = self.pool.count(self.readable(request), _Either(self.promised, coming) if coming else self.promised)
         return len(request.token_ids) - found * self.pool.page_size
 
     def add(self, request: Request) -> None:
@@ -256,7 +260,7 @@ class Rank:
                 at += 1
                 arriving += 1
                 continue
-            names = self._readable(request)
+            names = self.readable(request)
             found = self.pool.find(names)
             if len(found) < len(names) and _computes(prompts, len(found), names[len(found)]):
                 at += 1
@@ -374,13 +378,13 @@ class Rank:
 
     def _queue(self, request: Request) -> None:
         self._set_backlog(request, self.uncached(request))
-        names = self._readable(request)
+        names = self.readable(request)
         self.promised.update(names)
         request.num_promised = len(names)
         bisect.insort(self.waiting, request, key=_by_order)
         self.waiting_tokens += len(request.token_ids)
 
-    def _readable(self, request: Request) -> list[bytes]:
+    def readable(self, request: Request) -> list[bytes]:
         """Hashes of the pages that a request may read from the cache: all full ones, but its last token is left to compute."""
         if not self.prefix_caching or request.wants_prompt_logprobs:
             return []
@@ -422,6 +426,16 @@ class Rank:
     def _set_backlog(self, request: Request, tokens: int) -> None:
         self.backlog += tokens - request.backlog
         request.backlog = tokens
+
+
+class _Either(NamedTuple):
+    """What is in one of two containers."""
+
+    first: Container[bytes]
+    second: Container[bytes]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.first or name in self.second
 
 
 def _computes(prompts: list[Request], index: int, name: bytes) -> bool:

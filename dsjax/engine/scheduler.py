@@ -38,7 +38,8 @@ class Scheduler:
     before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
 
     page_events: whether events of pages are collected, for `take_page_events`. incoming: what is asked of prefill sides. leases: of the
-    parcels that this engine computes for others.
+    parcels that this engine computes for others. first_rank: the number of the first DP rank, where other engines have those before it:
+    requests, loads and events name ranks by such numbers.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Scheduler:
         page_events: bool = False,
         incoming: Incoming | None = None,
         leases: Leases | None = None,
+        first_rank: int = 0,
     ):
         self.config, self.incoming, self._leases = config, incoming, leases
+        self.first_rank = first_rank
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         self.ranks = [
@@ -71,7 +74,7 @@ class Scheduler:
             incoming.pools = [rank.pool for rank in self.ranks]
         if self.disk is not None:
             self.disk.tells_gone = page_events
-        self._router = Router(self.ranks)
+        self._router = Router(self.ranks, first_rank)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
 
@@ -118,13 +121,13 @@ class Scheduler:
         return None if self.disk is None else self.disk.counts()
 
     def take_page_events(self) -> list[tuple[int, list[Event]]]:
-        """(rank, events) of pages, of the ranks that have any; each is given once."""
+        """(rank's number, events) of pages, of the ranks that have any; each is given once."""
         if self.events is None:
             return []
         if self.disk is not None and self.disk.gone:
             gone, self.disk.gone = self.disk.gone, []
             self.events.removed(None, "disk", gone)
-        return self.events.take()
+        return [(self.first_rank + rank, events) for rank, events in self.events.take()]
 
     def take_page_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is told of once."""
@@ -142,7 +145,7 @@ class Scheduler:
         """What each rank has to do, and has room for."""
         return [
             RankLoad(
-                index,
+                self.first_rank + index,
                 len(rank.running),
                 len(rank.waiting),
                 rank.waiting_tokens,
@@ -176,16 +179,24 @@ class Scheduler:
         priority = request.priority if self.config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._arrivals)
         self._arrivals += 1
-        request.rank = self._router.choose(request)
         self._requests[request.request_id] = request
-        self.ranks[request.rank].add(request)
+        self._give(request)
+
+    def rank_of(self, request: Request) -> Rank:
+        """The rank that has a request."""
+        return self.ranks[request.rank - self.first_rank]
+
+    def _give(self, request: Request) -> None:
+        index = self._router.choose(request)
+        request.rank = self.first_rank + index
+        self.ranks[index].add(request)
 
     def abort(self, request_id: str, now: float = 0.0) -> Update | None:
         """End a request; None where it is unknown or has finished. Its pages are free when no step has a row of it any more."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        self.ranks[request.rank].remove(request)
+        self.rank_of(request).remove(request)
         _finish(request, FinishReason.ABORT, now)
         return Update(request, None, FinishReason.ABORT)
 
@@ -198,7 +209,12 @@ class Scheduler:
         if self.incoming is not None:
             self.incoming.void()
         new = Scheduler(
-            config, num_ranks, page_events=self.events is not None, incoming=self.incoming, leases=self._leases
+            config,
+            num_ranks,
+            page_events=self.events is not None,
+            incoming=self.incoming,
+            leases=self._leases,
+            first_rank=self.first_rank,
         )
         new._arrivals = self._arrivals
         refused: list[Update] = []
@@ -210,10 +226,9 @@ class Scheduler:
             except AdmissionError as error:
                 refused.append(refuse(request, error, now))
                 continue
-            request.rank = new._router.choose(request)
             new._requests[request.request_id] = request
-            new.ranks[request.rank].add(request)
-            new.ranks[request.rank].num_preemptions += ran
+            new._give(request)
+            new.rank_of(request).num_preemptions += ran
         return new, refused
 
     def schedule(self, now: float = 0.0) -> StepPlan:

@@ -51,7 +51,7 @@ TABLE = (
     Implementation(
         "experts", "pallas", ("gpu",), "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8 widened"
     ),
-    Implementation("experts", "pallas", ("tpu",), "Mosaic, sorted pairs, bfloat16 weights read from the stack"),
+    Implementation("experts", "pallas", ("tpu",), "Mosaic, sorted pairs, bfloat16 or FP8 weights read from the stack"),
     Implementation(
         "other products", "plain", None, "JAX; FP8 weights dequantised first, or by blocks with FP8 activations"
     ),
@@ -61,6 +61,7 @@ TABLE = (
         ("gpu",),
         "Triton, a layer's matrices read from the stack; FP8 × FP8, or FP8 widened",
     ),
+    Implementation("other products", "pallas", ("tpu",), "Mosaic, a layer's FP8 matrices read from the stack, widened"),
 )
 
 

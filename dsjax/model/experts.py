@@ -164,9 +164,9 @@ class ExpertProduct:
             row_S = pairs.row_P.at[placed.pair_S].get(mode="promise_in_bounds")
             weight_S = pairs.weight_P.at[placed.pair_S].get(mode="promise_in_bounds")
             x_SD = rows_ND.take(row_S, axis=0, mode="clip")
-            of_layer = self.weight_dtype, experts.layer
-            hidden_SF = tpu_products.gate_up(stack["gate_up.weight"], *of_layer, x_SD, placed, **options)
-            y_SD = tpu_products.down(stack["down.weight"], *of_layer, hidden_SF, placed, **options)
+            gate_up, down = (tpu_products.Stack(*self._weights(stack, name)) for name in ("gate_up", "down"))
+            hidden_SF = tpu_products.gate_up(gate_up, experts.layer, x_SD, placed, **options)
+            y_SD = tpu_products.down(down, experts.layer, hidden_SF, placed, **options)
             y_SD = jnp.where(placed.used_S[:, None], y_SD * weight_S[:, None], 0)
             return out_ND.at[row_S].add(y_SD, mode="promise_in_bounds")
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from dsjax.config import ModelConfig
-from dsjax.kernels.pallas import activations, products
+from dsjax.kernels.pallas import activations, products, tpu_products
 from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model.forms import Form, Layout
@@ -49,13 +49,16 @@ class MatricesInPlace:
         """
         if self.kernels.name("other products") != "pallas":
             return frozenset()
+        on_tpu = self.kernels.pallas.platform == "tpu"
         names = {"q_a", "kv_a", "gate_up", "down"}
         # With materialised products, parts of these are multiplied with, by head.
         if "AM_CC_ME" not in forms:
             names |= {"q", "q_b", "o"}
-        if self.layout != "decompressed":
+        if self.layout != "decompressed" and not on_tpu:
             names |= {"kv_b"}
         paths = [(path, path.split(".")[-2]) for path in self.infos if path.endswith(".weight")]
+        if on_tpu:  # the routed experts' matrices, whose names are the same, have kernels of their own
+            paths = [(path, name) for path, name in paths if ".experts." not in path]
         refused = {name for path, name in paths if name in names and not self._takes(path)}
         return frozenset(names - refused)
 
@@ -67,9 +70,13 @@ class MatricesInPlace:
 
     def _takes_slice(self, *infos: ParameterInfo) -> bool:
         """Whether the dense kernel can multiply with one layer of a matrix, of which a scale is given too."""
-        return products.takes(
+        return self._dense_takes(
             *(jax.ShapeDtypeStruct((1, *own.shape[1:]), own.dtype) for own in map(self._local, infos))
         )
+
+    @property
+    def _dense_takes(self):
+        return tpu_products.takes_dense if self.kernels.pallas.platform == "tpu" else products.takes
 
     def _takes(self, path: str) -> bool:
         """Whether the dense kernel can multiply with the part of a stacked matrix that a device has."""
@@ -78,7 +85,7 @@ class MatricesInPlace:
         )
         if path.endswith(".kv_b.weight"):
             return takes_by_head(weight, scale, self.config.qk_nope_head_dim, self.config.v_head_dim)
-        return products.takes(weight, scale)
+        return self._dense_takes(weight, scale)
 
     def multiply(self, index: Int[Array, ""], *, split_tokens: bool = False) -> Multiply:
         """Products with the matrices of layer ``index`` of a stack, in the stack where they were left there.
@@ -108,7 +115,10 @@ class MatricesInPlace:
 
             def local(arrays, layer, x):
                 rows = x[0]
-                if pallas:
+                if pallas and self.kernels.pallas.platform == "tpu":
+                    stack = tpu_products.Stack(arrays["weight"], arrays["scale"], info.dtype)
+                    out = tpu_products.dense(stack, layer, rows, interpret=self.kernels.pallas.interpret)
+                elif pallas:
                     interpret = self.kernels.pallas.interpret
                     if quantise:
                         rows = activations.quantise(rows, powers=self.scheme.powers, interpret=interpret)

@@ -15,7 +15,7 @@ from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse, Usage
-from dsjax.serve.serving import Serving
+from dsjax.serve.serving import Place, Serving
 from dsjax.serve.tool_calls import MARKERS, ToolCallParser, tool_grammar
 
 
@@ -49,7 +49,7 @@ class ChatAnswer:
         template = self._tokenizer.chat_template if self._tokenizer else None
         return self._body.fields_without_effect(template.source if template else "")
 
-    async def start(self, session: str | None) -> OutputStream:
+    async def start(self, place: Place) -> OutputStream:
         """Check everything, render the template and queue the prompt.
 
         Raises:
@@ -64,7 +64,7 @@ class ChatAnswer:
             # A long conversation takes long to render and tokenise.
             prompt = await asyncio.to_thread(render_prompt, self._tokenizer, body, tools, self._serving.tool_format)
             params = self._params(prompt, max_tokens, logprobs, form)
-            return await submit(self.id, [prompt.token_ids], params, session)
+            return await submit(self.id, [prompt.token_ids], params, place)
 
     def _form(self) -> dict[str, Any] | None:
         """The form that the answer must have: one asked for, or that of the tool calls that must come."""

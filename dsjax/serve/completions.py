@@ -22,7 +22,7 @@ from dsjax.serve.answers import (
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, SamplingFields
 from dsjax.serve.schemas import CompletionChoice, CompletionLogprobs, CompletionResponse
-from dsjax.serve.serving import Serving
+from dsjax.serve.serving import Place, Serving
 
 
 class CompletionRequest(SamplingFields):
@@ -115,7 +115,7 @@ class CompletionAnswer:
         """Fields of the request that change nothing here."""
         return self._body.without_effect()
 
-    async def start(self, session: str | None) -> OutputStream:
+    async def start(self, place: Place) -> OutputStream:
         """Check everything and queue the prompts.
 
         Raises:
@@ -125,7 +125,7 @@ class CompletionAnswer:
         body.check()
         params, prompts = body.params(self._serving.with_whitespace(body.form_of_text())), body.prompts()
         with self._serving.admitted(body, prompts) as submit:
-            return await submit(self.id, prompts, params, session)
+            return await submit(self.id, prompts, params, place)
 
     async def whole(self, stream: OutputStream) -> CompletionResponse:
         """Wait for all completions, and give the whole answer."""

@@ -11,7 +11,7 @@ from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.responses_request import ChosenFunction, ResponsesRequest
-from dsjax.serve.serving import Serving
+from dsjax.serve.serving import Place, Serving
 
 Event = dict[str, Any]
 
@@ -133,13 +133,13 @@ class ResponsesAnswer:
             *(n for n in self._chat.without_effect() if n not in (*ours, *self._body.without_effect())),
         ]
 
-    async def start(self, session: str | None) -> OutputStream:
+    async def start(self, place: Place) -> OutputStream:
         """As the chat answer's.
 
         Raises:
             ApiError, UserError: nothing was queued.
         """
-        return await self._chat.start(session)
+        return await self._chat.start(place)
 
     async def whole(self, stream: OutputStream) -> dict[str, Any]:
         """The answer when all is done."""

@@ -6,12 +6,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dsjax.engine.async_engine import AsyncEngine, OutputStream
 from dsjax.engine.core import EngineCore
 from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.input_processor import Prompt
+from dsjax.engine.instances import EngineState
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
@@ -27,8 +28,17 @@ if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not
     from dsjax.serve.front_ends.processes import FrontEnds
 
 Answer = TypeVar("Answer")
-Submit = Callable[[str, Sequence[Prompt], SamplingParams, str | None], Awaitable[OutputStream]]
-"""Called with the answer's id, prompts, parameters and session."""
+
+
+class Place(NamedTuple):
+    """Where a client wants its request to run: beside others of its session, or on the DP rank of a number, which wins."""
+
+    session: str | None = None
+    dp_rank: int | None = None
+
+
+Submit = Callable[[str, Sequence[Prompt], SamplingParams, Place], Awaitable[OutputStream]]
+"""Called with the answer's id, prompts, parameters and place."""
 
 _CHARACTERS_PER_TOKEN = 4
 _RETRY_SECONDS = 2
@@ -189,33 +199,49 @@ class Serving:
             raise ApiError(400, reason, param="priority")
 
         async def submit(
-            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, session: str | None
+            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, place: Place
         ) -> OutputStream:
+            if place.dp_rank is not None and place.dp_rank >= self.engine.num_ranks:
+                most = self.engine.num_ranks - 1
+                reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
+                raise ApiError(400, reason, param="X-Data-Parallel-Rank")
             return await self.engine.submit(
                 f"{answer_id}~{new_id()[:8]}",  # clients may give an id twice
                 prompts,
                 params,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
-                session=session,
+                session=place.session,
+                dp_rank=place.dp_rank,
             )
 
         with self.gate.through(texts, body.n):
             yield submit
 
     async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
-        """Call `function` in the engine's thread, between two steps, and give its result.
+        """Call `function` in the engine's thread, of several the first one's, between two steps, and give its result.
 
         Raises:
             ApiError: 503, there is no engine to ask, or a step takes too long.
         """
+        return await self._answer(lambda: self.engine.call(function))
+
+    async def ask_each(self, function: Callable[[EngineCore], Answer]) -> list[Answer]:
+        """`ask` each engine of this process."""
+        return await self._answer(lambda: self.engine.call_each(function))
+
+    async def ask_state(self) -> EngineState:
+        """What all engines together have to do, and have counted; raises as `ask`."""
+        return await self._answer(self.engine.state)
+
+    async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         if self.engine.error is not None or not self.engine.running:
             raise ApiError(503, "the engine is not running", type="server_error", code="not_ready")
         if self.engine.change_under_way is not None:
             reason = f"the server's mesh is being changed: {self.engine.change_under_way}"
             raise ApiError(503, reason, type="server_error", code="changing_mesh", retry_after=_RETRY_SECONDS)
         try:
-            return await asyncio.wait_for(self.engine.call(function), self.options.request_timeout)
+            return await asyncio.wait_for(call(), self.options.request_timeout)
         except TimeoutError as error:
             raise ApiError(503, "the engine is busy with one step", type="server_error", code="busy") from error
 

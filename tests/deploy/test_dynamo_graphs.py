@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy" / "dynamo").glob("*.yaml"))
 KINDS = ["PersistentVolumeClaim", "Job", "DynamoGraphDeployment", "Job"]
 KUBERNETES = ("1.30", "1.37")
+DYNAMOS_GRACE_SECONDS = 5
+"""Default of DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS."""
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -92,6 +94,7 @@ def test_a_wrong_file_is_found():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
+    from dsjax.dynamo.command import CLEANUP_SECONDS
     from dsjax.engine.args import EngineArgs
 
     found = documents(path)
@@ -101,6 +104,8 @@ def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
         own = {n: v for n, v in parsed(container["args"]).items() if n in EngineArgs.__dataclass_fields__}
         args = EngineArgs(**own)
         assert args.disaggregation_mode == {"worker": "agg"}.get(worker["type"], worker["type"])
+        grace = worker["podTemplate"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace >= DYNAMOS_GRACE_SECONDS + parsed(container["args"])["shutdown_timeout"] + CLEANUP_SECONDS
         mesh = MeshSpec.parse(args.mesh)
         hosts = worker.get("multinode", {}).get("nodeCount", 1)
         assert mesh.num_devices == hosts * int(container["resources"]["limits"]["nvidia.com/gpu"])

@@ -12,7 +12,7 @@ from notebooks.execute import execute
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 SMALL = {
-    "1_mesh_layouts": "",
+    "1_mesh_layouts": 'LAYOUTS = {"dp=4,tp=8": "4 replicas", "dp=4,tp=8,ep=4": "each expert cut in 8 slices"}',
     "2_mla_forms": 'TOKENS = 4\nCOMPARED = ("CC", "A_CC_ME")\nCONTEXT = 64',
     "3_dispatch": 'MESH = "dp=8"\nSKEWS = (0.0, 1.0)',
     "4_dry_run_671b": 'LAYOUTS = ("dp=8",)',

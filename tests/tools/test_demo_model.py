@@ -10,7 +10,7 @@ from tools.demo import corpus
 from tools.demo.evaluate import Evaluator, Tally, xz_bits_per_byte
 from tools.demo.train import FOLDER
 
-SAMPLE_BYTES = 25_000
+SAMPLE_BYTES = 12_000
 REPORT = FOLDER / "training.json"
 
 

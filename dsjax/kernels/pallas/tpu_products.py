@@ -1,4 +1,5 @@
-"""The routed experts' products on TPUs, over pairs of (row, expert), weights read from the stack of layers (Mosaic, by Pallas).
+"""Products on TPUs with weights read from the stack of layers: the routed experts', over pairs of (row, expert), and those of dense
+matrices in FP8 (Mosaic, by Pallas).
 
 Pairs stand in tiles of rows that never cross an expert: an expert's first pair begins a tile. The number of each tile's expert lies in
 the core's scalar memory and says which block of the stack ``[layers, experts, depth, columns]`` is copied next, so that XLA slices no
@@ -6,7 +7,9 @@ layer out of it, and the weights of an expert without pairs are not read. A bloc
 memory has room for.
 
 Gate and up stand side by side in ``[depth, 2, columns]``, of which XLA keeps the two bfloat16 numbers of a place in one 32-bit word. The
-kernel copies such blocks as they are and takes the words apart in registers; a reshaped stack would be a copy of all layers.
+kernel copies such blocks as they are and takes the words apart in registers; a reshaped stack would be a copy of all layers. Of FP8
+numbers XLA keeps gate and up one behind the other, so that ``[2, depth, columns]`` is the same bytes. They are widened in registers,
+times the scale of their block of 128 × 128: no TPU that dsjax knows multiplies FP8.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, pow
 BLOCK = 128
 """Columns of a register."""
 LARGEST_BLOCK = 16 * 2**20
-"""Most bytes of a block of weights, of which two are in the core's memory at once: of its 128 MiB there is room for both, a tile of
-rows, and what is widened."""
+"""Most bytes of a block of 16-bit weights, of which two are in the core's memory at once: of its 128 MiB there is room for both, a tile of
+rows, and what is widened. A block of FP8 weights has as many columns."""
 MEMORY = 96 * 2**20
 """What the compiler may use of the core's memory, in bytes."""
 
@@ -79,7 +82,7 @@ def tile_pairs(start_X: Int[Array, "X"], count_X: Int[Array, "X"], most: int, ro
 
 
 def block_columns(depth: int, columns: int, matrices: int) -> int | None:
-    """Columns of a block of 16-bit weights: all, or the most whole registers that divide them and fit; None where nothing does."""
+    """Columns of a block of weights: all, or the most whole registers that divide them and fit; None where nothing does."""
     sizes = [columns, *(size for size in range(columns // BLOCK * BLOCK, 0, -BLOCK) if columns % size == 0)]
     return next((size for size in sizes if 2 * depth * size * matrices <= LARGEST_BLOCK), None)
 
@@ -90,26 +93,68 @@ def takes(depth: int, width: int) -> bool:
     return whole and all(block_columns(*shape) for shape in ((depth, width, 2), (width, depth, 1)))
 
 
+class Stack(NamedTuple):
+    """The matrices of all layers and experts, whose bits mean ``dtype``: ``[L, X, depth, columns]``, or gate and up ``[L, X, D, 2, F]``.
+
+    scale: float32, of FP8 weights alone; the same with depth and columns divided by 128.
+    """
+
+    weight: Array
+    scale: Array | None
+    dtype: np.dtype
+
+
 def gate_up(
-    weight: Array, weight_dtype: np.dtype, layer: Int[Array, ""], x_SD: Float[Array, "S D"],
+    stack: Stack, layer: Int[Array, ""], x_SD: Float[Array, "S D"],
     pairs: TiledPairs, mean_load: float, tiles: TpuProductTiles, *, interpret: bool = False,
 ) -> Float[Array, "S F"]:  # fmt: skip
-    """``silu(x · gate) × (x · up)`` of each row in the tiles, in the dtype of ``x_SD``. Rows of tiles that are not in use mean nothing.
-
-    weight: ``[L, X, D, 2, F]``, whose 16 bits mean ``weight_dtype``.
-    """
-    return _product(weight, weight_dtype, layer, x_SD, pairs, mean_load, tiles, interpret)
+    """``silu(x · gate) × (x · up)`` of each row in the tiles, in the dtype of ``x_SD``. Rows of tiles that are not in use mean nothing."""
+    return _product(stack, layer, x_SD, pairs, mean_load, tiles, interpret)
 
 
 def down(
-    weight: Array, weight_dtype: np.dtype, layer: Int[Array, ""], hidden_SF: Float[Array, "S F"],
+    stack: Stack, layer: Int[Array, ""], hidden_SF: Float[Array, "S F"],
     pairs: TiledPairs, mean_load: float, tiles: TpuProductTiles, *, interpret: bool = False,
 ) -> Float[Array, "S D"]:  # fmt: skip
-    """``hidden · down`` of each row in the tiles, float32; arguments as of ``gate_up``. weight: ``[L, X, F, D]``."""
-    return _product(weight, weight_dtype, layer, hidden_SF, pairs, mean_load, tiles, interpret)
+    """``hidden · down`` of each row in the tiles, float32; arguments as of ``gate_up``."""
+    return _product(stack, layer, hidden_SF, pairs, mean_load, tiles, interpret)
 
 
-def _product(weight, weight_dtype, layer, x, pairs: TiledPairs, mean_load, tiles: TpuProductTiles, interpret: bool):
+def takes_dense(weight: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct | None) -> bool:
+    """Whether ``dense`` can multiply with a stack ``[L, K, N]`` or ``[L, K, 2, F]``: FP8 weights of whole blocks."""
+    depth, columns = weight.shape[1], weight.shape[-1]
+    whole = depth % BLOCK == 0 and columns % BLOCK == 0
+    return scale is not None and whole and block_columns(depth, columns, 1) is not None
+
+
+def dense(
+    stack: Stack, layer: Int[Array, ""], x_TK: Float[Array, "T K"], *, interpret: bool = False
+) -> Float[Array, "T *n"]:
+    """``x · weight[layer]`` in the dtype of ``x_TK``.
+
+    stack: FP8 weights without a dimension of experts: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``.
+    """
+    T, fused = x_TK.shape[0], stack.weight.ndim == 4
+    weight, scale = (
+        _matrices_first(array[:, None])[:, 0] if fused else array[:, None] for array in (stack.weight, stack.scale)
+    )
+    tiles = TpuProductTiles(min(256, power(T)), rows_first=False)
+    count = -(-T // tiles.rows)
+    x = jnp.pad(x_TK, ((0, -T % tiles.rows), (0, 0)))
+    nothing = jnp.zeros((0,), jnp.int32)
+
+    def one(matrix: int) -> Array:
+        pairs = TiledPairs(jnp.full((count,), matrix, jnp.int32), jnp.full((1,), count, jnp.int32), nothing, nothing)
+        return _product(Stack(weight, scale, stack.dtype), layer, x, pairs, T, tiles, interpret, own_dtype=True)[:T]
+
+    return jnp.stack([one(0), one(1)], axis=1) if fused else one(0)
+
+
+def _product(
+    stack: Stack, layer, x, pairs: TiledPairs, mean_load, tiles: TpuProductTiles, interpret: bool, own_dtype=False
+):
+    """own_dtype: of a dense matrix, whose products come in the dtype of ``x``, and of which all rows are known to be there."""
+    weight = stack.weight
     depth, columns, fused = weight.shape[2], weight.shape[-1], weight.ndim == 5
     own = block_columns(depth, columns, 1 + fused)
     across, row_tiles = columns // own, len(pairs.expert_T)
@@ -127,21 +172,35 @@ def _product(weight, weight_dtype, layer, x, pairs: TiledPairs, mean_load, tiles
         tile, column = at(i, j)
         return (layer[0], expert[tile], 0, *[0] * fused, column)
 
+    def scales_block(i, j, layer, expert, use):
+        return weights_block(i, j, layer, expert, use)[1:]
+
+    both = [2] * fused
+    if stack.scale is None:
+        kernel, operands = _gate_up if fused else _down, [weight]
+        weights = [pl.BlockSpec((1, 1, depth, *both, own), weights_block)]
+    else:
+        kernel, operands = _gate_up_fp8 if fused else _down_fp8, [_matrices_first(weight), _column_scales(stack, layer)]
+        weights = [
+            pl.BlockSpec((1, 1, *both, depth, own), weights_block),
+            pl.BlockSpec((1, *both, depth // BLOCK, own), scales_block),
+        ]
+
     def out_block(i, j, layer, expert, use):
         tile, column = at(i, j)
         return rows_of(tile, use), column
 
-    out_dtype = x.dtype if fused else jnp.float32
-    cost = _cost(x, weight, mean_load, tiles, across, np.dtype(out_dtype).itemsize)
+    out_dtype = x.dtype if fused or own_dtype else jnp.float32
+    if own_dtype:
+        cost = _dense_cost(x, weight, across)
+    else:
+        cost = _cost(x, weight, mean_load, tiles, across, np.dtype(out_dtype).itemsize)
     return pl.pallas_call(
-        partial(_gate_up if fused else _down, tiles=tiles, weight_dtype=np.dtype(weight_dtype)),
+        partial(kernel, tiles=tiles, weight_dtype=np.dtype(stack.dtype)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=grid,
-            in_specs=[
-                pl.BlockSpec((tiles.rows, depth), rows_block),
-                pl.BlockSpec((1, 1, depth, *[2] * fused, own), weights_block),
-            ],
+            in_specs=[pl.BlockSpec((tiles.rows, depth), rows_block), *weights],
             out_specs=pl.BlockSpec((tiles.rows, own), out_block),
         ),
         out_shape=jax.ShapeDtypeStruct((row_tiles * tiles.rows, columns), out_dtype),
@@ -149,8 +208,20 @@ def _product(weight, weight_dtype, layer, x, pairs: TiledPairs, mean_load, tiles
         cost_estimate=cost.estimate,
         metadata=cost.metadata,
         interpret=interpret,  # the TPU interpreter knows no words of a buffer
-        name="experts_gate_up" if fused else "experts_down",
-    )(jnp.reshape(layer, 1).astype(jnp.int32), pairs.expert_T, pairs.use, x, weight)
+        name="dense" if own_dtype else "experts_gate_up" if fused else "experts_down",
+    )(jnp.reshape(layer, 1).astype(jnp.int32), pairs.expert_T, pairs.use, x, *operands)
+
+
+def _matrices_first(array: Array) -> Array:
+    """``[…, D, 2, F]`` with gate and up before their depth; of FP8 weights the same bytes on TPUs."""
+    return jnp.moveaxis(array, -2, -3) if array.ndim == 5 else array
+
+
+def _column_scales(stack: Stack, layer: Int[Array, ""]) -> Array:
+    """A layer's scales ``[X, depth ÷ 128, columns]``, or ``[X, 2, D ÷ 128, F]``: each repeated for the columns of its block."""
+    scale = _matrices_first(stack.scale)
+    scale = lax.dynamic_index_in_dim(scale, layer, keepdims=False)
+    return jnp.repeat(scale, BLOCK, axis=-1)
 
 
 def _multiply(x: Array, weight: Array) -> Array:
@@ -176,6 +247,39 @@ def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tile
             out_ref[:, at] = (gate / (1 + jnp.exp(-gate)) * up).astype(out_ref.dtype)
 
 
+def _gate_up_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype):
+    @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
+    def _():
+        @pl.loop(0, weight_ref.shape[-1] // BLOCK)
+        def _(register):
+            at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
+            gate, up = (
+                _multiply(
+                    x_ref[...],
+                    _widened(weight_ref[0, 0, which, :, at], scale_ref[0, which, :, at], weight_dtype, x_ref.dtype),
+                )
+                for which in (0, 1)
+            )
+            out_ref[:, at] = (gate / (1 + jnp.exp(-gate)) * up).astype(out_ref.dtype)
+
+
+def _down_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype):
+    @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
+    def _():
+        @pl.loop(0, weight_ref.shape[-1] // BLOCK)
+        def _(register):
+            at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
+            found = _widened(weight_ref[0, 0, :, at], scale_ref[0, :, at], weight_dtype, x_ref.dtype)
+            out_ref[:, at] = _multiply(x_ref[...], found).astype(out_ref.dtype)
+
+
+def _widened(weight: Array, scale: Array, stored: np.dtype, dtype) -> Array:
+    """FP8 weights ``[depth, 128]`` times their scales ``[depth ÷ 128, 128]``, as ``dequantise`` gives them."""
+    found = weight if weight.dtype == stored else lax.bitcast_convert_type(weight, stored)
+    scales = jnp.broadcast_to(scale[:, None, :], (scale.shape[0], BLOCK, BLOCK)).reshape(weight.shape)
+    return (found.astype(jnp.float32) * scales).astype(dtype)
+
+
 def _down(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype):
     @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
     def _():
@@ -190,7 +294,14 @@ def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, acr
     begun = X * expected_tiles(mean_load, tiles.rows)
     rows = begun * tiles.rows
     experts = begun if tiles.rows_first else X * (1 - np.exp(-mean_load))
-    moved = experts * size * weight.dtype.itemsize
+    moved = experts * size * (weight.dtype.itemsize + (4 / BLOCK if weight.dtype.itemsize == 1 else 0))
     moved += rows * x.shape[1] * x.dtype.itemsize * (1 if tiles.rows_first else across)
     moved += rows * weight.shape[-1] * out_bytes
     return KernelCost(2.0 * rows * size, moved, hlo_dtype(x.dtype), assumed=True)
+
+
+def _dense_cost(x: Array, weight: Array, across: int) -> KernelCost:
+    """Of one FP8 matrix ``[K, N]`` of the stack: its weights and scales once, the rows once for each block of columns."""
+    size, itemsize = math.prod(weight.shape[2:]), x.dtype.itemsize
+    moved = size * (1 + 4 / BLOCK) + x.size * itemsize * across + x.shape[0] * weight.shape[-1] * itemsize
+    return KernelCost(2.0 * x.shape[0] * size, moved, hlo_dtype(x.dtype))

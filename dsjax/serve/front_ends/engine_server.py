@@ -111,7 +111,7 @@ def _welcome(serving: Serving, engine: LLMEngine, log_level: str, log_json: bool
             model_names=list(serving.model_names),
             model_root=serving.model_root,
             max_model_len=serving.max_model_len,
-            num_ranks=len(engine.core.scheduler.ranks),
+            num_ranks=engine.num_ranks,
             orders_by_priority=serving.orders_by_priority,
             created=serving.created,
             limited=limited,

@@ -79,6 +79,7 @@ class RemoteEngine(AsyncEngine):
         config = _scheduler_config(welcome.scheduler)
         self._inputs = InputProcessor(tokenizer, config, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
         self._outputs = OutputProcessor(tokenizer, welcome.stream_interval)
+        self.num_ranks = welcome.num_ranks
         self._limited = welcome.limited
         self._handles = itertools.count(1)
         self._numbers = itertools.count(1)
@@ -89,6 +90,8 @@ class RemoteEngine(AsyncEngine):
 
     num_waiting = waiting_tokens = 0
     """What waits is the engine's to know, which admits for all front ends together."""
+    num_ranks = 0
+    """As the engine's process has told."""
     change_under_way = None
     """So is a change of the mesh: requests that come meanwhile wait there."""
 
@@ -135,8 +138,9 @@ class RemoteEngine(AsyncEngine):
                 self.on_refused("queue_full")
                 raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
 
-    def resize(self, scheduler: dict[str, Any]) -> None:
+    def resize(self, scheduler: dict[str, Any], num_ranks: int) -> None:
         """Check requests by another mesh's limits from now on."""
+        self.num_ranks = num_ranks
         self._inputs.change(_scheduler_config(scheduler))
 
     def settle(self, verdict: Verdict) -> None:
@@ -278,7 +282,7 @@ class FrontEndServer(Server):
             case PhaseIs():
                 self._serving.phase = Phase(message.phase)
             case Resized():
-                self._remote.resize(message.scheduler)
+                self._remote.resize(message.scheduler, message.num_ranks)
                 self._serving.max_model_len = message.max_model_len
                 self._serving.metrics.on_change(message.num_ranks, 0)
             case Gather():

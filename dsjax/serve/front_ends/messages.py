@@ -54,6 +54,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     priority: int
     cache_salt: bytes | None
     session: bytes | None
+    dp_rank: int | None
     page_hashes: list[bytes]
 
     @classmethod
@@ -70,6 +71,7 @@ class NewRequest(msgspec.Struct, array_like=True):
             first.priority,
             _to_bytes(first.cache_salt),
             _to_bytes(first.session),
+            first.dp_rank,
             first.page_hashes,
         )
 
@@ -94,6 +96,7 @@ class NewRequest(msgspec.Struct, array_like=True):
                 priority=self.priority,
                 cache_salt=salt,
                 session=session,
+                dp_rank=self.dp_rank,
                 rules=rules[k],
                 page_hashes=list(self.page_hashes),
             )

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.eplb import RebalanceUnderWayError
+from dsjax.engine.instances import all_experts, all_rebalances, rebalance
 from dsjax.engine.outputs import EngineDeadError
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
@@ -39,10 +40,14 @@ def admin_routes(serving: Serving) -> APIRouter:
     profiler = Profiler(serving.options.profile_dir)
     documented = errors(403, 503)
 
+    async def read_record() -> None:
+        found = await serving.ask_each(lambda core: core.executor.expert_counts())
+        serving.expert_counts = all_experts(found) or serving.expert_counts
+
     @router.post("/flush_cache", responses=documented)
     async def flush_cache() -> State:
         """Forget all cached prefixes. Running requests keep the pages that they read."""
-        await serving.ask(lambda core: core.flush_prefix_cache())
+        await serving.ask_each(lambda core: core.flush_prefix_cache())
         return {"status": "flushed"}
 
     @router.post("/abort_request", responses=errors(403, 422))
@@ -55,7 +60,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/start_profile", responses=documented)
     async def start_profile() -> State:
-        """Begin a trace, between two steps."""
+        """Begin a trace, between two steps. It has all devices of the process, whichever engine's they are."""
         return {"status": await serving.ask(lambda core: profiler.start())}
 
     @router.post("/stop_profile", responses=documented)
@@ -70,20 +75,20 @@ def admin_routes(serving: Serving) -> APIRouter:
     @router.post("/start_expert_distribution_record", responses=documented)
     async def start_record() -> State:
         """Count from zero how tokens reach their experts."""
-        await serving.ask(lambda core: core.executor.set_recording(True))
+        await serving.ask_each(lambda core: core.executor.set_recording(True))
         return {"status": "recording"}
 
     @router.post("/stop_expert_distribution_record", responses=documented)
     async def stop_record() -> State:
         """Count no more; what was counted can still be dumped."""
-        serving.expert_counts = await serving.ask(lambda core: core.executor.expert_counts()) or serving.expert_counts
-        await serving.ask(lambda core: core.executor.set_recording(False))
+        await read_record()
+        await serving.ask_each(lambda core: core.executor.set_recording(False))
         return {"status": "stopped"}
 
     @router.post("/dump_expert_distribution_record", responses=documented)
     async def dump_record() -> ExpertLoad:
         """What was counted since the record began."""
-        serving.expert_counts = await serving.ask(lambda core: core.executor.expert_counts()) or serving.expert_counts
+        await read_record()
         if serving.expert_counts is None:
             raise ApiError(
                 400, "nothing was recorded; post to /start_expert_distribution_record first", code="no_record"
@@ -94,7 +99,7 @@ def admin_routes(serving: Serving) -> APIRouter:
     async def rebalance_experts() -> Rebalance:
         """Place experts after the load since the last window began, between the next steps, whether or not that pays."""
         try:
-            found = await serving.ask(lambda core: core.rebalance_experts())
+            found = all_rebalances(await serving.ask_each(rebalance))
         except RebalanceUnderWayError as error:
             raise ApiError(409, str(error), code="rebalance_under_way") from error
         if found is None:

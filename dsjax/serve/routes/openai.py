@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from dsjax.serve.bodies import EventStream, JsonResponse, StrictRoute, unless_client_leaves
@@ -15,7 +15,7 @@ from dsjax.serve.openai_fields import warning_headers
 from dsjax.serve.responses_answer import ResponsesAnswer, ResponsesEvents
 from dsjax.serve.responses_request import ResponsesRequest
 from dsjax.serve.schemas import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
-from dsjax.serve.serving import Serving, followed
+from dsjax.serve.serving import Place, Serving, followed
 
 Session = Annotated[
     str | None,
@@ -26,6 +26,22 @@ Session = Annotated[
         description="requests of one session go to one DP rank",
     ),
 ]
+Rank = Annotated[
+    int | None,
+    Header(
+        alias="X-Data-Parallel-Rank",
+        ge=0,
+        description="number of the DP rank that the request is to run on, for a router that knows what is cached where",
+    ),
+]
+
+
+def place_of(session: Session = None, dp_rank: Rank = None) -> Place:
+    """What the headers say of where the request is to run."""
+    return Place(session, dp_rank)
+
+
+Wanted = Annotated[Place, Depends(place_of)]
 
 
 def openai_routes(serving: Serving) -> APIRouter:
@@ -45,22 +61,22 @@ def openai_routes(serving: Serving) -> APIRouter:
         return _card(serving, serving.check_model(name))
 
     @router.post("/completions", response_model=CompletionResponse, responses=generating)
-    async def completions(body: CompletionRequest, request: Request, session: Session = None) -> Response:
+    async def completions(body: CompletionRequest, request: Request, place: Wanted) -> Response:
         """Continue one or several prompts."""
         answer = CompletionAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, session)
+        return await _answer(serving, answer, body.stream, request, place)
 
     @router.post("/chat/completions", response_model=ChatResponse, responses=generating)
-    async def chat_completions(body: ChatRequest, request: Request, session: Session = None) -> Response:
+    async def chat_completions(body: ChatRequest, request: Request, place: Wanted) -> Response:
         """Continue a conversation."""
         answer = ChatAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, session)
+        return await _answer(serving, answer, body.stream, request, place)
 
     @router.post("/responses", responses=generating)
-    async def responses(body: ResponsesRequest, request: Request, session: Session = None) -> Response:
+    async def responses(body: ResponsesRequest, request: Request, place: Wanted) -> Response:
         """Continue a conversation, told as items and named events. Stateless: nothing is stored."""
         answer = ResponsesAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, session, ResponsesEvents)
+        return await _answer(serving, answer, body.stream, request, place, ResponsesEvents)
 
     return router
 
@@ -70,10 +86,10 @@ async def _answer(
     answer: CompletionAnswer | ChatAnswer | ResponsesAnswer,
     stream: bool | None,
     request: Request,
-    session: str | None,
+    place: Place,
     events: type[EventStream] = EventStream,
 ) -> Response:
-    outputs = await answer.start(session or answer.session)
+    outputs = await answer.start(place._replace(session=place.session or answer.session))
     warnings = warning_headers(answer.without_effect())
     request.scope["state"]["completions"] = outputs.completions
     resources = followed(serving, answer.id, outputs)

@@ -17,6 +17,7 @@ from dsjax.dryrun.assumptions import expected_tiles
 from dsjax.dryrun.run import dry_run
 from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
+from dsjax.kernels.table import OPERATIONS
 from dsjax.model.experts import default_tile
 
 TENSORS = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.tensors.json.gz"
@@ -53,6 +54,11 @@ def test_parameters_are_those_of_deepseek_v3(full_size):
 
 def test_the_dispatch_is_told_as_what_auto_came_to(full_size):
     assert full_size.request["dispatch"] == "gather", "8 tokens of a device: padded would have room for all of them too"
+
+
+def test_the_report_says_which_kernels_the_step_has(full_size):
+    # Native kernels would be custom calls, of which no program tells operations and bytes.
+    assert full_size.to_json()["kernels"] == dict.fromkeys(OPERATIONS, "plain")
 
 
 @pytest.mark.skipif(not TENSORS.is_file(), reason="the list of the real checkpoint's tensors is not here")

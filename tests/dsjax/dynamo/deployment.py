@@ -13,6 +13,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+from quick_compilation import QUICK_COMPILATION
+
 START_SECONDS = 240
 
 
@@ -46,10 +48,10 @@ class Process:
 class Worker(Process):
     """`python -m dsjax.dynamo`, with Dynamo's port for health and metrics."""
 
-    def __init__(self, folder: Path, name: str, *options: str):
+    def __init__(self, folder: Path, name: str, *options: str, **variables: str):
         self.port = free_port()
-        grace = {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1"}
-        super().__init__(folder, name, ["dsjax.dynamo", *options], DYN_SYSTEM_PORT=str(self.port), **grace)
+        variables["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "1"
+        super().__init__(folder, name, ["dsjax.dynamo", *options], DYN_SYSTEM_PORT=str(self.port), **variables)
 
     def metric(self, name: str, **labels: str) -> list[float]:
         """The samples of a family with these labels."""
@@ -63,6 +65,37 @@ class Worker(Process):
                 return json.load(answer)["status"] == "ready"
         except OSError:
             return False
+
+
+class Group:
+    """A worker whose mesh spans two processes of one device each, as on two hosts: the same command in both."""
+
+    def __init__(self, folder: Path, name: str, *options: str):
+        shared = (*options, "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2")
+        variables = {
+            "XLA_FLAGS": " ".join(QUICK_COMPILATION),
+            "PJRT_NPROC": "0",
+        }  # and not the 32 devices of a test's process
+        self.leader, self.follower = self.processes = [
+            Worker(folder, f"{name}-{index}", *shared, "--process-id", str(index), **variables) for index in range(2)
+        ]
+
+    @property
+    def is_ready(self) -> bool:
+        """Process 0 speaks to Dynamo when all have loaded and compiled."""
+        assert self.follower.process.poll() is None, self.follower.log.read_text()[-4000:]
+        return self.leader.is_ready
+
+    def end(self, number: int = signal.SIGTERM) -> list[int]:
+        """Both have the signal at once, as when their pods are deleted."""
+        for one in self.processes:
+            if one.process.poll() is None:
+                one.process.send_signal(number)
+        return [one.process.wait(timeout=60) for one in self.processes]
+
+    def last_words(self) -> str:
+        """The end of what each printed, for a test that fails."""
+        return "\n---\n".join(one.log.read_text()[-3000:] for one in self.processes)
 
 
 class Frontend(Process):

@@ -1,13 +1,14 @@
 """`dsjax dynamo` without Dynamo: what it says, and what it chooses for the frontend."""
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from dsjax.dynamo.command import choose_parsers, runtime_config
+from dsjax.dynamo.command import DEADLINE, DRAIN, allow_shutdown, choose_parsers, runtime_config
 from dsjax.engine.tokenizer import Tokenizer
 from dsjax.errors import UserError
 
@@ -29,6 +30,41 @@ def test_the_frontends_parsers_are_those_of_the_models_template_unless_asked_for
     chosen = SimpleNamespace(dyn_tool_call_parser="hermes", dyn_reasoning_parser="basic")
     choose_parsers(chosen, tokenizer)
     assert (chosen.dyn_tool_call_parser, chosen.dyn_reasoning_parser) == ("hermes", "basic")
+
+
+def test_dynamo_gives_requests_as_long_to_finish_as_the_option_says():
+    """Dynamo by itself ends the process 30 s after its grace period."""
+    variables = {}
+    allow_shutdown(variables, 10)
+    assert variables == {DEADLINE: "30", DRAIN: "10"}
+    variables = {DRAIN: "40"}
+    allow_shutdown(variables, 600)
+    assert variables == {DEADLINE: "620", DRAIN: "40"}
+    allow_shutdown({DEADLINE: "900"}, 600)
+    for found in ("30", "soon"):
+        with pytest.raises(
+            UserError, match=rf"{DEADLINE} is {found}, and --shutdown-timeout 600 needs 620 whole seconds"
+        ):
+            allow_shutdown({DEADLINE: found}, 600)
+
+
+@pytest.mark.dynamo
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed")
+def test_a_signal_while_it_compiles_ends_it_cleanly_and_at_once(tmp_path):
+    """Dynamo waits for a start, and after its time limit calls C's `exit`, on which XLA's threads crash."""
+    from demo_crowd import options
+    from deployment import Worker, wait_until
+
+    cold = {"JAX_ENABLE_COMPILATION_CACHE": "false", "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "40"}
+    worker = Worker(tmp_path, "worker", *options(), **cold)
+    try:
+        wait_until(lambda: not worker.is_ready and "compiling shapes" in worker.log.read_text(), what="it compiles")
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(timeout=20) == 0  # Dynamo's own limit is 41 s
+    finally:
+        worker.end(signal.SIGKILL)
+    assert "SIGTERM before this worker was ready: it ends now, and has served nothing\n" in worker.log.read_text()
 
 
 @pytest.mark.dynamo

@@ -15,6 +15,7 @@ from dsjax.engine.input_processor import PromptError
 from dsjax.engine.outputs import CompletionOutput, OutputStream, RequestOutput
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.errors import UserError
 
 FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
 
@@ -38,7 +39,7 @@ async def until(condition, seconds: float = 5.0) -> None:
 
 
 def pages_in_use(engine: AsyncEngine) -> int:
-    return sum(rank.pool.num_used for rank in engine._core.scheduler.ranks)
+    return sum(rank.pool.num_used for rank in engine.cores[0].scheduler.ranks)
 
 
 def run(coroutine):
@@ -106,6 +107,22 @@ def test_when_the_thread_dies_every_stream_gets_an_error_and_the_owner_is_told()
         assert deaths == [True]
         with pytest.raises(EngineDeadError):
             await engine.submit("late", [[1]], FINAL)
+        await engine.shutdown()
+
+    run(main())
+
+
+def test_whoever_finds_that_nothing_can_go_on_ends_it_for_all():
+    async def main():
+        engine, _ = make(step_seconds=0.01)
+        deaths, reason = [], UserError("no front end comes up")
+        engine.on_death = lambda: deaths.append(engine.error)
+        engine.start()
+        stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
+        engine.fail(reason)
+        with pytest.raises(EngineDeadError):
+            [output async for output in stream]
+        assert deaths == [reason]
         await engine.shutdown()
 
     run(main())

@@ -47,7 +47,7 @@ def generate(engine: LLMEngine, prompt="", **params):
 
 
 def test_the_engine_imports_no_jax():
-    modules = "engine,input_processor,output_processor,scheduler,plan,tokenizer,text,args,async_engine"
+    modules = "engine,input_processor,output_processor,scheduler,plan,tokenizer,text,args,async_engine,engine_thread,instances,routing"
     imports = ";".join(f"import dsjax.engine.{name}" for name in modules.split(","))
     code = f"import sys;{imports};sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

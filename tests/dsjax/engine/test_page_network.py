@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,7 @@ def decode(checkpoint):
         **SIZES,
         **OPTIONS,
     )
+    llm.executor.buckets = replace(llm.executor.buckets, decode=(SIZES["max_num_seqs"],))  # one program instead of two
     yield llm
     llm.shutdown()
 

@@ -1,5 +1,6 @@
 """Pages that leave the device for host memory and the disk come back as they were, and nobody waits who need not."""
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -428,7 +429,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 def load(checkpoint, **options):
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 64}
-    return LLM(str(checkpoint), dtype="float32", **sizes, **options)
+    llm = LLM(str(checkpoint), dtype="float32", **sizes, **options)
+    llm.executor.buckets = dataclasses.replace(
+        llm.executor.buckets, decode=(2,)
+    )  # one program for decodes instead of two
+    return llm
 
 
 def prompts():

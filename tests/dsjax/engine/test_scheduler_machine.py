@@ -314,5 +314,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not rank.promised
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase

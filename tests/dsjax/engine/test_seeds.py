@@ -20,7 +20,7 @@ PROMPTS = (
     "The following functions raise an error if the argument is not a string. They are tested in the suite below, "
     "one after the other, with short inputs and long ones; see also the notes at the end of this file.\n",
 )
-TOKENS = 32
+TOKENS = 16
 KINDS = (
     {"temperature": 1.0},
     {"temperature": 1.0, "top_p": 0.9, "logprobs": 2},
@@ -76,7 +76,7 @@ def crowd(count: int) -> tuple[list[str], list[SamplingParams], list[int]]:
     others = [f"# {i}\nvalue_{i} = " for i in range(count - len(PROMPTS))]
     prompts = [(prompt, params(index), index) for index, prompt in enumerate(PROMPTS)]
     prompts += [
-        (text, SamplingParams(temperature=1.5, top_k=i % 7, seed=i, max_tokens=4 + i % 20), -1)
+        (text, SamplingParams(temperature=1.5, top_k=i % 7, seed=i, max_tokens=4 + i % 12), -1)
         for i, text in enumerate(others)
     ]
     rng.shuffle(prompts)
@@ -109,7 +109,7 @@ def test_with_the_prefix_cached(one_device, alone):
 def test_preempted_and_computed_again(one_device, alone):
     one_device.engine.core.flush_prefix_cache()
     pool = one_device.engine.core.scheduler.ranks[0].pool
-    held = pool.allocate(pool.num_usable - 20)
+    held = pool.allocate(pool.num_usable - 14)
     try:
         outputs = one_device.generate(list(PROMPTS), [params(index) for index in range(len(PROMPTS))])
     finally:

@@ -23,19 +23,30 @@ from dsjax.engine.scheduler_config import SchedulerConfig
 class Pair:
     """A prefill and a decode engine in one thread: each turn gives both a step.
 
+    engines: those of another pair, which this one's decode engine reaches too.
+
     Attributes:
         lost: kinds of messages to prefill that get lost.
     """
 
     def __init__(
-        self, *, prefills=1, ranks=(1, 1), pages=(33, 33), timeout=1000.0, local_tokens=1, decode=None, prefill=None
+        self,
+        *,
+        prefills=1,
+        ranks=(1, 1),
+        pages=(33, 33),
+        timeout=1000.0,
+        local_tokens=1,
+        decode=None,
+        prefill=None,
+        engines=None,
     ):
-        self.engines, links = [], []
-        for _ in range(prefills):
+        self.engines = [] if engines is None else engines
+        for _ in range(0 if engines else prefills):
             executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True, **(prefill or {}))
             config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
             self.engines.append(PrefillEngine(executor, config, timeout=timeout))
-            links.append(LocalLink(self.engines[-1]))
+        links = [LocalLink(engine) for engine in self.engines]
         self.lost = ()
         self.sent = []
         for link in links:
@@ -196,6 +207,73 @@ def test_prefill_instances_share_the_prompts():
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
     assert all(engine.leases.pages_sent >= 7 for engine in pair.engines)
     pair.settle()
+
+
+@pytest.mark.parametrize("prefills", [1, 2])
+def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_another(prefills):
+    first = Pair(prefills=prefills, pages=(65, 33))
+    pairs = [first, Pair(engines=first.engines, pages=(65, 33))]
+    for pair in pairs:
+        pair.incoming.peers = [one.incoming for one in pairs]
+        pair.core.executor.parcels_take = 2
+    given = prompts(18, seed=5)
+    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given) for pair in pairs]
+    for turn in range(2000):
+        for pair in pairs:
+            pair.turn()
+        if turn == 5:
+            pairs[0].core.abort("3")
+            assert sum(pairs[0].incoming.awaited) > 0
+        if turn == 9:
+            pairs[1].core.flush_prefix_cache()
+        if not any(pair.core.has_unfinished for pair in pairs):
+            break
+    for index, request in enumerate(requests):
+        assert index == 6 or request.output_token_ids == expected_tokens(given[index // 2], 6)
+    assert all(pair.incoming.counts.completed > 3 for pair in pairs)
+    for pair in pairs:
+        pair.settle()
+        assert sum(pair.incoming.awaited) == 0
+    names = [{ask.transfer for ask in pair.asked()} for pair in pairs]
+    assert not names[0] & names[1]
+
+
+def test_a_prompt_goes_to_the_prefill_engine_of_which_all_decode_engines_await_least():
+    first = Pair(prefills=2)
+    second = Pair(engines=first.engines)
+    first.incoming.peers = second.incoming.peers = [first.incoming, second.incoming]
+    first.prefill_runs = second.prefill_runs = False
+    first.add("long", range(60))
+    first.turn()
+    second.add("long", range(100, 140))
+    second.turn()
+    assert [pair.incoming.awaited for pair in (first, second)] == [[14, 0], [0, 9]]
+    second.add("next", range(200, 230))
+    second.turn()
+    assert second.incoming.awaited == [0, 16]
+    for pair in (first, second):
+        pair.prefill_runs = True
+        pair.run()
+    first.settle()
+    second.settle()
+
+
+def test_prefill_engines_end_with_the_last_decode_engine():
+    first = Pair()
+    second = Pair(engines=first.engines)
+    first.engines[0].start()
+    first.core.shutdown()
+    assert first.engines[0]._thread.is_alive()
+    request = second.add("a", range(50))
+    second.prefill_runs = False
+    while second.core.has_unfinished:
+        second.engines[0].core.executor.move_parcels()
+        second.turn()
+        time.sleep(0.0005)
+    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
+    assert second.incoming.counts.completed == 1
+    second.core.shutdown()
+    assert not first.engines[0]._thread.is_alive()
 
 
 @pytest.mark.parametrize("turns", range(14))

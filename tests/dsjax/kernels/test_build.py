@@ -83,7 +83,8 @@ def test_a_broken_compiler_costs_one_line(monkeypatch, tmp_path, script, reason)
     assert list((tmp_path / "kept").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path):
+def test_a_folder_that_cannot_be_written_costs_one_line(monkeypatch, tmp_path):
+    broken_compiler(monkeypatch, tmp_path, "exit 9")  # so that there is one; it is never called
     (tmp_path / "file").touch()
     found = choose(cache=tmp_path / "file" / "native")
     assert found.native is None

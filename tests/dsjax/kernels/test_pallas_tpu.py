@@ -10,17 +10,23 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import STORED, AttentionCase, ExpertsCase
-from layouts import TINY
+from layouts import TINY, wide
 
-from dsjax.config import ModelConfig
+from dsjax.bench.modules.setting import random_parameter
+from dsjax.config import ModelConfig, load_config
+from dsjax.engine.args import EngineArgs
+from dsjax.engine.assembly import _refuses_experts, make_step
 from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_products
 from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
 from dsjax.model.attention import PagedAttention, Rows
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import cache_arrays
+from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.mla import Projections
 from sharding import MeshSpec, fp8
 
@@ -77,11 +83,18 @@ def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cach
     assert chosen.name("decode attention", "A_CC_ME") == "pallas"
     assert chosen.name("decode attention", "CD") == "plain"
     left = dataclasses.replace(chosen, left_plain=("prefill attention",))
-    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "plain"]
+    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "pallas"]
     bf16 = np.dtype(ml_dtypes.bfloat16)
     assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
     assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)
     assert "no FP8 cache" in tpu_attention.refuses(64, fp8.E4M3)
+
+
+def test_a_tpu_takes_experts_of_bf16_and_fp8_but_quantises_nothing():
+    config, spec = load_config("deepseek-v3"), MeshSpec.parse("dp=32")
+    assert {_refuses_experts(config, spec, weights, WIDEN) for weights in ("bf16", "mixed", "fp8")} == {""}
+    assert "take bfloat16 and FP8 weights, and these are f32" in _refuses_experts(config, spec, "f32", WIDEN)
+    assert "quantise no activations" in _refuses_experts(config, spec, "fp8", ActivationScheme(dynamic=True))
 
 
 def test_entries_of_the_cache_are_as_wide_as_registers():
@@ -117,6 +130,7 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():
     np.testing.assert_allclose(found, attended(Kernels()), atol=1e-4)
 
 
+@pytest.mark.parametrize("stored", [2, 1])
 @FEW
 @given(
     seed=st.integers(0, 2**31),
@@ -128,14 +142,35 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():
     routing=st.sampled_from(["all", "some", "one expert", "none"]),
     mean_load=st.sampled_from([0.5, 40.0]),
 )
-def test_experts_are_those_of_a_loop(seed, X, D, F, N, K, routing, mean_load):
-    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=2, routing=routing)
+def test_experts_are_those_of_a_loop(stored, seed, X, D, F, N, K, routing, mean_load):
+    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=stored, routing=routing)
     kernels = Kernels(pallas=PallasKernels("tpu", interpret=True))
-    product = ExpertProduct(weight_dtype=STORED[2], kernels=kernels, mean_load=mean_load)
+    product = ExpertProduct(weight_dtype=STORED[stored], kernels=kernels, mean_load=mean_load)
     found = np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
     expected, size = case.expected()
     # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
     assert np.all(np.abs(found - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+
+
+def test_products_with_fp8_matrices_on_two_devices_are_those_of_the_plain_form():
+    config = ModelConfig.from_dict(TINY | wide(2) | {"hidden_size": 128})
+    spec = MeshSpec.parse("tp=2")
+    args = EngineArgs(mesh="tp=2", weights="fp8", activation_scheme="none", dtype="float32", kernels="plain")
+    plain = make_step(args, config, spec, spec.build())
+    step = dataclasses.replace(plain, kernels=Kernels(pallas=PallasKernels("tpu", interpret=True)))
+    params = {path: random_parameter(info, 3) for path, info in step.table.infos.items() if "moe_layers" in path}
+    module = step.table.bind(dict.fromkeys(step.table.infos, jnp.zeros(())) | params).moe_layers
+    mlp, x = module.moe.shared, jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 128)), jnp.float32)
+    graph, state = nnx.split(mlp)
+    one = nnx.merge(graph, jax.tree.map(lambda array: array[1], state))
+
+    def run(step, mlp):
+        return np.asarray(jax.jit(lambda x: mlp(x, step.in_place.multiply(jnp.int32(1))))(x))
+
+    assert step.in_place.names(("CC", "A_CC_ME")) >= {"gate_up", "down"}
+    assert "kv_b" not in step.in_place.names(("CC", "A_CC_ME"))
+    found, expected = run(step, mlp), run(plain, one)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_tiles_hold_each_experts_pairs_and_blocks_fit_the_cores_memory():

@@ -1,6 +1,6 @@
-"""Two front ends over one engine do what one process does: tests of the other files, over such a server; and what is new with them.
+"""Front ends over an engine do what one process does: tests of the other files, over such a server; and what is new with them.
 
-The imported tests run here with this file's `server` and `start_server`.
+The imported tests run here with this file's `server`, which has two engines beside each other, and `start_server`, which has one.
 """
 # ruff: noqa: F401
 
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from fake_executor import FakeExecutor
 from live_server import LiveServer, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_executor import ScriptedExecutor, tool_tokenizer
@@ -52,13 +53,11 @@ ADMIN = {"Authorization": "Bearer root"}
 
 @pytest.fixture(scope="module")
 def server():
+    sizes = {"num_ranks": 2, "max_rows_decode": 8, "max_chunk": 16, "pages_per_rank": 257, "max_model_len": 512}
     live = LiveServer(
         front_ends=2,
-        num_ranks=4,
-        max_rows_decode=8,
-        max_chunk=16,
-        pages_per_rank=257,
-        max_model_len=512,
+        executor=FakeExecutor(**sizes),
+        beside=[FakeExecutor(**sizes)],
         options=ServeOptions(admin_api_key="root"),
         metrics=Metrics("tiny", 4, 512),
     )
@@ -252,6 +251,14 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
     for _ in range(12):
         assert server.post("/v1/completions", SHORT).status_code == 200
     assert total(server, "vllm:generation_tokens_total") >= made, "what the dead one had counted is kept"
+
+
+def test_a_rank_that_a_router_names_is_the_one_that_computes(server):
+    made = total(server, "vllm:generation_tokens_total", engine="3")
+    for rank, status in (("3", 200), ("4", 400)):
+        answer = server.post("/v1/completions", SHORT, headers={"X-Data-Parallel-Rank": rank})
+        assert answer.status_code == status
+    assert total(server, "vllm:generation_tokens_total", engine="3") == made + 6
 
 
 def test_a_front_end_that_starts_after_the_mesh_has_grown_knows_every_rank(start_server, monkeypatch):

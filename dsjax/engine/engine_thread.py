@@ -1,0 +1,221 @@
+"""`EngineThread`: an engine's core in a thread of its own, which takes commands between steps and hands over what came of each step."""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from dsjax.engine.core import EngineCore
+from dsjax.engine.request import Request
+from dsjax.engine.scheduler import Update, refuse
+from dsjax.engine.scheduler_config import AdmissionError
+from dsjax.engine.stats import StepStats
+from dsjax.errors import UserError
+
+if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.generations import Generation
+
+logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Who is told of what a core does, in its thread. A `RuntimeError` says that nobody listens any more."""
+
+    def wants_stats(self) -> bool:
+        """Whether somebody watches steps."""
+
+    def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
+        """A step did this, or a change of the mesh."""
+
+    def on_change(self) -> None:
+        """The core goes on on another mesh."""
+
+    def on_death(self, error: BaseException) -> None:
+        """The thread ends by an error."""
+
+
+class EngineThread:
+    """Runs a core, step after step.
+
+    The thread takes commands (add, abort, end) from a queue, between steps and while the device computes one. It hands a step's
+    updates over in one call, once the next step is launched: the listener's thread needs Python's lock too, and the device would
+    wait for the text of every stream.
+
+    Attributes:
+        step_started: when the step under way began, on the monotonic clock; None between steps.
+    """
+
+    def __init__(self, core: EngineCore, listener: Listener, name: str = "dsjax-engine"):
+        self.core, self._listener = core, listener
+        self.step_started: float | None = None
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # Requests and tokens that were sent here, and of those taken by the thread; each pair has one writer.
+        self._queued = self._taken = (0, 0)
+        # Of the thread: what to do between steps, and whether to end.
+        self._between_steps: deque[Callable[[], object]] = deque()
+        self._done: tuple[list[Update], StepStats | None] | None = None  # of a step, not yet handed over
+        self._ending = False
+        self._failure: BaseException | None = None  # of a change of the mesh, after which nothing goes on
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
+        return self.core.scheduler.num_waiting + self._queued[0] - self._taken[0]
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
+        return self.core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
+
+    def running_requests(self) -> list[list[Request]]:
+        """Of every rank the requests that hold a slot. May be asked from any thread, also while a step hangs."""
+        return [list(rank.running) for rank in self.core.scheduler.ranks]
+
+    def start(self) -> None:
+        """Begin."""
+        if self.core.generations is not None:
+            self.core.generations.wake = self._look_at_processes
+            self._look_at_processes()  # one may have gone since it was loaded
+        self._thread.start()
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+        self._queued = _plus(self._queued, requests)
+        self._commands.put(lambda: self._add(requests))
+
+    def abort(self, completion_ids: Sequence[str]) -> None:
+        """End those of these completions that this engine has."""
+        for completion_id in completion_ids:
+            self._commands.put(lambda completion_id=completion_id: self.core.abort(completion_id))
+
+    def between_steps(self, function: Callable[[], object]) -> None:
+        """Run a function in the thread, between two steps. It must not raise."""
+        self._commands.put(lambda: self._between_steps.append(function))
+
+    def change(self, make: "Callable[[], Generation]") -> None:
+        """Go on on another mesh. To be called between steps.
+
+        Raises:
+            what `make` raises; the thread then ends.
+        """
+        try:
+            self._enter_change(lambda: self.core.change(make))
+        except BaseException as error:
+            self._failure = error  # there is no executor any more
+            raise
+
+    def end(self) -> None:
+        """End, between two steps."""
+        self._commands.put(self._end)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the end, so long at most."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                if not self.core.has_unfinished:
+                    self._commands.get()()
+                self._take_commands()
+                if self._between_steps or self._ending:
+                    self._hand_over()
+                while self._between_steps:
+                    self._between_steps.popleft()()
+                if self._failure is not None:
+                    raise self._failure
+                if self._ending:
+                    self.core.finish()
+                    self.core.shutdown()
+                    return
+                if self.core.has_unfinished:
+                    self._step()
+        except BaseException as error:
+            self.step_started = None
+            if isinstance(error, UserError):
+                logger.error("the engine's thread has ended: %s", error)
+            else:
+                logger.exception("the engine's thread has failed")
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a process of the group was lost, and the loop has ended before this step did
+                self._hand_over()
+                self._listener.on_death(error)
+
+    def _step(self) -> None:
+        self.step_started = time.monotonic()
+        try:
+            updates = self.core.step(self._meanwhile)
+        except Exception as error:
+            lost = error  # Python forgets the other name
+            self.step_started = None
+            self._hand_over()
+            self._enter_change(lambda: self.core.survive(lost))
+            return
+        self.step_started = None
+        self._hand_over()  # nothing is left but for a step in which there was nothing to compute
+        stats = self.core.stats() if self._listener.wants_stats() else None
+        if updates or stats is not None:
+            self._done = (updates, stats)
+            if not self.core.has_unfinished:
+                self._hand_over()
+
+    def _enter_change(self, change: Callable[[], list[Update]]) -> None:
+        """Change the executor, and tell of it."""
+        updates = change()
+        self._listener.on_change()
+        self._done = (updates, None)
+        self._hand_over()
+
+    def _look_at_processes(self) -> None:
+        """A process has gone, or come back. From any thread."""
+
+        def look() -> None:
+            if self.core.generations.due:
+                self.change(self.core.generations.regroup)
+
+        self.between_steps(look)
+
+    def _meanwhile(self) -> None:
+        self._hand_over()
+        self._take_commands()
+
+    def _hand_over(self) -> None:
+        if self._done is not None:
+            done, self._done = self._done, None
+            self._listener.on_done(*done)
+
+    def _take_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _end(self) -> None:
+        self._ending = True
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        refused = []
+        for request in requests:
+            try:
+                self.core.add(request)
+            except AdmissionError as error:  # it was prepared for a larger mesh
+                refused.append(refuse(request, error, time.monotonic()))
+        if refused:
+            self._listener.on_done(refused, None)
+        self._taken = _plus(self._taken, requests)
+
+
+def _plus(counts: tuple[int, int], requests: Sequence[Request]) -> tuple[int, int]:
+    return counts[0] + len(requests), counts[1] + sum(len(request.token_ids) for request in requests)

@@ -1,0 +1,108 @@
+"""Dynamo's frontend before workers whose meshes span two processes: aggregated, and a prefill and a decode side."""
+
+import importlib.util
+import json
+import signal
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from demo_crowd import one_device, options
+
+pytestmark = [
+    pytest.mark.dynamo,
+    pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed"),
+    pytest.mark.slow,
+]
+
+MESH = ("--mesh", "dp=2", "--compile-ahead", "0")
+TRANSFER = ("--transfer-host", "127.0.0.1", "--local-prefill-tokens", "17")
+CLIENTS = 16
+PARAMS = {"max_tokens": 12, "temperature": 0}
+PROMPTS = ["".join(f"value_{number} = {i}\n" for i in range(7 + number % 12)) for number in range(CLIENTS)]
+"""Of 48 to 143 tokens: three pages at least."""
+
+
+@pytest.fixture(scope="module")
+def expected():
+    from dsjax import SamplingParams
+
+    llm = one_device()
+    ids = [{"prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)} for text in PROMPTS]
+    return [output.outputs[0].text for output in llm.generate(ids, SamplingParams(**PARAMS))]
+
+
+@pytest.fixture
+def deploy(tmp_path):
+    """Starts the frontend and workers, each of two processes, and waits until it knows them."""
+    from deployment import Frontend, Group, wait_until
+
+    started = [Frontend(tmp_path)]
+
+    def start(**workers: tuple[str, ...]):
+        groups = [Group(tmp_path, name, *options(), *MESH, *own) for name, own in workers.items()]
+        started.extend(groups)
+        wait_until(lambda: all(group.is_ready for group in groups), what="the workers are ready")
+        wait_until(lambda: started[0].num_workers() == len(groups), what="the frontend knows them")
+        wait_until(lambda: started[0].serves("demo"), what="it serves")
+        return started
+
+    yield start
+    for one in started:
+        one.end(signal.SIGKILL)
+
+
+def ask_all(url: str) -> list[str]:
+    """All at once, every second one streamed."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def one(number: int) -> str:
+        stream = number % 2 == 1
+        answer = client.completions.create(model="demo", prompt=PROMPTS[number], stream=stream, **PARAMS)
+        return "".join(chunk.choices[0].text for chunk in answer) if stream else answer.choices[0].text
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(one, range(CLIENTS)))
+
+
+def phase(worker) -> str:
+    """What a process that follows says at `/ready`."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{worker.port}/ready", timeout=5) as answer:
+        return json.load(answer)["status"]
+
+
+def test_a_prefill_and_a_decode_side_of_two_processes_each_make_the_tokens_of_one_engine(expected, deploy):
+    """Pages go from each prefill process straight to the decode process that has the rank."""
+    frontend, prefill, decode = deploy(
+        prefill=(*TRANSFER, "--disaggregation-mode", "prefill"), decode=(*TRANSFER, "--disaggregation-mode", "decode")
+    )
+    assert ask_all(frontend.url) == expected
+    done, given_up = (
+        sum(decode.leader.metric("dsjax_transfers_total", outcome=outcome)) for outcome in ("completed", "given_up")
+    )
+    assert (done, given_up) == (CLIENTS, 0)
+    assert [phase(group.follower) for group in (prefill, decode)] == ["ready", "ready"]
+    for group in (prefill, decode):
+        assert sum(group.follower.metric("dsjax_follower_commands_total")) > 0
+        assert group.end() == [0, 0], group.last_words()
+
+
+def test_an_aggregated_worker_of_two_processes_makes_them_too(expected, deploy):
+    frontend, worker = deploy(worker=())
+    assert ask_all(frontend.url) == expected
+    assert phase(worker.follower) == "ready"
+    assert worker.end() == [0, 0], worker.last_words()
+
+
+def test_a_signal_while_it_compiles_ends_all_processes_of_a_worker(tmp_path):
+    from deployment import Group, wait_until
+
+    group = Group(tmp_path, "worker", *options(), *MESH)
+    try:
+        wait_until(lambda: "compiling shapes" in group.leader.log.read_text(), what="it compiles")
+        assert group.end() == [0, 0], group.last_words()
+    finally:
+        group.end(signal.SIGKILL)
+    assert "SIGTERM before this worker was ready" in group.leader.log.read_text()
+    assert "process 0 has ended; this process ends too" in group.follower.log.read_text()
