@@ -43,6 +43,10 @@ def separated_candidates(
         more = [(i, _largest_batch(question, i)) for i in {id(i): i for i, _ in top}.values()]
         points += more
         rate |= {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in more}
+    if question.devices <= FEW_DEVICES:
+        # Where prefill holds back, fewer requests decode than a batch has room for: then each layout's largest counts, not the best rate.
+        largest = {id(i): (i, b) for i, b in sorted(points, key=lambda p: p[1])}
+        decoders += [point for point in largest.values() if point not in decoders]
     # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
     decoders += _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: p[0].layout.devices, _DECODERS)
     found, busy, tried = [], [], set()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dsjax.config import load_config
 from dsjax.plan.candidate import aggregated, prefill_pool, quick_aggregated, quick_separated, separated
 from dsjax.plan.cluster import RESOURCES, bundled_clusters, load_cluster
+from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
 from dsjax.plan.question import Question
@@ -107,3 +108,14 @@ def test_the_searchs_quick_figures_are_the_middle_of_the_full_ones(batch):
     for quick, full, rounding in (both, apart):
         for name in ("ttft", "tpot", "throughput"):
             assert getattr(quick, name).value == pytest.approx(getattr(full, name).value, rel=rounding)
+
+
+def test_prompts_beside_decodes_do_not_wait_longer_behind_a_faster_network():
+    # Random case 740 of tools/plan_monotone.py: the wait grew as decodes got shorter, because it counted only what prompts add to them.
+    config, cluster = load_config("deepseek-v3"), load_cluster("h800-32")
+    work, layout = Workload(Lengths(2000), Lengths(500)), parse_layout("dp=32", 32, config)
+    waits = [
+        quick_aggregated(Instance(config, found, layout, Options(), work), 1, 112.0, 1024.0).ttft.value
+        for found in (cluster, cluster.scaled("network", 1.5))
+    ]
+    assert waits[1] <= waits[0]
