@@ -131,17 +131,20 @@ class Instance:
             self.steps["decode curve"] = Curve((batch, self.decode_step(batch).value) for batch in tried)
         return self.steps["decode curve"]
 
-    def _paced(self, step: Figure, decode: bool) -> Figure:
-        """With dsjax's own engine and a dry run of such a step: as much longer as the program's timeline is than the estimate."""
+    def pace(self, decode: bool) -> Figure | None:
+        """With dsjax's own engine and a dry run of such a step: how much longer the program's timeline is than the estimate. Else None."""
         if self.options.engine.name != "dsjax":
-            return step
-        runs = [run for run in self.dry_runs if run.timeline and (run.step == "decode") == decode]
-        if not runs:
-            return step
+            return None
         key = ("pace", decode)
         if key not in self.steps:
-            self.steps[key] = (runs[0].timeline / self.compiled_step(runs[0])).named("timeline ÷ published operations")
-        return (step * self.steps[key]).named("step", "s")
+            runs = [run for run in self.dry_runs if run.timeline and (run.step == "decode") == decode]
+            name = "timeline ÷ published operations"
+            self.steps[key] = (runs[0].timeline / self.compiled_step(runs[0])).named(name) if runs else None
+        return self.steps[key]
+
+    def _paced(self, step: Figure, decode: bool) -> Figure:
+        pace = self.pace(decode)
+        return step if pace is None else (step * pace).named("step", "s")
 
     def compiled_step(self, run: DryRun) -> Figure:
         """Seconds of the step that was compiled: the same rows and context, without overlap."""

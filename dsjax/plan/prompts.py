@@ -96,12 +96,17 @@ def _quick_added(instance: Instance, batch: float, tokens: float, busy: _Between
 
 
 def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
-    """Seconds of a step of decodes that it does not take beside prompts; below zero where it saves nothing."""
+    """Seconds of a step of decodes that it does not take beside prompts; below zero where it saves nothing.
+
+    Where programs take longer than their operations (`Instance.pace`), what both kinds have in common is saved at the pace of the
+    faster one.
+    """
     low, high, way = busy
+    paces = [1.0 if (found := instance.pace(decode)) is None else found.value for decode in (False, True)]
     slack = (1 - way) * instance.launch_slack(tokens, low) + way * instance.launch_slack(tokens, high)
-    a_token = instance.prefill_step(tokens).value - instance.launch_slack(tokens)
+    a_token = instance.prefill_step(tokens).value / paces[0] - instance.launch_slack(tokens)
     beside = a_token * batch / tokens + instance.decode_attention(batch).value
-    return instance.decode_step(batch).value - max(0.0, beside - slack)
+    return min(paces) * (instance.decode_step(batch).value / paces[1] - max(0.0, beside - slack))
 
 
 _Between = tuple[float, float, float]

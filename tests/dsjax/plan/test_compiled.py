@@ -154,6 +154,15 @@ def test_a_predicted_timeline_is_shown_beside_the_planners_step(tmp_path, timeli
     assert "times a step  (compiled; with.json, dsjax dryrun --target h200" in shown.output
 
 
+def test_prompts_beside_the_decodes_of_a_slow_program_still_take_time():
+    arguments = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated", "--dispatch", "auto"]
+    arguments += ["--compiled", str(FILES / "tp8-decode.json"), "--json", "-"]
+    (best, *_) = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)["ranked"]
+    compiled = json.loads((FILES / "tp8-decode.json").read_text())
+    assert best["batch_per_dp_rank"] > compiled["batch"]
+    assert best["tpot_s"]["value"] > best["tpot_s"]["low"] > compiled["timeline"]["step"]["value"]
+
+
 def test_a_mesh_with_copies_of_the_experts_is_as_many_of_the_one_that_was_compiled(planned, runs):
     copies = planned("dp8-decode", mesh="dp=16,ep=8").winner
     assert copies.decode.dry_runs == (runs["dp8-decode"],)
