@@ -204,8 +204,8 @@ def _dsjax(args: argparse.Namespace, mesh: str, variants: list[str]):
 
     step, counted = llm.engine.core.step, []
 
-    def counting(meanwhile=None):
-        updates = step(meanwhile)
+    def counting(*arguments, **keywords):
+        updates = step(*arguments, **keywords)
         stats = llm.engine.core.stats()
         if stats is not None and getattr(stats, "drafts", None) is not None:
             counted.append(stats.drafts)

@@ -75,8 +75,8 @@ class Watch:
         core = llm.engine.core
         step = core.step
 
-        def watched(*arguments):
-            updates = step(*arguments)
+        def watched(*arguments, **keywords):
+            updates = step(*arguments, **keywords)
             for request, result, _ in updates:
                 if result is not None:
                     self.verified[request.request_id] += result.num_drafts
