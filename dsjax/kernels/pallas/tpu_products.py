@@ -161,15 +161,19 @@ def _product(
     at = (lambda t, n: (t, n)) if tiles.rows_first else (lambda n, t: (t, n))
     grid = (row_tiles, across) if tiles.rows_first else (across, row_tiles)
 
-    def rows_of(tile, use):
-        # Tiles that are not in use stay at the last one, so that nothing is copied for them.
-        return jnp.minimum(tile, jnp.maximum(use[0] - 1, 0))
+    def place(i, j, use):
+        """Tile and column of a step. The steps of tiles that are not in use stay at the last block before them: nothing is copied for
+        them, and no finished block of the result is left and come back to, which would make what it holds undefined."""
+        tile, column = at(i, j)
+        if tiles.rows_first:
+            column = jnp.where(tile < use[0], column, across - 1)
+        return jnp.minimum(tile, jnp.maximum(use[0] - 1, 0)), column
 
     def rows_block(i, j, layer, expert, use):
-        return rows_of(at(i, j)[0], use), 0
+        return place(i, j, use)[0], 0
 
     def weights_block(i, j, layer, expert, use):
-        tile, column = at(i, j)
+        tile, column = place(i, j, use)
         return (layer[0], expert[tile], 0, *[0] * fused, column)
 
     def scales_block(i, j, layer, expert, use):
@@ -187,8 +191,7 @@ def _product(
         ]
 
     def out_block(i, j, layer, expert, use):
-        tile, column = at(i, j)
-        return rows_of(tile, use), column
+        return place(i, j, use)
 
     out_dtype = x.dtype if fused or own_dtype else jnp.float32
     if own_dtype:
@@ -207,7 +210,8 @@ def _product(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=MEMORY),
         cost_estimate=cost.estimate,
         metadata=cost.metadata,
-        interpret=interpret,  # the TPU interpreter knows no words of a buffer
+        # The TPU interpreter knows no words of a buffer, as which gate and up of 16 bits are read.
+        interpret=pltpu.InterpretParams() if interpret and stack.scale is not None else interpret,
         name="dense" if own_dtype else "experts_gate_up" if fused else "experts_down",
     )(jnp.reshape(layer, 1).astype(jnp.int32), pairs.expert_T, pairs.use, x, *operands)
 
