@@ -31,6 +31,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
@@ -57,7 +58,7 @@ def main() -> int:
     """Run the sweep and print what each run found."""
     emulate_devices(32)
     import numpy as np
-    from layouts import DISPATCHES, FORMS, LAYOUTS, answer, difference, wide, write_checkpoint
+    from layouts import DISPATCHES, FORMS, LAYOUTS, answer, judge, wide, write_checkpoint
     from rounding_edges import Edges
 
     from dsjax.model.forms import reads
@@ -139,7 +140,7 @@ def main() -> int:
             for variant in variants
             if not (variant.get("enable_eplb") and specs[run[0]].ep_size == 1)
         ]
-        wrong = on_edges = 0
+        verdicts = Counter()
         for number, (run, variant) in enumerate(runs, 1):
             start = time.monotonic()
             name = " ".join([*run, *(NAMES[option] for option in variant)])
@@ -147,22 +148,13 @@ def main() -> int:
                 eplb = {"num_redundant_experts": specs[run[0]].ep_size, "window_size": 4, "step_interval": 4}
                 variant = variant | {"eplb_config": eplb | {"payback": 0}}
             again = functools.partial(answer, directory, *run, kernels=args.kernels, **variant)
-            given = again(**kept)
-            found = difference(given, reference)
-            if found is not None and edges is not None:
-                why, found = edges.explain(again, found)
-                on_edges += why
-                wrong -= why
-            if balanced and found is None and given.rebalances < 3:
-                found = f"only {given.rebalances} rebalances"
-            wrong += found is not None
-            print(
-                f"{number}/{len(runs)} {name}: {found or 'equal'} ({time.monotonic() - start:.1f} s)",
-                flush=True,
-            )
-    also = f", and {on_edges} but for a rounding edge" if on_edges else ""
-    print(f"{len(runs) - wrong - on_edges} of {len(runs)} equal to one device{also}")
-    return 1 if wrong else 0
+            explain = functools.partial(edges.explain, again) if edges else None
+            verdict, found = judge(again(**kept), reference, rebalances=3 if balanced else 0, explain=explain)
+            verdicts[verdict] += 1
+            print(f"{number}/{len(runs)} {name}: {found} ({time.monotonic() - start:.1f} s)", flush=True)
+    also = f", and {verdicts['on an edge']} but for a rounding edge" if verdicts["on an edge"] else ""
+    print(f"{verdicts['equal']} of {len(runs)} equal to one device{also}")
+    return 1 if verdicts["wrong"] else 0
 
 
 if __name__ == "__main__":

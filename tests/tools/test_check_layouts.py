@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layouts import Answer
+from layouts import Answer, judge
 from rounding_edges import Edges, nearest_edge
 
 from dsjax.model.fp8_product import ActivationScheme
@@ -58,6 +58,20 @@ def test_runs_whose_blocks_no_rounding_of_float32_brings_over_an_edge_differ():
     on_an_edge, why = edges.explain(run_of(ABOVE), "differ")
     assert not on_an_edge
     assert "each block has the FP8 numbers" in why
+
+
+def test_a_balanced_run_on_an_edge_must_have_moved_experts_too():
+    reference, logits = Answer(np.ones((1, 4)), [[3]]), np.full((1, 4), 2.0)
+    edge, none = (lambda text: (True, "edge")), (lambda text: (False, "no edge"))
+    assert judge(Answer(np.ones((1, 4)), [[3]], 3), reference, rebalances=3, explain=none) == ("equal", "equal")
+    assert judge(Answer(np.ones((1, 4)), [[3]], 2), reference, rebalances=3) == ("wrong", "only 2 rebalances")
+    assert judge(Answer(logits, [[3]], 3), reference, rebalances=3, explain=edge) == ("on an edge", "edge")
+    assert judge(Answer(logits, [[3]], 3), reference, rebalances=3, explain=none) == ("wrong", "no edge")
+    assert judge(Answer(logits, [[3]], 2), reference, rebalances=3, explain=edge) == (
+        "wrong",
+        "edge; only 2 rebalances",
+    )
+    assert judge(Answer(logits, [[3]]), reference)[0] == "wrong"
 
 
 @pytest.mark.parametrize(
