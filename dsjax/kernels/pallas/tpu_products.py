@@ -88,7 +88,7 @@ def block_columns(depth: int, columns: int, matrices: int) -> int | None:
 
 
 def takes(depth: int, width: int) -> bool:
-    """Whether blocks of both matrices of an expert of ``width``, of 16-bit numbers, are whole registers and fit."""
+    """Whether blocks of both matrices of an expert of ``width``, of 16-bit or FP8 numbers, are whole registers and fit."""
     whole = depth % BLOCK == 0 and width % BLOCK == 0
     return whole and all(block_columns(*shape) for shape in ((depth, width, 2), (width, depth, 1)))
 
@@ -121,26 +121,26 @@ def down(
 
 
 def takes_dense(weight: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct | None) -> bool:
-    """Whether ``dense`` can multiply with a stack ``[L, K, N]`` or ``[L, K, 2, F]``: FP8 weights of whole blocks."""
+    """Whether ``dense`` can multiply with a stack ``[L, depth, columns]`` or ``[L, D, 2, F]``: FP8 weights of whole blocks."""
     depth, columns = weight.shape[1], weight.shape[-1]
     whole = depth % BLOCK == 0 and columns % BLOCK == 0
     return scale is not None and whole and block_columns(depth, columns, 1) is not None
 
 
 def dense(
-    stack: Stack, layer: Int[Array, ""], x_TK: Float[Array, "T K"], *, interpret: bool = False
+    stack: Stack, layer: Int[Array, ""], x: Float[Array, "T depth"], *, interpret: bool = False
 ) -> Float[Array, "T *n"]:
-    """``x · weight[layer]`` in the dtype of ``x_TK``.
+    """``x · weight[layer]`` in the dtype of ``x``.
 
-    stack: FP8 weights without a dimension of experts: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``.
+    stack: FP8 weights without a dimension of experts: ``[L, depth, columns]``, or ``[L, D, 2, F]`` whose products come as ``[T, 2, F]``.
     """
-    T, fused = x_TK.shape[0], stack.weight.ndim == 4
+    T, fused = x.shape[0], stack.weight.ndim == 4
     weight, scale = (
         _matrices_first(array[:, None])[:, 0] if fused else array[:, None] for array in (stack.weight, stack.scale)
     )
     tiles = TpuProductTiles(min(256, power(T)), rows_first=False)
     count = -(-T // tiles.rows)
-    x = jnp.pad(x_TK, ((0, -T % tiles.rows), (0, 0)))
+    x = jnp.pad(x, ((0, -T % tiles.rows), (0, 0)))
     nothing = jnp.zeros((0,), jnp.int32)
 
     def one(matrix: int) -> Array:
@@ -305,7 +305,7 @@ def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, acr
 
 
 def _dense_cost(x: Array, weight: Array, across: int) -> KernelCost:
-    """Of one FP8 matrix ``[K, N]`` of the stack: its weights and scales once, the rows once for each block of columns."""
+    """Of one FP8 matrix ``[depth, columns]`` of the stack: its weights and scales once, the rows once for each block of columns."""
     size, itemsize = math.prod(weight.shape[2:]), x.dtype.itemsize
     moved = size * (1 + 4 / BLOCK) + x.size * itemsize * across + x.shape[0] * weight.shape[-1] * itemsize
     return KernelCost(2.0 * x.shape[0] * size, moved, hlo_dtype(x.dtype))
