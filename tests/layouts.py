@@ -1,9 +1,11 @@
 """A tiny checkpoint, and the sweep over layouts, dispatches and MLA forms that tests and ``tools/check_layouts.py`` share."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from goldens.our_model import bound, expected_shapes, hf_tensors
@@ -178,3 +180,23 @@ def difference(found: Answer, reference: Answer) -> str | None:
         if list(ours) != list(theirs):
             return f"prompt {index}: greedy tokens {ours} instead of {theirs}"
     return None
+
+
+def judge(
+    found: Answer,
+    reference: Answer,
+    *,
+    rebalances: int = 0,
+    explain: Callable[[str], tuple[bool, str]] | None = None,
+) -> tuple[Literal["equal", "on an edge", "wrong"], str]:
+    """What a run comes to, and that in words.
+
+    rebalances: fewest that it must have made. explain: given how it differs, whether a rounding edge is why, and what to say of it.
+    """
+    verdict, text = "equal", difference(found, reference)
+    if text is not None:
+        on_edge, text = explain(text) if explain else (False, text)
+        verdict = "on an edge" if on_edge else "wrong"
+    if found.rebalances < rebalances:
+        verdict, text = "wrong", "; ".join([*([text] if text else []), f"only {found.rebalances} rebalances"])
+    return verdict, text or verdict

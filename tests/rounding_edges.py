@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -17,26 +18,34 @@ from layouts import Answer, difference
 from dsjax.model.fp8_product import ActivationScheme
 from sharding import fp8
 
+NEAR = 64.0
+"""Farthest, in 2⁻²³ of their largest value, that two blocks may lie apart for float32's rounding alone to be why."""
+
 
 class Edges:
     """Asks of runs that differ from one device whether rounding to FP8 is why.
 
     one_device: makes the run on one device with the given options of FP8 values, as ``again`` of ``explain`` makes the run in question.
-    kept: those options.
+    kept: those options, with an activation scheme that rounds and a cache that does not.
     """
 
     def __init__(self, one_device: Callable[..., Answer], kept: dict[str, str]):
         self.one_device, self.kept = one_device, kept
 
     def explain(self, again: Callable[..., Answer], found: str) -> tuple[bool, str]:
-        """Whether the run equals one device once nothing is rounded, and what to say of how it differs with rounding (``found``)."""
+        """Whether a rounding edge is why the run differs, and what to say of how it does (``found``).
+
+        It is where the run equals one device once no activation is rounded, and where float32's rounding can have brought a block of
+        one device (``NEAR``) over an edge.
+        """
         left = difference(self.unrounded(again), self._exact)
         if left is not None:
             return False, f"{found}; without rounding to FP8 {left}"
-        return (
-            True,
-            f"{found}; without rounding to FP8 equal; {nearest_edge(self._blocks(again), self._reference_blocks)}",
-        )
+        text, distance = nearest_edge(self._blocks(again), self._reference_blocks)
+        found = f"{found}; without rounding to FP8 equal; {text}"
+        if distance <= NEAR:
+            return True, found
+        return False, f"{found}; not a rounding edge, about which two blocks lie at most {NEAR:g} × 2⁻²³ apart"
 
     @functools.cached_property
     def _exact(self) -> Answer:
@@ -47,7 +56,7 @@ class Edges:
         return self._blocks(self.one_device)
 
     def unrounded(self, make: Callable[..., Answer]) -> Answer:
-        """The run with float32 quotients in place of FP8 activations, and a cache in float32."""
+        """The run with float32 quotients in place of FP8 activations."""
 
         def quotients(self, x):
             scales = fp8.quantise(x, powers=self.powers).scales
@@ -55,7 +64,7 @@ class Edges:
             return fp8.Quantised(x.astype("float32") / own, scales)
 
         with self._replaced(ActivationScheme, "quantise", quotients):
-            return make(**self.kept | {"kv_cache_dtype": "auto"})
+            return make(**self.kept)
 
     def _blocks(self, make: Callable[..., Answer]) -> np.ndarray:
         """All blocks ``[n, 128]`` that the run quantises, each once, in float32."""
@@ -88,8 +97,9 @@ class Edges:
             jax.clear_caches()
 
 
-def nearest_edge(found: np.ndarray, reference: np.ndarray) -> str:
-    """Of two runs' blocks ``[n, 128]``, the nearest two that have different FP8 numbers: their distance, and the edge between them."""
+def nearest_edge(found: np.ndarray, reference: np.ndarray) -> tuple[str, float]:
+    """Of two runs' blocks ``[n, 128]``, the nearest two that have different FP8 numbers, with the edge between them, in words; and their
+    distance in 2⁻²³ of their largest value, infinite where no two such blocks are nearest to each other."""
 
     def rounded(blocks):
         values, scales = (np.asarray(array) for array in fp8.quantise(blocks))
@@ -107,7 +117,7 @@ def nearest_edge(found: np.ndarray, reference: np.ndarray) -> str:
     (our_values, our_quotients), (their_values, their_quotients) = rounded(found), rounded(theirs)
     other = (our_values != their_values).any(axis=1)
     if not other.any():
-        return "each block has the FP8 numbers of the nearest of one device"
+        return "each block has the FP8 numbers of the nearest of one device", math.inf
     first = np.flatnonzero(other)[np.argmin(apart[other])]
     at = np.flatnonzero(our_values[first] != their_values[first])[0]
     edge = (our_values[first, at] + their_values[first, at]) / 2
@@ -116,5 +126,6 @@ def nearest_edge(found: np.ndarray, reference: np.ndarray) -> str:
     return (
         f"{other.sum()} of {len(found)} blocks have other FP8 numbers than the nearest block of one device; in the two nearest of all, "
         f"which differ by {distance}, {ours} and {theirs} lie about the edge {edge:.9g} and become {our_values[first, at]:g} and "
-        f"{their_values[first, at]:g}"
+        f"{their_values[first, at]:g}",
+        float(apart[first]),
     )

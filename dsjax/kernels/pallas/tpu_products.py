@@ -88,7 +88,7 @@ def block_columns(depth: int, columns: int, matrices: int) -> int | None:
 
 
 def takes(depth: int, width: int) -> bool:
-    """Whether blocks of both matrices of an expert of ``width``, of 16-bit numbers, are whole registers and fit."""
+    """Whether blocks of both matrices of an expert of ``width``, of 16-bit or FP8 numbers, are whole registers and fit."""
     whole = depth % BLOCK == 0 and width % BLOCK == 0
     return whole and all(block_columns(*shape) for shape in ((depth, width, 2), (width, depth, 1)))
 
@@ -121,26 +121,26 @@ def down(
 
 
 def takes_dense(weight: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct | None) -> bool:
-    """Whether ``dense`` can multiply with a stack ``[L, K, N]`` or ``[L, K, 2, F]``: FP8 weights of whole blocks."""
+    """Whether ``dense`` can multiply with a stack ``[L, depth, columns]`` or ``[L, D, 2, F]``: FP8 weights of whole blocks."""
     depth, columns = weight.shape[1], weight.shape[-1]
     whole = depth % BLOCK == 0 and columns % BLOCK == 0
     return scale is not None and whole and block_columns(depth, columns, 1) is not None
 
 
 def dense(
-    stack: Stack, layer: Int[Array, ""], x_TK: Float[Array, "T K"], *, interpret: bool = False
+    stack: Stack, layer: Int[Array, ""], x: Float[Array, "T depth"], *, interpret: bool = False
 ) -> Float[Array, "T *n"]:
-    """``x · weight[layer]`` in the dtype of ``x_TK``.
+    """``x · weight[layer]`` in the dtype of ``x``.
 
-    stack: FP8 weights without a dimension of experts: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``.
+    stack: FP8 weights without a dimension of experts: ``[L, depth, columns]``, or ``[L, D, 2, F]`` whose products come as ``[T, 2, F]``.
     """
-    T, fused = x_TK.shape[0], stack.weight.ndim == 4
+    T, fused = x.shape[0], stack.weight.ndim == 4
     weight, scale = (
         _matrices_first(array[:, None])[:, 0] if fused else array[:, None] for array in (stack.weight, stack.scale)
     )
     tiles = TpuProductTiles(min(256, power(T)), rows_first=False)
     count = -(-T // tiles.rows)
-    x = jnp.pad(x_TK, ((0, -T % tiles.rows), (0, 0)))
+    x = jnp.pad(x, ((0, -T % tiles.rows), (0, 0)))
     nothing = jnp.zeros((0,), jnp.int32)
 
     def one(matrix: int) -> Array:
@@ -161,15 +161,19 @@ def _product(
     at = (lambda t, n: (t, n)) if tiles.rows_first else (lambda n, t: (t, n))
     grid = (row_tiles, across) if tiles.rows_first else (across, row_tiles)
 
-    def rows_of(tile, use):
-        # Tiles that are not in use stay at the last one, so that nothing is copied for them.
-        return jnp.minimum(tile, jnp.maximum(use[0] - 1, 0))
+    def place(i, j, use):
+        """Tile and column of a step. The steps of tiles that are not in use stay at the last block before them: nothing is copied for
+        them, and no finished block of the result is left and come back to, which would make what it holds undefined."""
+        tile, column = at(i, j)
+        if tiles.rows_first:
+            column = jnp.where(tile < use[0], column, across - 1)
+        return jnp.minimum(tile, jnp.maximum(use[0] - 1, 0)), column
 
     def rows_block(i, j, layer, expert, use):
-        return rows_of(at(i, j)[0], use), 0
+        return place(i, j, use)[0], 0
 
     def weights_block(i, j, layer, expert, use):
-        tile, column = at(i, j)
+        tile, column = place(i, j, use)
         return (layer[0], expert[tile], 0, *[0] * fused, column)
 
     def scales_block(i, j, layer, expert, use):
@@ -187,8 +191,7 @@ def _product(
         ]
 
     def out_block(i, j, layer, expert, use):
-        tile, column = at(i, j)
-        return rows_of(tile, use), column
+        return place(i, j, use)
 
     out_dtype = x.dtype if fused or own_dtype else jnp.float32
     if own_dtype:
@@ -207,7 +210,8 @@ def _product(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=MEMORY),
         cost_estimate=cost.estimate,
         metadata=cost.metadata,
-        interpret=interpret,  # the TPU interpreter knows no words of a buffer
+        # The TPU interpreter knows no words of a buffer, as which gate and up of 16 bits are read.
+        interpret=pltpu.InterpretParams() if interpret and stack.scale is not None else interpret,
         name="dense" if own_dtype else "experts_gate_up" if fused else "experts_down",
     )(jnp.reshape(layer, 1).astype(jnp.int32), pairs.expert_T, pairs.use, x, *operands)
 
@@ -301,7 +305,7 @@ def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, acr
 
 
 def _dense_cost(x: Array, weight: Array, across: int) -> KernelCost:
-    """Of one FP8 matrix ``[K, N]`` of the stack: its weights and scales once, the rows once for each block of columns."""
+    """Of one FP8 matrix ``[depth, columns]`` of the stack: its weights and scales once, the rows once for each block of columns."""
     size, itemsize = math.prod(weight.shape[2:]), x.dtype.itemsize
     moved = size * (1 + 4 / BLOCK) + x.size * itemsize * across + x.shape[0] * weight.shape[-1] * itemsize
     return KernelCost(2.0 * x.shape[0] * size, moved, hlo_dtype(x.dtype))

@@ -1,6 +1,7 @@
 """The kernels for TPUs, run by Pallas's TPU interpreter, give what float64 loops and the plain forms give.
 
-The interpreter plays memories and copies and takes up to a second for a call, so that the cases are small and few.
+The interpreter plays memories and copies and takes up to a second for a call, so that the cases are small and few. Experts of 16-bit
+weights, whose words it cannot read, are run by Pallas's plain one.
 """
 
 import dataclasses
@@ -150,6 +151,17 @@ def test_experts_are_those_of_a_loop(stored, seed, X, D, F, N, K, routing, mean_
     expected, size = case.expected()
     # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
     assert np.all(np.abs(found - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+
+
+def test_tiles_that_are_not_in_use_leave_the_columns_of_the_last_one_alone(monkeypatch):
+    monkeypatch.setattr(tpu_products, "LARGEST_BLOCK", 2 * 2 * 128 * 128)  # 128 columns of gate and up, 256 of down
+    assert tpu_products.TpuProductTiles.for_load(0.5).rows_first
+    kernels = Kernels(pallas=PallasKernels("tpu", interpret=True))
+    product = jax.jit(ExpertProduct(weight_dtype=STORED[1], kernels=kernels, mean_load=0.5))
+    for routing in ("one expert", "none"):
+        case = ExpertsCase.drawn(0, X=2, D=128, F=256, N=3, K=1, stored=1, routing=routing)
+        found = np.asarray(product(case.params(), case.rows, case.ids, case.weights))
+        np.testing.assert_allclose(found, case.expected()[0], atol=1e-4)
 
 
 def test_products_with_fp8_matrices_on_two_devices_are_those_of_the_plain_form():
