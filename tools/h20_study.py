@@ -352,9 +352,10 @@ def serving() -> tuple[str, Question, object]:
     )
     plan = search(question)
     winner = plan.winner
+    decoding = winner.throughput.value / OUTPUT * winner.tpot.value * (OUTPUT - 1)
     text = (
-        f"`{winner.name()}` ({winner.mode}), {winner.concurrency:g} requests decoding at once: {ranged(winner.throughput)} output "
-        f"tokens/s, TTFT {ranged(winner.ttft, 1, 2)} s, TPOT {ranged(winner.tpot, 1e3, 1)} ms. First bottlenecks: "
+        f"`{winner.name()}` ({winner.mode}), {decoding:.0f} requests decoding at once (room for {winner.concurrency:g}): "
+        f"{ranged(winner.throughput)} output tokens/s, TTFT {ranged(winner.ttft, 1, 2)} s, TPOT {ranged(winner.tpot, 1e3, 1)} ms. First bottlenecks: "
         + ", ".join(str(b) for b in bottlenecks(winner)[:3])
         + "."
     )

@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def concurrency(self) -> float:
-        """Requests that decode at once."""
+        """Requests that decode at once; of a separated deployment the room for them, of which prefill may fill a part."""
         return self.batch * self.decode.replicas * self.count
 
     def meets(self, objective: Objective, sure: bool = False) -> bool:

@@ -149,10 +149,17 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
             there = of(cluster=cluster.resized(int(hosts)))
             asked[point] = there if users is None else _with_users(there, users)
     else:
-        now = winner.concurrency
+        now = _in_flight(winner)
         asked = {users: _with_users(question, users) for users in {*(points or _USERS), now}}
     order = sorted(asked, key=lambda point: point if isinstance(point, tuple) else (point, 0.0))
     return Sweep(quantity, _UNITS[quantity], now, [_point(question, winner, point, asked[point]) for point in order])
+
+
+def _in_flight(winner: Candidate) -> float:
+    """Requests in flight at the winner's own figures, by Little's law: where prefill holds it back, it has room for more."""
+    output = winner.decode.workload.output.mean
+    stay = winner.ttft.value + winner.tpot.value * max(output - 1, 0)
+    return float(max(1, round(winner.throughput.value / output * stay)))
 
 
 def _with_users(question: Question, users: float) -> Question:

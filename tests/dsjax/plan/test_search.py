@@ -215,6 +215,18 @@ def test_losing_hosts_never_gains(ask):
     assert best[0] >= best[1]
 
 
+def test_a_sweep_over_users_shows_the_winner_as_it_is_where_prefill_leaves_room_in_it(ask):
+    wide = MeshSpec.parse("dp=8")
+    question = ask("h200-16", 4000, options=Options(redundant=0, overlap="off", pins=Pins(wide, wide, 1, 1)))
+    winner = dataclasses.replace((found := search(question).winner), batch=float(found.decode.max_batch))
+    winner = on(winner, question.cluster)
+    swept = sweep(question, winner, "concurrency", ())
+    (there,) = (point for point in swept.points if point.value == swept.now)
+    assert there.value < 0.9 * winner.concurrency
+    assert there.same.tpot.value == pytest.approx(winner.tpot.value, rel=0.05)
+    assert there.same.throughput.value == pytest.approx(winner.throughput.value, rel=0.05)
+
+
 def test_a_slower_network_never_gains(ask):
     question = ask("h200-16", options=FEW)
     winner = search(question).winner
