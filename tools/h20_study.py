@@ -364,7 +364,7 @@ def serving() -> tuple[str, Question, object]:
 
 POINTS = {
     "latency": (1, 5, 20, 100, 1_000, 10_000, 100_000),
-    "bandwidth": (1, 5, 10, 25, 100, 400, 800),
+    "bandwidth": (1, 5, 10, 25, 100, 200, 400, 800),
     "loss-of-hosts": (0, 1, 2, 3),
     "hosts": ((4, 200), (8, 400), (16, 800)),
     "concurrency": (1, 10, 50, 200, 500),
@@ -520,7 +520,7 @@ prefix cache.
 
 ## How it depends on the network, and on losing hosts
 
-For that workload, with `--sweep latency=1,5,20,100,1000,10000,100000 --sweep bandwidth=1,5,10,25,100,400,800 --sweep loss-of-hosts --plots FOLDER`:
+For that workload, with `--sweep latency=1,5,20,100,1000,10000,100000 --sweep bandwidth=1,5,10,25,100,200,400,800 --sweep loss-of-hosts --plots FOLDER`:
 
 ![latency](h20-32/latency.png)
 
