@@ -11,7 +11,9 @@ import pytest
 from dsjax.errors import UserError
 from dsjax.plan import relief
 from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.explain import widening
 from dsjax.plan.limits import bottlenecks, forbidden, on
+from dsjax.plan.prompts import MEAN_OF_STEPS
 from dsjax.plan.report import sentence, to_json
 from dsjax.plan.search import search
 from dsjax.plan.sweep import sweep
@@ -199,6 +201,17 @@ def test_the_first_bottleneck_is_what_doubling_moves_most(ask):
 def test_more_prefix_hits_give_more(ask):
     without = search(ask(prompt=8000)).winner.throughput.value
     assert search(ask(prompt=8000, prefix_hit=0.8)).winner.throughput.value > without
+
+
+def test_who_waits_for_whose_prompts_is_an_assumption_among_the_others(ask):
+    options = Options(modes=("aggregated",), redundant=0, mesh=MeshSpec.parse("dp=8"), drafts=1)
+    winner = search(ask("h200-8", options=options, concurrency=64.0)).winner
+    shares = dict(widening(winner, "tpot"))
+    assert shares[MEAN_OF_STEPS] > 0.1
+    assert shares["tokens a step"] > 1e-4
+    assert sum(shares.values()) < 1
+    before = winner.tpot.to_json()
+    assert on(winner, winner.decode.cluster).tpot.to_json() == before
 
 
 def test_an_accepted_draft_gives_more_at_small_batches(ask):
