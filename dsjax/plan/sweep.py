@@ -119,7 +119,8 @@ def read_sweep(text: str) -> tuple[str, tuple[Point, ...] | None]:
 
 
 def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence[Point] | None = None) -> Sweep:
-    """One of `SWEEPS` around a plan's winner, at the points that are given or at usual ones, and at the cluster as it is.
+    """One of `SWEEPS` around a plan's winner, at the points that are given or at usual ones, and at the cluster as it is (of hosts with
+    points of one's own at those alone).
 
     With a number of requests in flight a point is answered for as many, whatever load the question has.
 
@@ -144,7 +145,7 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
     elif quantity == "hosts":
         now = float(cluster.hosts)
         asked = {}
-        for point in points or tuple(now * factor for factor in (0.5, 1, 2, 4) if now * factor >= 1):
+        for point in points or sorted({float(int(now * factor)) for factor in (0.5, 1, 2, 4) if now * factor >= 1}):
             hosts, users = point if isinstance(point, tuple) else (point, None)
             there = of(cluster=cluster.resized(int(hosts)))
             asked[point] = there if users is None else _with_users(there, users)

@@ -240,6 +240,13 @@ def test_a_sweep_over_users_shows_the_winner_as_it_is_where_prefill_leaves_room_
     assert there.same.throughput.value == pytest.approx(winner.throughput.value, rel=0.05)
 
 
+def test_half_of_an_odd_number_of_hosts_is_a_number_of_hosts(ask):
+    question = ask("h200-8", hosts=3, options=dataclasses.replace(FEW, mesh=MeshSpec.parse("tp=8,ep=1")))
+    swept = sweep(question, search(question).winner, "hosts")
+    assert [point.value for point in swept.points] == [1, 3, 6, 12]
+    assert [point.best.devices for point in swept.points] == [8, 24, 48, 96]
+
+
 def test_a_slower_network_never_gains(ask):
     question = ask("h200-16", options=FEW)
     winner = search(question).winner
