@@ -125,7 +125,7 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
     With a number of requests in flight a point is answered for as many, whatever load the question has.
 
     Raises:
-        UserError: an unknown quantity; more hosts lost than there are.
+        UserError: an unknown quantity; more hosts lost than there are; other numbers of hosts with a bound on the devices.
     """
     if quantity not in SWEEPS:
         raise UserError(f"--sweep {quantity!r}: expected one of {', '.join(SWEEPS)}")
@@ -143,6 +143,11 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
             raise UserError(f"--sweep loss-of-hosts={max(lost)}: the cluster has {cluster.hosts} hosts; expected fewer")
         asked = {n: of(cluster=cluster.resized(cluster.hosts - n)) for n in lost}
     elif quantity == "hosts":
+        if question.options.max_devices is not None:
+            raise UserError(
+                "--sweep hosts asks for other numbers of hosts, and "
+                f"--max-devices {question.options.max_devices} bounds the devices; leave one of them out"
+            )
         now = float(cluster.hosts)
         asked = {}
         for point in points or sorted({float(int(now * factor)) for factor in (0.5, 1, 2, 4) if now * factor >= 1}):
