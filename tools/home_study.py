@@ -132,7 +132,8 @@ its bytes, so that no batch helps. The port would have to carry {needed / 1e9:,.
 {room()}
 
 Not on 32 boards, in FP8, with any of these layouts; `tp=32,ep=32` misses by less than 0.1 GB, and would hold {narrow} requests if 5 % of a board were enough
-instead of the 8 % that are assumed to be set aside. `dsjax plan --cluster rtx4090-32 --engine published --input 1000 --output 200` looks at all of them and says by how much.
+instead of the 8 % that are assumed to be set aside. `dsjax plan --cluster rtx4090-32 --engine published --input 1000 --output 200` looks at
+all layouts with a `tp` of up to two hosts (16), and says that the narrowest of them misses by 3 %.
 
 ## What it would do on twice as many
 
