@@ -283,7 +283,7 @@ def other_claims() -> str:
   (exact), {2027e9 / (hosts * PORT / 0.75):.0f} and {2027e9 / (3 * hosts * PORT / 0.75):.0f} times less.
 - **Sparsity gains 67.1%**, reckoned as 96.9% less percentages for routing, imbalance, exchanges and waiting. 96.9% (248 of 256) is the share of the routed experts' operations
   that is not computed (exact), and of all operations of a token at 32 K, attention among them, {expert * 248 / dense:.1%} (exact: {(linear + attention) / 1e9:,.0f} of {dense / 1e9:,.0f} GFLOP remain), so that the sum is right by accident. Waiting is
-  time and gives no operation back. And where weights are read, little is saved: 200 tokens touch {touched:.0f} of a layer's 256 experts (an even router all but one), so that a decode step reads nearly all of them."""
+  time and gives no operation back. And where weights are read, little is saved: 200 tokens touch {touched:.0f} of a layer's 256 experts (an even router {256 * (1 - (1 - 8 / 256) ** SESSIONS):.1f}), so that a decode step reads nearly all of them."""
 
 
 def chunked_prompt(tokens: int) -> Figure:
