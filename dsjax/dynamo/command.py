@@ -96,8 +96,12 @@ def allow_shutdown(variables: MutableMapping[str, str], shutdown_timeout: float)
     """Have Dynamo give a worker as long to end as `--shutdown-timeout` promises its requests; by default it ends the process after 30 s.
 
     Raises:
-        UserError: the variables allow less.
+        UserError: the variables allow less, or the time has no end.
     """
+    if not math.isfinite(shutdown_timeout):
+        raise UserError(
+            f"--shutdown-timeout is {shutdown_timeout:g}, and Dynamo ends a process after a finite time; give seconds"
+        )
     needed = math.ceil(shutdown_timeout) + CLEANUP_SECONDS
     found = variables.get(DEADLINE) or str(max(needed, 30))
     if not found.isdecimal() or int(found) < needed:

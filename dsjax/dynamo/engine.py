@@ -64,7 +64,7 @@ class DsjaxEngine(Worker):
         engine.start()
         self._loads.start()
         self._watch_steps(asyncio.get_running_loop())
-        return registration(self._options, self._llm.executor.limits, self._llm.engine.core.scheduler.config)
+        return registration(self._options, self._llm.executor.limits, self._llm.engine.inputs.config, facts)
 
     def _load(self) -> None:
         console = Console()
@@ -216,7 +216,7 @@ class LoadPublisher:
             await asyncio.sleep(_IDLE_SECONDS)
             if any(told and told[0] for told in self._told) and not self._engine.num_unfinished:
                 try:
-                    self._tell(await self._engine.call(lambda core: core.loads()))
+                    self._tell((await self._engine.state()).loads)
                 except EngineDeadError:
                     return
 

@@ -18,6 +18,7 @@ from dsjax.dynamo.kv_events import KvEvents
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.joining import host_options, join_group
+from dsjax.engine.loading import EngineFacts
 from dsjax.engine.rank import RankLoad
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.hosts.group import HostGroup
@@ -47,20 +48,25 @@ class Options:
     bootstrap: bool = False
 
 
-def registration(options: Options, limits: ExecutorLimits, config: SchedulerConfig) -> EngineConfig:
-    """What Dynamo is told of an engine. All of its DP ranks are one worker's; page 0 of each is never given out."""
+def registration(
+    options: Options, limits: ExecutorLimits, config: SchedulerConfig, facts: EngineFacts | None = None
+) -> EngineConfig:
+    """What Dynamo is told of an engine. All of its DP ranks are one worker's; page 0 of each is never given out.
+
+    facts: of a worker that may have several decode engines, whose DP ranks are numbered through.
+    """
     return EngineConfig(
         model=options.model,
         served_model_name=options.names[0],
         model_aliases=list(options.names[1:]),
-        runtime_data={"engine": "dsjax", "mesh": options.args.mesh},
+        runtime_data={"engine": "dsjax", "mesh": options.args.mesh if facts is None else facts.mesh},
         llm=LlmRegistration(
             context_length=config.max_request_len,
             kv_cache_block_size=limits.page_size,
-            total_kv_blocks=limits.pages_per_rank - 1,
+            total_kv_blocks=config.pages_per_rank - 1,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            data_parallel_size=limits.num_ranks,
+            data_parallel_size=limits.num_ranks if facts is None else facts.dp_ranks,
             data_parallel_start_rank=0,
         ),
     )
@@ -117,13 +123,15 @@ class Worker(LLMEngine):
         if self._signalled:  # the second one does not wait for the other processes
             os._exit(0)
         self._signalled = True
-        if sys.stdout.isatty():
-            os.write(1, b"\x1b[?25h")  # a progress bar has hidden the cursor
-        name = signal.Signals(number).name
-        os.write(2, f"{name} before this worker was ready: it ends now, and has served nothing\n".encode())
-        if self._group is not None:
-            self._group.leave()
-        os._exit(0)
+        try:
+            if sys.stdout.isatty():
+                os.write(1, b"\x1b[?25h")  # a progress bar has hidden the cursor
+            name = signal.Signals(number).name
+            os.write(2, f"{name} before this worker was ready: it ends now, and has served nothing\n".encode())
+            if self._group is not None:
+                self._group.leave()
+        finally:  # whatever the interrupted thread was in the middle of
+            os._exit(0)
 
     def _join_and_load(self) -> None:
         self._group = join_group(self._args, host_options(self._args))

@@ -109,6 +109,7 @@ class LLMEngine:
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer, stream_interval)
         self._aborted: list[RequestOutput] = []
+        self._entered: list[Update] = []  # by some cores, while others are still stepped
 
     def add_request(
         self,
@@ -176,7 +177,9 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give the outputs of the requests it changed, as their `output_kind` says."""
-        updates = [update for core in self.cores for update in self._step(core)]
+        for core in self.cores:  # an interrupt while one waits loses nothing of what others have entered
+            self._entered += self._step(core)
+        updates, self._entered = self._entered, []
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         aborted, self._aborted = self._aborted, []
@@ -184,7 +187,7 @@ class LLMEngine:
 
     def has_unfinished(self) -> bool:
         """Whether any request waits, runs, or has an output to give."""
-        return any(core.has_unfinished for core in self.cores) or bool(self._aborted)
+        return any(core.has_unfinished for core in self.cores) or bool(self._aborted or self._entered)
 
     def _step(self, core: EngineCore) -> list[Update]:
         # Who has nothing to do but to wait for pages must not keep the others from planning.

@@ -64,11 +64,18 @@ class Whole:
     """Makes of the statistics of one engine's step those of a step of the whole: what the step did, and the state of all engines."""
 
     def __init__(self, cores: Iterable[EngineCore]):
-        self._states = [EngineState.of(core) for core in cores]
+        self._cores = list(cores)
+        self._states = [EngineState.of(core) for core in self._cores]
 
     def after(self, index: int, stats: StepStats) -> StepStats:
         """Engine `index` has done a step."""
-        self._states[index] = EngineState.after(stats)
+        if stats.experts is None:  # recording is switched for all: what others have is of a record that has ended
+            self._states = [state._replace(experts=None) for state in self._states]
+        # The others' loads are those of now, because requests come and end without a step too. Only lengths and numbers are read.
+        self._states = [
+            EngineState.after(stats) if number == index else state._replace(loads=core.loads())
+            for number, (core, state) in enumerate(zip(self._cores, self._states, strict=True))
+        ]
         state = EngineState.together(self._states)
         return replace(
             stats,
@@ -87,7 +94,8 @@ def all_experts(found: Iterable[ExpertCounts | None]) -> ExpertCounts | None:
     They are copies of all experts, as those of `dp=16,ep=8` are: a slot's tokens are added up, and devices go on behind one another.
     Where each engine moves its experts after its own load, slots are those of the first one.
     """
-    return _present(found, _experts)
+    found = list(found)
+    return _experts(found) if any(one is not None for one in found) else None
 
 
 def all_rebalances(found: Sequence[dict[str, Any] | RebalanceUnderWayError | None]) -> dict[str, Any] | None:
@@ -139,13 +147,15 @@ def _balances(found: list[BalanceStats]) -> BalanceStats:
     )
 
 
-def _experts(found: list[ExpertCounts]) -> ExpertCounts:
+def _experts(each: list[ExpertCounts | None]) -> ExpertCounts:
     import numpy as np
 
+    found = [one for one in each if one is not None]
+    nothing = np.zeros_like(found[0].rows_sent)  # of an engine that has had no step since the record began
     sent = sum(one.dispatch_bytes for one in found)
     return ExpertCounts(
         tokens_per_expert=sum(one.tokens_per_expert for one in found),
-        rows_sent=np.concatenate([one.rows_sent for one in found]),
+        rows_sent=np.concatenate([nothing if one is None else one.rows_sent for one in each]),
         rounds=sum(one.rounds for one in found),
         dispatch_bytes=sent,
         padding_share=sum(one.padding_share * one.dispatch_bytes for one in found) / sent if sent else 0.0,

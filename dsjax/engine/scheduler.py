@@ -188,8 +188,10 @@ class Scheduler:
 
     def _give(self, request: Request) -> None:
         index = self._router.choose(request)
-        request.rank = self.first_rank + index
         self.ranks[index].add(request)
+        request.rank = (
+            self.first_rank + index
+        )  # last: from now on a router over several engines counts it there, and no longer as coming
 
     def abort(self, request_id: str, now: float = 0.0) -> Update | None:
         """End a request; None where it is unknown or has finished. Its pages are free when no step has a row of it any more."""

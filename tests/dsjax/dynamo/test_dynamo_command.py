@@ -1,6 +1,7 @@
 """`dsjax dynamo` without Dynamo: what it says, and what it chooses for the frontend."""
 
 import importlib.util
+import math
 import signal
 import sys
 from pathlib import Path
@@ -46,6 +47,9 @@ def test_dynamo_gives_requests_as_long_to_finish_as_the_option_says():
             UserError, match=rf"{DEADLINE} is {found}, and --shutdown-timeout 600 needs 620 whole seconds"
         ):
             allow_shutdown({DEADLINE: found}, 600)
+    for endless in (math.inf, math.nan):
+        with pytest.raises(UserError, match="Dynamo ends a process after a finite time"):
+            allow_shutdown({}, endless)
 
 
 @pytest.mark.dynamo

@@ -14,7 +14,7 @@ from dsjax.engine.engine import LLMEngine
 from dsjax.engine.eplb import RebalanceUnderWayError
 from dsjax.engine.executor import ExpertCounts
 from dsjax.engine.incoming import TransferCounts
-from dsjax.engine.instances import EngineState, all_experts, all_rebalances
+from dsjax.engine.instances import EngineState, Whole, all_experts, all_rebalances
 from dsjax.engine.page_events import AllBlocksCleared
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
@@ -152,6 +152,44 @@ def test_without_threads_the_engines_are_taken_in_turn():
     assert all(executor.closed for executor in executors)
 
 
+def test_an_interrupt_while_one_engine_waits_loses_nothing_of_what_another_has_done(monkeypatch):
+    llm, _, _ = make(instances=2, ranks=1)
+    llm.add_request("a", [3, 4], SamplingParams(temperature=0, max_tokens=4))
+    llm.add_request("b", [5, 6], SamplingParams(temperature=0, max_tokens=4))
+    second, found, turns = llm.cores[1].step, {}, 0
+
+    def interrupted(**how):
+        nonlocal turns
+        turns += 1
+        if turns % 2:
+            raise KeyboardInterrupt
+        return second(**how)
+
+    monkeypatch.setattr(llm.cores[1], "step", interrupted)
+    while llm.has_unfinished():
+        try:
+            found |= {output.request_id: output for output in llm.step() if output.finished}
+        except KeyboardInterrupt:
+            continue
+    assert found["a"].outputs[0].token_ids == expected_tokens([3, 4], 4)
+    assert found["b"].outputs[0].token_ids == expected_tokens([5, 6], 4)
+    llm.shutdown()
+
+
+def test_after_a_step_of_one_engine_the_others_are_told_of_as_they_are():
+    llm, _, _ = make(instances=2, ranks=1)
+    whole = Whole(llm.cores)
+    for name in ("a", "b", "c", "d"):
+        llm.add_request(name, [3, 4], SamplingParams(temperature=0, max_tokens=4))
+    assert llm.cores[0].step()
+    own = llm.cores[0].stats()
+    assert [load.running + load.waiting for load in whole.after(0, own).ranks] == [2, 2]
+    for name in ("b", "d"):
+        llm.abort(name)
+    assert [load.running + load.waiting for load in whole.after(0, own).ranks] == [2, 0]
+    llm.shutdown()
+
+
 def test_what_engines_count_is_put_together():
     states = [
         EngineState([], DiskCounts(used_pages=1, page_bytes=8), BalanceStats(2, 0.5, 0.4, (1, 3)), TransferCounts(3)),
@@ -171,7 +209,7 @@ def test_what_engines_count_is_put_together():
     ]
     experts = all_experts([counts[0], None, counts[1]])
     assert experts.tokens_per_expert.tolist() == [[4, 8, 12]]
-    assert experts.rows_sent.tolist() == [1, 1, 3, 3]
+    assert experts.rows_sent.tolist() == [1, 1, 0, 0, 3, 3], "devices keep their places"
     assert (experts.rounds, experts.dispatch_bytes, experts.padding_share) == (4, 400, 0.25)
     assert all_experts([None, None]) is None
 
