@@ -283,7 +283,7 @@ def other_claims() -> str:
   (exact), {2027e9 / (hosts * PORT / 0.75):.0f} and {2027e9 / (3 * hosts * PORT / 0.75):.0f} times less.
 - **Sparsity gains 67.1%**, reckoned as 96.9% less percentages for routing, imbalance, exchanges and waiting. 96.9% (248 of 256) is the share of the routed experts' operations
   that is not computed (exact), and of all operations of a token at 32 K, attention among them, {expert * 248 / dense:.1%} (exact: {(linear + attention) / 1e9:,.0f} of {dense / 1e9:,.0f} GFLOP remain), so that the sum is right by accident. Waiting is
-  time and gives no operation back. And where weights are read, little is saved: 200 tokens touch {touched:.0f} of a layer's 256 experts (an even router 255), so that a decode step reads nearly all of them."""
+  time and gives no operation back. And where weights are read, little is saved: 200 tokens touch {touched:.0f} of a layer's 256 experts (an even router {256 * (1 - (1 - 8 / 256) ** SESSIONS):.1f}), so that a decode step reads nearly all of them."""
 
 
 def chunked_prompt(tokens: int) -> Figure:
@@ -352,9 +352,10 @@ def serving() -> tuple[str, Question, object]:
     )
     plan = search(question)
     winner = plan.winner
+    decoding = winner.throughput.value / OUTPUT * winner.tpot.value * (OUTPUT - 1)
     text = (
-        f"`{winner.name()}` ({winner.mode}), {winner.concurrency:g} requests decoding at once: {ranged(winner.throughput)} output "
-        f"tokens/s, TTFT {ranged(winner.ttft, 1, 2)} s, TPOT {ranged(winner.tpot, 1e3, 1)} ms. First bottlenecks: "
+        f"`{winner.name()}` ({winner.mode}), {decoding:.0f} requests decoding at once (room for {winner.concurrency:g}): "
+        f"{ranged(winner.throughput)} output tokens/s, TTFT {ranged(winner.ttft, 1, 2)} s, TPOT {ranged(winner.tpot, 1e3, 1)} ms. First bottlenecks: "
         + ", ".join(str(b) for b in bottlenecks(winner)[:3])
         + "."
     )
@@ -363,7 +364,7 @@ def serving() -> tuple[str, Question, object]:
 
 POINTS = {
     "latency": (1, 5, 20, 100, 1_000, 10_000, 100_000),
-    "bandwidth": (1, 5, 10, 25, 100, 400, 800),
+    "bandwidth": (1, 5, 10, 25, 100, 200, 400, 800),
     "loss-of-hosts": (0, 1, 2, 3),
     "hosts": ((4, 200), (8, 400), (16, 800)),
     "concurrency": (1, 10, 50, 200, 500),
@@ -413,6 +414,7 @@ def page() -> str:
     weights_once = memory(CONFIG, parse_layout("dp=32", 0, CONFIG), PRECISIONS["fp8"], CHIP.memory_bytes).weights_total
     row = 58 * 8 * (7168 * PRECISIONS["fp8"].wire + 14336)
     away = SESSIONS / DEVICES * row * 3 / 4
+    left_out = sum(weight_bytes(CONFIG, parse_layout("dp=32", 0, CONFIG), PRECISIONS["bf16"]).values()) / 1e9 - 42.1
     decode, best = decode_table()
     served, question, plan = serving()
     draw_front(plan, PICTURES / "front.png")
@@ -457,8 +459,8 @@ Its rows of memory:
 
 {memory_rows()}
 
-With bf16 weights and every session's cache it asks for more than a device has, by the weights that it does not count. It says itself in another place that a GPU holds
-one session (3.812 GB); a session of 32 K is {gb(CONTEXT * token)}.
+In bf16 and with every session's cache the layout needs more than a device has, because the plan's sum leaves out {left_out:.0f} GB of weights. Elsewhere it says that a GPU holds
+one session (3.812 GB); by the arithmetic here a session of 32 K takes {gb(CONTEXT * token)}.
 
 {other_claims()}
 
@@ -488,7 +490,7 @@ Bounds first, each by itself with everything else free, at 200 sessions on `dp=3
 | bound | arithmetic | least time of a step | tokens/s at most |
 |---|---|---|---|
 | attention, bf16 | 6.25 × {attention / 1e9:,.0f} GFLOP ÷ 148 TFLOP/s | {SESSIONS / ceiling * 1e3:.1f} ms | {ceiling:,.0f} |
-| weights read once | {gb(weights_once)} ÷ 4.0 TB/s (1,600 choices of 256 experts: all are read) | {weights_once / CHIP.memory_bandwidth * 1e3:.1f} ms | {SESSIONS / (weights_once / CHIP.memory_bandwidth):,.0f} |
+| weights read once | {gb(weights_once)} ÷ 4.0 TB/s (1,600 choices of 256 experts: nearly all are read) | {weights_once / CHIP.memory_bandwidth * 1e3:.1f} ms | {SESSIONS / (weights_once / CHIP.memory_bandwidth):,.0f} |
 | network, one 25 Gb/s card a GPU | 6.25 × {row / 1e6:.2f} MB × 3/4 ÷ 3.125 GB/s | {away / 3.125e9 * 1e3:.1f} ms | {SESSIONS / (away / 3.125e9):,.0f} |
 | network, one card a host | the same ÷ 8 | {away / 3.125e9 * 8e3:.0f} ms | {SESSIONS / (away / 3.125e9 * 8):,.0f} |
 
@@ -519,7 +521,7 @@ prefix cache.
 
 ## How it depends on the network, and on losing hosts
 
-For that workload, with `--sweep latency=1,5,20,100,1000,10000,100000 --sweep bandwidth=1,5,10,25,100,400,800 --sweep loss-of-hosts --plots FOLDER`:
+For that workload, with `--sweep latency=1,5,20,100,1000,10000,100000 --sweep bandwidth=1,5,10,25,100,200,400,800 --sweep loss-of-hosts --plots FOLDER`:
 
 ![latency](h20-32/latency.png)
 

@@ -33,8 +33,8 @@ What the errors say:
 - **Point 6** has other kernels than the tables (TensorRT-LLM's of early 2025). It was 22 % too slow while a step with a prompt was priced
   as the prompt and the decodes one after the other; one program reads the weights once for both (`dsjax/plan/prompts.py`).
 - **H20 (5)** is 7 % too slow: its times are carried over from the H200 by the rule in `dsjax/plan/chip.py`.
-- **Two-batch overlap** was judged too well before its copies were counted as computation; now 3 to 6 % remain.
-- **The expert balancer's gain** is 10 % underestimated in prefill and 20 % in decode (not counted: the data's skew is not known). It was
+- **Two-batch overlap** was judged too well before its copies were counted as computation; now 3 to 5 % remain.
+- **The expert balancer's gain** is 10 % underestimated in prefill and 19 % in decode (not counted: the data's skew is not known). It was
   12 and 36 % while the share that a balancer takes away was assumed; now the published policy is run, and compared with a static
   placement.
 - **TTFT (8)** was 48 to 71 % too low. Four mechanisms were missing; none of them has a number from a TTFT:
@@ -122,7 +122,7 @@ NVIDIA's FP4 checkpoint has bf16 attention.
 
 {inferencex}
 
-What was wrong: few users were predicted too slow, 16 and less by 17 % on average, and 15 of the 15 runs that lay outside were too slow.
+What was wrong: few users were predicted too slow, 16 and less by 15 % on the mean, and 15 of the 15 runs that lay outside were too slow.
 Three things were looked for then, each in the tables' own sources; no number of these runs was used for any of them:
 
 - **Block-FP8 products on Blackwell** were timed with work that no server does. The program that made the table gives DeepGEMM the scales
@@ -135,6 +135,8 @@ Three things were looked for then, each in the tables' own sources; no number of
 - **Small kernels** were 14 a layer by assumption. By the source of SGLang 0.5.10 a MoE layer has 8 that are in no timed operation: four
   norms, choosing experts, the second absorbed product, the shared expert's activation and adding it; 2 fewer where that expert is fused,
   and where the norms are in the sums. Rotation, cache write and joining the query are in the timed attention.
+
+Two more were found afterwards, in SGLang's source and in aiconfigurator's tables:
 
 - **The shared expert** was a product of its own. SGLang computes it as one of the routed ones on Hopper where experts are cut and not
   spread (`determine_num_fused_shared_experts` in its `srt/models/deepseek_v2.py`), and the benchmark's script does not forbid it.
@@ -152,12 +154,12 @@ What is still wrong:
   which it takes for 0.5.12 itself, have the experts of 4 and 8 tokens a third faster (0.062 and 0.094 ms beside 0.095 and 0.148). They
   are not taken: from 32 tokens on they are faster than the memory can read 256 experts, so that they were timed with something else than
   even routing.
-- **X3, X21** (B200, 1K/8K, 8 and 4 users) were right within 8 % and are now a fifth too fast, and we do not know why: X9, which differs
+- **X3, X21** (B200, 1K/8K, 8 and 4 users) were right within 8 % and are now a quarter too fast, and we do not know why: X9, which differs
   from X21 by the engine only, is right.
 - **X14, X18** (DEP8, 128 users; X18 with 8K prompts a third of what was measured): by the model replicas wait for each other's prompts.
   The engine was told to hold prompts back until all replicas have some (`attention_dp_config: enable_balance`), which is the high end of
   the interval.
-- **TensorRT-LLM with `tp=8` on H200** (X35, X36) was predicted a tenth too fast, and is now by a seventh: it was timed with SGLang's
+- **TensorRT-LLM with `tp=8` on H200** (X35, X36) was predicted a tenth too fast, and is now by a sixth: it was timed with SGLang's
   kernels.
 
 ## Thirty-three runs with wide EP, predicted first

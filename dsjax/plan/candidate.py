@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dsjax.plan.figure import Figure, Middle, exact, smallest
+from dsjax.plan.figure import Figure, Middle, exact, smallest, unless_settled
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def concurrency(self) -> float:
-        """Requests that decode at once."""
+        """Requests that decode at once; of a separated deployment the room for them, of which prefill may fill a part."""
         return self.batch * self.decode.replicas * self.count
 
     def meets(self, objective: Objective, sure: bool = False) -> bool:
@@ -154,7 +154,7 @@ def _queue(service: Figure, busy: Figure) -> Figure:
     """Mean wait of an M/D/1 queue; the load is kept below 0.95 at each end."""
     ends = [min(end, 0.95) for end in (busy.value, busy.low, busy.high)]
     factor = Figure(*(b / (2 * (1 - b)) for b in ends), busy.kinds, name="queue, mean services waited for")
-    return (service * factor).named("waiting for other prompts", "s")
+    return (service * unless_settled(factor)).named("waiting for other prompts", "s")
 
 
 def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.figure import Figure, Kind, settled
 from dsjax.plan.limits import on
+from dsjax.plan.prompts import MEAN_OF_STEPS
 
 EXPLAINED = ("tpot", "ttft", "throughput", "memory")
 
@@ -24,12 +25,12 @@ def explain(candidate: Candidate, what: str) -> str:
 def widening(candidate: Candidate, what: str) -> list[tuple[str, float]]:
     """Each assumption below `ttft`, `tpot` or `throughput`, and by which share the interval would be narrower if its middle value were
     known to be right; the one that widens it most first."""
-    cluster = candidate.decode.cluster
+    cluster, own = candidate.decode.cluster, (MEAN_OF_STEPS,)  # has a range of its own beside those of its parts
     whole: Figure = getattr(on(candidate, cluster), what)
     names = {
         part.name
         for part, _ in whole.walk()
-        if part.name and part.kinds & Kind.ASSUMPTION and part.low < part.high and not part.parts
+        if part.name and part.kinds & Kind.ASSUMPTION and part.low < part.high and (not part.parts or part.name in own)
     }
     found = []
     for name in names:

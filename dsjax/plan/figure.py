@@ -225,6 +225,14 @@ def is_settled(name: str) -> bool:
     return _SETTLED.get() == name
 
 
+def unless_settled(found: Figure) -> Figure:
+    """The same, or its middle value alone where it is an assumption that is taken to be known (`settled`)."""
+    if not is_settled(found.name) or not found.kinds & Kind.ASSUMPTION:
+        return found
+    value, about = found.value, {"note": found.note, "source": found.source, "parts": found.parts}
+    return Figure(value, value, value, found.kinds, name=found.name, unit=found.unit, **about)
+
+
 def exact(value: float, name: str = "", unit: str = "", note: str = "") -> Figure:
     """Arithmetic on the model's and the layout's integers."""
     return Figure(value, name=name, unit=unit, note=note)
@@ -237,9 +245,7 @@ def measured(value: float, low: float, high: float, name: str, source: str, unit
 
 def assumed(value: float, low: float, high: float, name: str, why: str, unit: str = "") -> Figure:
     """Nobody measured it here: the range is where we would be surprised to be wrong."""
-    if is_settled(name):
-        low = high = value
-    return Figure(value, low, high, Kind.ASSUMPTION, name=name, source=why, unit=unit)
+    return unless_settled(Figure(value, low, high, Kind.ASSUMPTION, name=name, source=why, unit=unit))
 
 
 def _over(larger: float, smaller: float) -> float:

@@ -11,7 +11,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
 from dsjax.plan.dry_runs import runs_of, wire_refusal
-from dsjax.plan.figure import Figure
+from dsjax.plan.figure import Figure, unless_settled
 from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.layout import Layout
 from dsjax.plan.measured_step import MeasuredStep
@@ -139,7 +139,9 @@ class Instance:
         if key not in self.steps:
             runs = [run for run in self.dry_runs if run.timeline and (run.step == "decode") == decode]
             name = "timeline ÷ published operations"
-            self.steps[key] = (runs[0].timeline / self.compiled_step(runs[0])).named(name) if runs else None
+            self.steps[key] = (
+                (unless_settled(runs[0].timeline) / self.compiled_step(runs[0])).named(name) if runs else None
+            )
         return self.steps[key]
 
     def _paced(self, step: Figure, decode: bool) -> Figure:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import Figure, Kind, unless_settled
 
 FORMAT = "dsjax modules 1"
 _WIDTHS = (
@@ -137,7 +137,7 @@ class Measured:
         if beyond or outside:
             kinds |= Kind.ASSUMPTION
             note += f"; beyond what was timed ({points[0].at:g} to {points[-1].at:g}{', or its contexts' if outside else ''})"
-        return Figure(*ends, kinds, name=f"{module}, measured", unit="s", source=self.source, note=note)
+        return unless_settled(Figure(*ends, kinds, name=f"{module}, measured", unit="s", source=self.source, note=note))
 
 
 def _reach(positions: float, block: int) -> float:

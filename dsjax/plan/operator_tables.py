@@ -69,7 +69,9 @@ class OperatorTables:
         return OperatorTables(self.folder, self.left_out | set(names))
 
     def of_version(self, name: str) -> OperatorTables:
-        """The same with a bundled folder of another version's rows over them, such as `sglang-0.5.9`."""
+        """The bundled tables with those of another version over them, such as `sglang-0.5.9`; a folder of the user's own is not in it,
+        `left_out` is.
+        """
         return self._once(("version", name), lambda: OperatorTables(_BUNDLED / name, self.left_out))
 
     def _once(self, key: tuple, make: Callable[[], object]):

@@ -119,12 +119,13 @@ def read_sweep(text: str) -> tuple[str, tuple[Point, ...] | None]:
 
 
 def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence[Point] | None = None) -> Sweep:
-    """One of `SWEEPS` around a plan's winner, at the points that are given or at usual ones, and at the cluster as it is.
+    """One of `SWEEPS` around a plan's winner, at the points that are given or at usual ones, and at the cluster as it is (of hosts with
+    points of one's own at those alone).
 
     With a number of requests in flight a point is answered for as many, whatever load the question has.
 
     Raises:
-        UserError: an unknown quantity; more hosts lost than there are.
+        UserError: an unknown quantity; more hosts lost than there are; other numbers of hosts with a bound on the devices.
     """
     if quantity not in SWEEPS:
         raise UserError(f"--sweep {quantity!r}: expected one of {', '.join(SWEEPS)}")
@@ -142,17 +143,29 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
             raise UserError(f"--sweep loss-of-hosts={max(lost)}: the cluster has {cluster.hosts} hosts; expected fewer")
         asked = {n: of(cluster=cluster.resized(cluster.hosts - n)) for n in lost}
     elif quantity == "hosts":
+        if question.options.max_devices is not None:
+            raise UserError(
+                "--sweep hosts asks for other numbers of hosts, and "
+                f"--max-devices {question.options.max_devices} bounds the devices; leave one of them out"
+            )
         now = float(cluster.hosts)
         asked = {}
-        for point in points or tuple(now * factor for factor in (0.5, 1, 2, 4) if now * factor >= 1):
+        for point in points or sorted({float(int(now * factor)) for factor in (0.5, 1, 2, 4) if now * factor >= 1}):
             hosts, users = point if isinstance(point, tuple) else (point, None)
             there = of(cluster=cluster.resized(int(hosts)))
             asked[point] = there if users is None else _with_users(there, users)
     else:
-        now = winner.concurrency
+        now = _in_flight(winner)
         asked = {users: _with_users(question, users) for users in {*(points or _USERS), now}}
     order = sorted(asked, key=lambda point: point if isinstance(point, tuple) else (point, 0.0))
     return Sweep(quantity, _UNITS[quantity], now, [_point(question, winner, point, asked[point]) for point in order])
+
+
+def _in_flight(winner: Candidate) -> float:
+    """Requests in flight at the winner's own figures, by Little's law: where prefill holds it back, it has room for more."""
+    output = winner.decode.workload.output.mean
+    stay = winner.ttft.value + winner.tpot.value * max(output - 1, 0)
+    return float(max(1, round(winner.throughput.value / output * stay)))
 
 
 def _with_users(question: Question, users: float) -> Question:

@@ -10,7 +10,7 @@ from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.engine import PUBLISHED, Engine
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import Figure, Kind, unless_settled
 from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.measured import Measured
 from dsjax.plan.operator_tables import BUNDLED, OperatorTables
@@ -286,9 +286,13 @@ class Options:
                 "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out"
             )
 
-    @cached_property
+    @property
     def tokens_a_step(self) -> Figure:
         """Tokens that a decode step yields for a request: the next one, and drafts while all before were accepted."""
+        return unless_settled(self._tokens_a_step)
+
+    @cached_property
+    def _tokens_a_step(self) -> Figure:
         if not self.drafts:
             return Figure(1.0)
         ends = [min(1.0, max(0.0, self.acceptance + d)) for d in (0, -0.05, 0.05)]

@@ -2,6 +2,7 @@
 --dispatch-wire fp8` wrote for `dp=8` (96 rows; 8,192 prompt tokens), `tp=8,ep=1` (64 rows) and `dp=32` (128 rows), JAX 0.10.2."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,7 @@ def test_a_predicted_timeline_is_shown_beside_the_planners_step(tmp_path, timeli
     arguments = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated", "--dispatch", "auto"]
     shown = CliRunner().invoke(app, [*arguments, "--compiled", str(path), "--explain", "tpot"], catch_exceptions=False)
     assert (f"its timeline {predicted * 1e3:.3g} ms [" if timeline else "it has no timeline") in shown.output
+    assert bool(re.search(r"\d\d%  timeline$", shown.output, re.MULTILINE)) == timeline
     assert ("takes 184 ms by its timeline" in " ".join(shown.output.split())) == timeline
     assert "times a step  (compiled; with.json, dsjax dryrun --target h200" in shown.output
 

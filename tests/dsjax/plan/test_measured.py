@@ -11,7 +11,7 @@ from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.hardware.this_machine import cpu_name
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.figure import Kind
+from dsjax.plan.figure import Kind, settled
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.measured import Measured, Point, _at, read_measured, widths
 from dsjax.plan.measured_step import MeasuredStep
@@ -167,6 +167,9 @@ def test_a_figure_beyond_the_file_is_an_assumption(demo, body):
     assert not inside.kinds & Kind.ASSUMPTION
     assert outside.kinds & Kind.ASSUMPTION
     assert any("beyond what was timed (1 to 256)" in figure.note for figure, _ in outside.walk())
+    with settled("router, measured"):
+        known = model(demo, body).decode(512, 127).part("router, measured")
+    assert known.low == known.high == outside.part("router, measured").value
     contexts = model(demo, body).decode(8, 1900).part("attention")
     assert contexts.kinds & Kind.ASSUMPTION
 

@@ -231,9 +231,10 @@ def test_a_sweep_over_users_is_answered_for_as_many_and_over_hosts_for_those_giv
         ("bandwidth=0", "0 is not above 0"),
         ("loss-of-hosts=0.5", "0.5 is not a number of hosts"),
         ("loss-of-hosts=1", "the cluster has 1 hosts; expected fewer"),
+        ("hosts --max-devices 8", "and --max-devices 8 bounds the devices; leave one of them out"),
     ],
 )
 def test_a_sweep_at_no_possible_points_is_refused(text, reason):
-    found = CliRunner().invoke(app, [*BASE, "--mesh", "tp=8,ep=1", "--sweep", text])
+    found = CliRunner().invoke(app, [*BASE, "--mesh", "tp=8,ep=1", "--sweep", *text.split()])
     assert isinstance(found.exception, UserError)
     assert reason in str(found.exception)

@@ -11,7 +11,9 @@ import pytest
 from dsjax.errors import UserError
 from dsjax.plan import relief
 from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.explain import widening
 from dsjax.plan.limits import bottlenecks, forbidden, on
+from dsjax.plan.prompts import MEAN_OF_STEPS
 from dsjax.plan.report import sentence, to_json
 from dsjax.plan.search import search
 from dsjax.plan.sweep import sweep
@@ -201,6 +203,17 @@ def test_more_prefix_hits_give_more(ask):
     assert search(ask(prompt=8000, prefix_hit=0.8)).winner.throughput.value > without
 
 
+def test_who_waits_for_whose_prompts_is_an_assumption_among_the_others(ask):
+    options = Options(modes=("aggregated",), redundant=0, mesh=MeshSpec.parse("dp=8"), drafts=1)
+    winner = search(ask("h200-8", options=options, concurrency=64.0)).winner
+    shares = dict(widening(winner, "tpot"))
+    assert shares[MEAN_OF_STEPS] > 0.1
+    assert shares["tokens a step"] > 1e-4
+    assert sum(shares.values()) < 1
+    before = winner.tpot.to_json()
+    assert on(winner, winner.decode.cluster).tpot.to_json() == before
+
+
 def test_an_accepted_draft_gives_more_at_small_batches(ask):
     base = ask(concurrency=8.0, options=Options(modes=("aggregated",)))
     drafting = dataclasses.replace(base, options=Options(modes=("aggregated",), drafts=1))
@@ -213,6 +226,25 @@ def test_losing_hosts_never_gains(ask):
     best = [p.best.throughput.value for p in found.points]
     assert [p.value for p in found.points] == [0, 1]
     assert best[0] >= best[1]
+
+
+def test_a_sweep_over_users_shows_the_winner_as_it_is_where_prefill_leaves_room_in_it(ask):
+    wide = MeshSpec.parse("dp=8")
+    question = ask("h200-16", 4000, options=Options(redundant=0, overlap="off", pins=Pins(wide, wide, 1, 1)))
+    winner = dataclasses.replace((found := search(question).winner), batch=float(found.decode.max_batch))
+    winner = on(winner, question.cluster)
+    swept = sweep(question, winner, "concurrency", ())
+    (there,) = (point for point in swept.points if point.value == swept.now)
+    assert there.value < 0.9 * winner.concurrency
+    assert there.same.tpot.value == pytest.approx(winner.tpot.value, rel=0.05)
+    assert there.same.throughput.value == pytest.approx(winner.throughput.value, rel=0.05)
+
+
+def test_half_of_an_odd_number_of_hosts_is_a_number_of_hosts(ask):
+    question = ask("h200-8", hosts=3, options=dataclasses.replace(FEW, mesh=MeshSpec.parse("tp=8,ep=1")))
+    swept = sweep(question, search(question).winner, "hosts")
+    assert [point.value for point in swept.points] == [1, 3, 6, 12]
+    assert [point.best.devices for point in swept.points] == [8, 24, 48, 96]
 
 
 def test_a_slower_network_never_gains(ask):
