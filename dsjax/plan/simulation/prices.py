@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsjax.plan.curves import Grid
 from dsjax.plan.figure import Figure, exact
@@ -48,13 +48,29 @@ class _Table:
 
 
 class Fastest:
-    """Of a step, the price by whichever model makes it shortest: an engine overlaps two half batches where that pays."""
+    """Of a step, the price by whichever model makes it shortest: an engine overlaps two half batches where that pays.
 
-    def __init__(self, models: Sequence[StepModel], most_tokens: float, drafts: int = 0):
+    paces: how much longer programs take than their operations, with prompts and of decodes alone (`Instance.pace`).
+    """
+
+    def __init__(
+        self, models: Sequence[StepModel], most_tokens: float, drafts: int = 0, paces: tuple[float, float] = (1.0, 1.0)
+    ):
         self._prices = [StepPrices(model, most_tokens, drafts) for model in models]
+        self._paces = paces
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
-        """As `StepPrices.seconds`."""
+        """As `StepPrices.seconds`. What prompts and decodes have in common is saved at the pace of the faster program."""
+        together = self._published(ranks)
+        prompts, decodes = self._paces
+        if prompts == decodes == 1.0:
+            return together
+        of_decodes = self._published([replace(work, prompts=0, pairs=0.0, cached=0) for work in ranks])
+        of_prompts = self._published([replace(work, decodes=0, context=0) for work in ranks])
+        saved = of_decodes + of_prompts - together
+        return decodes * of_decodes + prompts * of_prompts - min(self._paces) * saved
+
+    def _published(self, ranks: Sequence[RankWork]) -> float:
         return min(prices.seconds(ranks) for prices in self._prices)
 
 

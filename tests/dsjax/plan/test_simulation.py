@@ -16,7 +16,7 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.simulation.load import Load, requests
 from dsjax.plan.simulation.outcome import Spread
-from dsjax.plan.simulation.prices import RankWork, StepPrices
+from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
@@ -81,6 +81,16 @@ def test_what_comes_during_a_step_waits_for_the_one_that_was_planned_without_it(
     # Serial steps take 5 ms more each, a prompt's own step and the one under way; planned ahead, up to one more step passes. How much
     # of it depends on which of the 16 users' steps fall together.
     assert 0.65 * (step - 2 * host) < times[0].ttft.mean - times[1].ttft.mean < step
+
+
+def test_steps_are_played_at_the_pace_of_programs(step_model):
+    ranks = [RankWork(decodes=8, context=9000)] * 7 + [RankWork(decodes=4, context=3000, prompts=512, pairs=9e4)]
+    alone = [dataclasses.replace(work, prompts=0, pairs=0.0) for work in ranks]
+    models = [step_model("dp=8")]
+    published, slow, both = (Fastest(models, 1024, paces=paces) for paces in ((1.0, 1.0), (1.0, 5.0), (3.0, 3.0)))
+    assert slow.seconds(alone) == pytest.approx(5 * published.seconds(alone))
+    assert slow.seconds(ranks) == pytest.approx(published.seconds(ranks) + 4 * published.seconds(alone))
+    assert both.seconds(ranks) == pytest.approx(3 * published.seconds(ranks))
 
 
 def test_all_ranks_wait_for_the_one_with_a_prompt(step_model):
