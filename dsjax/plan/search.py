@@ -88,10 +88,11 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
         if not found:
             sizes = sorted({layout.devices for layout in possible})
             most = max((layout.mesh.tp_size for layout in possible), default=1)
+            redundant = "the fewest" if question.options.redundant is None else question.options.redundant
             raise UserError(
                 f"--mesh {wanted} is no layout of this plan: {wanted.num_devices} devices wanted, {question.devices} at hand in "
                 f"hosts of {cluster.devices_per_host}; instances of {', '.join(map(str, sizes))} devices with tp up to {most} are "
-                f"looked at, with {question.options.redundant if question.options.redundant is not None else 'the fewest'} redundant experts"
+                f"looked at, with {redundant} redundant experts"
             )
     steps: dict[Layout, dict] = {}
     shared: dict = {}
