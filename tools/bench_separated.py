@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "dsjax" / "dynamo")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "dsjax" / "dynamo")]
 from deployment import Frontend, Worker, wait_until
 
 from dsjax.bench.serve.client import Client, Target, open_session

@@ -1,8 +1,11 @@
-"""Write the Grafana dashboard from the table of panels below: python tools/make_dashboard.py
+"""Write the Grafana dashboard from the table of panels below.
+
+    python tools/make_dashboard.py
 
 A dashboard is a thousand lines of JSON of which ten lines a panel differ; those stand here.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -516,6 +519,8 @@ def dashboard() -> dict[str, Any]:
 
 
 def main() -> None:
+    """Write the file."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     FILE.write_text(json.dumps(dashboard(), indent=1) + "\n", encoding="utf-8")
     print(FILE)
 

@@ -53,7 +53,9 @@ class _Rank:
         self._places: dict[int, set[str | None]] = {}  # by block: the tiers that have it
         self._salts: dict[int, str] = {}
         self._told: set[int] = set()
-        self._waiting: dict[int, list[BlockStored]] = {}  # by the parent that is not known, events of one block
+        # By the parent that is not known, and by block: events of one block. And the parent of each that waits.
+        self._waiting: dict[int, dict[int, BlockStored]] = {}
+        self._parents: dict[int, int] = {}
 
     def enter(self, events: Sequence[Event]) -> list[dict[str, Any]]:
         """What the router is to be told: what several events come to together, new blocks before those that have gone."""
@@ -71,6 +73,7 @@ class _Rank:
                 left += self._places
                 self._places.clear()
                 self._waiting.clear()
+                self._parents.clear()
         gone = [block for block in dict.fromkeys(left) if block in self._told and block not in self._places]
         if gone:
             self._told.difference_update(gone)
@@ -91,7 +94,8 @@ class _Rank:
             if self._knows(one.parent_block_hash):
                 self._tell(one, changes)
             else:
-                self._waiting.setdefault(one.parent_block_hash, []).append(one)
+                self._waiting.setdefault(one.parent_block_hash, {})[one.block_hashes[0]] = one
+                self._parents[one.block_hashes[0]] = one.parent_block_hash
 
     def _tell(self, event: BlockStored, changes: list[dict[str, Any]]) -> None:
         salt = event.extra_keys[0][0] if event.extra_keys else self._salts.get(event.parent_block_hash)
@@ -100,9 +104,10 @@ class _Rank:
         for block in event.block_hashes:
             if salt is not None:
                 self._salts[block] = salt
-            for child in self._waiting.pop(block, ()):
-                if child.block_hashes[0] in self._places and child.block_hashes[0] not in self._told:
-                    self._tell(child, changes)
+            for child, waiting in self._waiting.pop(block, {}).items():
+                self._parents.pop(child, None)
+                if child not in self._told:
+                    self._tell(waiting, changes)
 
     def _leave(self, block: int, medium: str | None) -> None:
         held = self._places.get(block)
@@ -110,6 +115,11 @@ class _Rank:
             held.discard(medium)
             if not held:
                 del self._places[block]
+                parent = self._parents.pop(block, None)
+                if parent is not None:  # the parent may never come
+                    del self._waiting[parent][block]
+                    if not self._waiting[parent]:
+                        del self._waiting[parent]
 
     def _knows(self, parent: int | None) -> bool:
         return parent is None or parent in self._told

@@ -16,6 +16,8 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.page_channel import split_address
 from dsjax.engine.page_network import PrefillServer
 from dsjax.errors import UserError
+from dsjax.serve.metrics_families import Registry, exposition
+from dsjax.serve.metrics_prefill import add_prefill_metrics
 from dsjax.serve.startup_screen import warm_up_bar
 from dsjax.serve.watchdog import Watchdog
 
@@ -107,6 +109,12 @@ class DsjaxPrefillEngine(Worker):
     def component_metrics_dp_ranks(self) -> list[int]:
         """All ranks of the mesh."""
         return list(range(self._server.engine.core.executor.limits.num_ranks))
+
+    async def register_prometheus(self, metrics: Any) -> None:
+        """Show the prefill engine's metrics beside Dynamo's own."""
+        registry = Registry()
+        add_prefill_metrics(registry, self._options.names[0], [self._server.engine])
+        metrics.register_prometheus_expfmt_callback(lambda: exposition(registry.families).decode())
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         """Tell this publisher of each rank's pages."""

@@ -1,6 +1,6 @@
 """Requests become tokens: scheduling, pages and text in plain Python; executor, device state and sampler in JAX.
 
 `request`, `pages`, `rank`, `scheduler`, `core`, `engine` and their kin import no JAX, so that the planner can run the
-same scheduler on virtual time. `cache`, `device_state`, `mesh_executor`, `sampler` and `llm` are the accelerator's side of the contract in
-`plan`.
+same scheduler on virtual time. `cache`, `device_state`, `mesh_executor`, `sampler` and `llm` are the accelerator's side. Between the two
+stand `commands`, what is to be done as plain data, and `executor`, the protocol of whatever does it.
 """

@@ -9,6 +9,7 @@ from dsjax.engine.event_publisher import KvEventsConfig
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.page_transfer import TRANSFER_SECONDS
 from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.side_options import check_sides, check_sizes
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 
@@ -36,12 +37,17 @@ _OF_THE_HOST = (
     "decode_mesh",
     "prefill_instances",
     "decode_instances",
+    "prefill_max_num_seqs",
+    "prefill_max_num_batched_tokens",
+    "prefill_prefill_chunk",
+    "prefill_cache_tokens",
+    "prefill_redundant_experts",
     "local_prefill_tokens",
     "transfer_timeout",
     "disaggregation_mode",
     "transfer_host",
 )
-"""Options that change which commands an executor gets, and not what it makes of them."""
+"""Options that change which commands an executor gets, and not what it makes of them; or that are another engine's."""
 
 
 def option(
@@ -64,7 +70,8 @@ class EngineArgs:
     """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank."""
 
     model: str = option(
-        "demo", "bundled name, or a directory with config.json and weights, or an Orbax directory of ours"
+        "demo",
+        "bundled name, directory with config.json and weights, Orbax directory of ours, or Hugging Face repository id",
     )
     mesh: str = option("dp=1", "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (default dp × tp)")
     revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
@@ -179,6 +186,26 @@ class EngineArgs:
         "engines that make tokens, each on a --decode-mesh of its own; each steps by itself, and requests are routed over all ranks",
         least=1,
     )
+    prefill_max_num_seqs: int | None = option(
+        None,
+        "most prompts under way on a DP rank of --prefill-mesh; default: as --max-num-seqs, or 256 over all ranks of that mesh, at least 8 "
+        "on each",
+        least=1,
+    )
+    prefill_max_num_batched_tokens: int | None = option(
+        None, "most tokens of a DP rank of --prefill-mesh in one step; default: as --max-num-batched-tokens", least=1
+    )
+    prefill_prefill_chunk: int | None = option(
+        None, "most tokens of one prompt in one step of --prefill-mesh; default: as --prefill-chunk", least=1
+    )
+    prefill_cache_tokens: int | None = option(
+        None, "token slots of the cache of a DP rank of --prefill-mesh; default: as --cache-tokens", least=1
+    )
+    prefill_redundant_experts: int | None = option(
+        None,
+        "physical experts beside the logical ones on --prefill-mesh; default: as --redundant-experts, or as --eplb-config says",
+        least=0,
+    )
     local_prefill_tokens: int = option(
         64, "a prompt of which the decode side lacks fewer tokens is computed there", least=1
     )
@@ -222,21 +249,12 @@ class EngineArgs:
             if field.name not in ("speculative_config", "eplb_config", "kv_events_config"):
                 _check(field, getattr(self, field.name))
         _ = self.speculation, self.eplb, self.num_redundant, self.kv_events  # wrong ones are refused here
-        if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
-            raise UserError(
-                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs {self.max_num_seqs}, "
-                "so running requests would stall each other; raise the first or lower the second"
-            )
-        if self.cache_tokens is not None and self.cache_tokens % self.page_size:
-            raise UserError(
-                f"--cache-tokens is {self.cache_tokens}, which is no whole number of pages of {self.page_size} tokens "
-                f"(--page-size); give {-(-self.cache_tokens // self.page_size) * self.page_size}"
-            )
+        check_sizes(self)
         self._check_disk_cache()
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
         MeshSpec.parse(self.mesh)
-        self._check_separated()
+        check_sides(self)
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineArgs":
@@ -331,65 +349,6 @@ class EngineArgs:
                 "give one of them"
             )
         return self.redundant_experts if balanced is None else balanced
-
-    def _check_separated(self) -> None:
-        """Whether the options of prefill apart from decode go together, and with all others."""
-        if self.is_side:
-            if self.separated:
-                raise UserError(
-                    f"--disaggregation-mode {self.disaggregation_mode} is one side of two, and --prefill-mesh has both; leave one out"
-                )
-            self._check_transfers(f"--disaggregation-mode {self.disaggregation_mode}")
-            if self.disaggregation_mode == "prefill":
-                self._check_prefills_alone()
-        if self.prefill_mesh is None and self.decode_mesh is None:
-            for side in ("prefill", "decode"):
-                if getattr(self, f"{side}_instances") > 1:
-                    raise UserError(
-                        f"--{side}-instances is given without --prefill-mesh and --decode-mesh; give them too"
-                    )
-            return
-        for given, other in (("prefill", "decode"), ("decode", "prefill")):
-            if getattr(self, f"{other}_mesh") is None:
-                raise UserError(f"--{given}-mesh is given without --{other}-mesh; give both, or --mesh alone")
-        from sharding.mesh import MeshSpec
-
-        for mesh in (self.prefill_mesh, self.decode_mesh):
-            MeshSpec.parse(mesh)
-        if self.mesh != EngineArgs.mesh:
-            raise UserError(
-                f"--mesh {self.mesh} is given with --prefill-mesh and --decode-mesh, which name all devices; leave one out"
-            )
-        self._check_transfers("--prefill-mesh")
-        if self.coordinator_address is not None or (self.num_processes or 1) > 1:
-            raise UserError(
-                "--prefill-mesh and --decode-mesh are meshes of one process; leave --num-processes out, or give each side processes of its "
-                "own (dsjax dynamo --disaggregation-mode)"
-            )
-
-    def _check_transfers(self, flag: str) -> None:
-        """Whether this engine's pages can go to others, or theirs come here."""
-        if "CD" in (self.mla_prefill, self.mla_decode):
-            raise UserError(
-                f"{flag} moves pages of the latent cache, and the MLA form CD keeps none; use another --mla-prefill and --mla-decode"
-            )
-        if not self.enable_prefix_caching:
-            raise UserError(
-                f"{flag} hands pages over through the prefix cache, which --no-enable-prefix-caching turns off"
-            )
-        if self.record_steps is not None:
-            raise UserError(
-                f"--record-steps does not go with {flag}: a recording would lack what pages from elsewhere held; leave one of them out"
-            )
-
-    def _check_prefills_alone(self) -> None:
-        """Whether an engine that computes prompts for other processes has what only a decode side has."""
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("host_cache_bytes", "disk_cache", "kv_events_config"):
-            if getattr(self, name) != fields[name]:
-                raise UserError(
-                    f"--{name.replace('_', '-')} is not for --disaggregation-mode prefill, only for decode; leave it out there"
-                )
 
     def _check_disk_cache(self) -> None:
         if self.disk_cache is None:

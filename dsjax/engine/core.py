@@ -124,8 +124,12 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or a step or the exchange of experts is under way."""
-        exchanging = self._balancer is not None and self._balancer.busy
-        return self.scheduler.num_unfinished > 0 or bool(self._under_way) or exchanging or self.scheduler.sends
+        return self.scheduler.num_unfinished > 0 or bool(self._under_way) or self.is_exchanging or self.scheduler.sends
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether experts are being moved."""
+        return self._balancer is not None and self._balancer.busy
 
     @property
     def is_computing(self) -> bool:
@@ -151,14 +155,18 @@ class EngineCore:
             self._prefills.send()
         return update
 
-    def step(self, meanwhile: Callable[[], None] | None = None, *, waits: bool = True) -> list[Update]:
+    def step(
+        self, meanwhile: Callable[[], None] | None = None, *, waits: bool = True, ahead: bool = True
+    ) -> list[Update]:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
         Returns at once where there is nothing to do. meanwhile: called once while the device computes. It may `add` and `abort`. waits:
-        for a moment, where all there is to do is to wait for pages.
+        for a moment, where all there is to do is to wait for pages. ahead: launch others than the one that it waits for. Without that, what
+        comes while it computes has a place in the step after it.
         """
         self._stats = None
-        while len(self._under_way) < self._most_under_way and self._launch():
+        most = self._most_under_way if ahead else 1
+        while len(self._under_way) < most and self._launch():
             pass
         if not self._under_way:
             if self._balancer is not None:
@@ -373,6 +381,14 @@ class EngineCore:
         if self._prefills is not None:
             self._prefills.close()
         self.executor.shutdown()
+
+    def abandon(self) -> None:
+        """Nothing goes on after an error: prefill sides need compute and keep nothing for this engine any more.
+
+        What the executor holds stays until the process ends: to give it back waits for a device that has failed.
+        """
+        if self._prefills is not None:
+            self._prefills.close()
 
     def _leave(self) -> None:
         """Write what only the devices hold to the disk, most recently used first, for `LEAVE_SECONDS` at most."""

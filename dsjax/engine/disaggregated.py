@@ -7,20 +7,24 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import jax
 import msgspec
+from jax.sharding import Mesh
 
+from dsjax.checkpoint.hub import resolve
+from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.executor import Executor
 from dsjax.engine.expert_balancer import ExpertBalancer
 from dsjax.engine.generations import Generations
+from dsjax.engine.layout import Layout
 from dsjax.engine.leader import pulled_stream
 from dsjax.engine.leases import Keeper
-from dsjax.engine.loading import LoadedModel, load_model
+from dsjax.engine.loading import LoadedModel, PrefillSizes, load_model
 from dsjax.engine.page_events import EventSink
 from dsjax.engine.page_files import lock_folder
 from dsjax.engine.page_network import PrefillServer, RemoteLink
@@ -29,37 +33,14 @@ from dsjax.engine.parcel_carrier import JaxCarrier
 from dsjax.engine.parcel_network import KeptParcels, ParcelServer, RemoteParcels
 from dsjax.engine.prefill_engine import Keepers, LocalLink, PrefillEngine
 from dsjax.engine.program_library import ProgramLibrary
+from dsjax.engine.side_options import decode_args, prefill_args
 from dsjax.errors import UserError
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.meeting import Arrival
 from dsjax.hosts.stream import StreamWriter
-from sharding import MeshSpec
+from sharding import MeshError, MeshSpec
 
-_DECODES_ALONE = {
-    "host_cache_bytes": 0,
-    "disk_cache": None,
-    "disk_cache_bytes": 0,
-    "kv_events_config": None,
-    "record_steps": None,
-}
-"""Options that prefill instances do without, and their values there."""
 _LOOK_SECONDS = 1.0
-
-
-def decode_args(args: EngineArgs, instance: int = 0) -> EngineArgs:
-    """The options of an engine that makes tokens. Of several each has its share of host memory and disk, and a folder of its own."""
-    own: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
-    if args.decode_instances > 1:
-        own |= {name: getattr(args, name) // args.decode_instances for name in ("host_cache_bytes", "disk_cache_bytes")}
-    if args.decode_instances > 1 and args.disk_cache is not None:
-        own["disk_cache"] = str(Path(args.disk_cache) / f"instance-{instance}")
-    return replace(args, **own, prefill_mesh=None, decode_mesh=None, prefill_instances=1, decode_instances=1)
-
-
-def prefill_args(args: EngineArgs) -> EngineArgs:
-    """The options of a prefill instance."""
-    own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"}
-    return replace(decode_args(args), **own, **_DECODES_ALONE)
 
 
 @dataclass(frozen=True)
@@ -87,7 +68,9 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
         UserError, MeshError: options, model or devices that do not go together; before weights are read.
     """
     decode, prefill = MeshSpec.parse(args.decode_mesh), MeshSpec.parse(args.prefill_mesh)
-    devices = iter(_devices(args))
+    devices = _devices(args)
+    _check_prefill(args, prefill.arrange(devices[-prefill.num_devices :]))
+    devices = iter(devices)
     lock = None
     if args.decode_instances > 1 and args.disk_cache is not None:
         lock = lock_folder(args.disk_cache)
@@ -95,7 +78,9 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
     decodes = _load_alike(options, decode, devices, is_later=False, show_progress=show_progress)
     options = [prefill_args(args)] * args.prefill_instances
     prefills = []
-    for own, model in zip(options, _load_alike(options, prefill, devices, show_progress=show_progress), strict=True):
+    with _named_prefill(args):
+        models = _load_alike(options, prefill, devices, show_progress=show_progress)
+    for own, model in zip(options, models, strict=True):
         engine = PrefillEngine(
             model.executor,
             own.scheduler_config(model.executor.limits),
@@ -114,10 +99,28 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
         mesh=str(decode) if args.decode_instances == 1 else f"{args.decode_instances} × {decode}",
         prefill_meshes=[str(prefill)] * args.prefill_instances,
         decode_instances=args.decode_instances,
+        prefill_sizes=PrefillSizes.of(models[0].facts),
         max_model_len=min(model.facts.max_model_len for model in decodes),
         **{name: sum(getattr(model.facts, name) for model in decodes) for name in tokens},
     )
     return Separated(replace(first, facts=facts), links[0], beside, lock)
+
+
+def _check_prefill(args: EngineArgs, mesh: Mesh) -> None:
+    """Whether the model and the options go together with the prefill side's mesh, before the decode side's weights are read."""
+    with _named_prefill(args):
+        Layout.of(prefill_args(args), open_checkpoint(resolve(args.model, revision=args.revision)), mesh)
+
+
+@contextmanager
+def _named_prefill(args: EngineArgs) -> Iterator[None]:
+    """Say of what cannot be that it is the prefill side's, whose options have other names than an engine's where it has its own."""
+    try:
+        yield
+    except (UserError, MeshError) as error:
+        raise UserError(
+            f"of --prefill-mesh {args.prefill_mesh}, whose own values have --prefill- before an option's name: {error}"
+        ) from error
 
 
 def _load_alike(

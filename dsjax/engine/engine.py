@@ -26,6 +26,9 @@ if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.expert_balancer import ExpertBalancer
     from dsjax.engine.generations import Generations
 
+ENGINE_END = ": "
+"""Between an engine's name and the name of what it compiles, where there are several engines."""
+
 
 class LLMEngine:
     """The engine without threads: `LLM.generate` and the tests drive it; the server drives its parts.
@@ -232,11 +235,18 @@ class LLMEngine:
         return all(flushed)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape before the first request."""
-        for core in self.cores:
-            core.executor.warm_up(progress)
-        for link in self.prefills:
-            link.warm_up(progress)
+        """Compile every shape before the first request. Of several engines a label begins with the engine's name, up to `ENGINE_END`."""
+        several = len(self.cores) + len(self.prefills) > 1
+
+        def of(kind: str, index: int) -> Progress | None:
+            if progress is None or not several:
+                return progress
+            return lambda done, total, label: progress(done, total, f"{kind} engine {index}{ENGINE_END}{label}")
+
+        for index, core in enumerate(self.cores):
+            core.executor.warm_up(of("decode", index))
+        for index, link in enumerate(self.prefills):
+            link.warm_up(of("prefill", index))
         if self.core.generations is not None:
             self.core.generations.has_warmed_up()
 

@@ -128,7 +128,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while True:
-                if not self.core.has_unfinished:
+                at_rest = not self.core.has_unfinished
+                if at_rest:
                     self._commands.get()()
                 self._take_commands()
                 if self._between_steps or self._ending:
@@ -142,7 +143,7 @@ class EngineThread:
                     self.core.shutdown()
                     return
                 if self.core.has_unfinished:
-                    self._step()
+                    self._step(ahead=not at_rest)
         except BaseException as error:
             self.step_started = None
             if isinstance(error, UserError):
@@ -154,11 +155,14 @@ class EngineThread:
             ):  # a process of the group was lost, and the loop has ended before this step did
                 self._hand_over()
                 self._listener.on_death(error)
+            self.core.abandon()
 
-    def _step(self) -> None:
+    def _step(self, ahead: bool) -> None:
+        # Requests that clients send at once come one by one. Those that come during the first one's step go on with the next: it is
+        # planned when that one is done, and not ahead of it.
         self.step_started = time.monotonic()
         try:
-            updates = self.core.step(self._meanwhile)
+            updates = self.core.step(self._meanwhile, ahead=ahead)
         except Exception as error:
             lost = error  # Python forgets the other name
             self.step_started = None

@@ -124,7 +124,10 @@ class Incoming:
     def begin_step(self, now: float) -> None:
         """Another step is planned: what was not heard of for too long is given up."""
         for transfer in [one for one in self._transfers.values() if now - one.since > self.timeout]:
-            self._pauses[transfer.link].begin(now)
+            if (
+                transfer.pulling or not transfer.offers
+            ):  # else what was offered has found no room here, which is not the link's fault
+                self._pauses[transfer.link].begin(now)
             self._give_up(transfer)
 
     def awaits(self, rank: int, request: Request, name: bytes) -> bool:
@@ -156,6 +159,8 @@ class Incoming:
         link = min(self._links(request, now), key=lambda link: sum(peer.awaited[link] for peer in self.peers))
         rest = list(names[found:])
         handed, request.prefill_transfer = request.prefill_transfer, None
+        if handed in self._transfers:  # of another request; nobody would hear any more of what that one awaits
+            handed = None
         transfer = Transfer(
             handed or f"{self._prefix}-{next(self._numbers)}", link, rank, found, rest, now, now, set(rest), request
         )

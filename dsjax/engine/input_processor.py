@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.engine.logit_rules import LogitRules, TokenRun
+from dsjax.engine.page_channel import split_address
 from dsjax.engine.pages import extend_hashes
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingError, SamplingParams
@@ -83,8 +84,11 @@ class InputProcessor:
             PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
             SamplingError: a token id outside the vocabulary, a grammar that cannot be, or text asked for without a tokenizer.
             AdmissionError: more tokens than model or cache hold.
+            UserError: `prefill` names no prefill engine.
         """
         text, token_ids = self._tokens(prompt)
+        if prefill is not None:
+            _check_prefill(prefill)
         stop_ids = self._stop_ids(params)
         max_tokens = self._max_tokens(len(token_ids), params)
         rules = self.rules.make(params, stop_ids)
@@ -152,6 +156,16 @@ class InputProcessor:
             return params.max_tokens
         self.config.check_fits(num_prompt_tokens, max(1, params.min_tokens))
         return self.config.max_request_len - num_prompt_tokens
+
+
+def _check_prefill(prefill: Mapping[str, str]) -> None:
+    """Refuse what names no prefill engine. It is connected to in the engine's thread, which an error would end for all requests."""
+    given = {name: prefill.get(name) for name in ("address", "transfer")}
+    if not all(isinstance(value, str) for value in given.values()):
+        raise UserError(
+            f"the prompt is said to be computed elsewhere, by {given}, expected address and transfer as text"
+        )
+    split_address(given["address"])
 
 
 def _uint32(seed: int) -> int:

@@ -90,6 +90,11 @@ class Leases:
         """Parcels that have not gone."""
         return len(self._leases)
 
+    @property
+    def num_pages_kept(self) -> int:
+        """Pages of all ranks in parcels that have not gone."""
+        return self._most_kept * len(self._room) - sum(self._room)
+
     def room(self, rank: int) -> int:
         """How many further pages of a rank may go into parcels now."""
         return self._room[rank]

@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,30 @@ from sharding import MeshSpec
 
 
 @dataclass(frozen=True)
+class PrefillSizes:
+    """What an engine that computes prompts for others beside it is told and has; they are all alike.
+
+    Attributes:
+        dp_ranks: of one engine; all but `cache_tokens` is of each of them.
+        max_num_seqs, max_num_batched_tokens, prefill_chunk: as of `EngineArgs`, the last as far as a step has room for it.
+        cache_tokens: token slots of the cache of one engine, all its DP ranks together.
+        max_model_len: tokens of a prompt, and one more, that it has room for; longer prompts are computed where they are decoded.
+    """
+
+    dp_ranks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    cache_tokens: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, facts: EngineFacts) -> PrefillSizes:
+        """Of what was loaded for such an engine."""
+        return cls(**{field.name: getattr(facts, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
 
@@ -60,7 +84,9 @@ class EngineFacts:
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
-        prefill_meshes: of the devices beside these that compute prompts for them.
+        max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, as of `EngineArgs`; the last as far as a step has room for it.
+        prefill_meshes: of the devices beside these that compute prompts for them. prefill_sizes: of each of those engines; None
+            without them.
         decode_instances: engines that make tokens, each on devices of its own, of `mesh_shape`. Devices, DP ranks and tokens of caches are
             those of all of them together.
         host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
@@ -88,6 +114,8 @@ class EngineFacts:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
     host_cache_tokens: int = 0
     disk_cache_tokens: int = 0
     page_bytes: int = 0
@@ -95,6 +123,7 @@ class EngineFacts:
     kernels: dict[str, str] = field(default_factory=dict)
     kernels_note: str = ""
     prefill_meshes: list[str] = field(default_factory=list)
+    prefill_sizes: PrefillSizes | None = None
     decode_instances: int = 1
     activation_scheme: str = "none"
 
@@ -356,6 +385,8 @@ def _facts(
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        prefill_chunk=limits.max_chunk,
         disk_cache_tokens=limits.disk_pages * limits.page_size,
         page_bytes=tier_sizes.page_bytes(step),
         host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,

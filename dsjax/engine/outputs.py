@@ -139,7 +139,8 @@ class OutputStream:
         if self._waiter is None or self._waiter.done():
             return
         try:
-            if self._at_once is not None and self._goes_on() and self._at_once(self._peek()):
+            goes_on = None if self._at_once is None else self._peek()
+            if goes_on is not None and self._at_once(goes_on):
                 self._ready.clear()
             else:
                 self._waiter.set_result(None)
@@ -183,12 +184,14 @@ class OutputStream:
             finally:
                 self._waiter = None
 
-    def _goes_on(self) -> bool:
-        """Whether nothing that is there ends a request."""
-        return not any(isinstance(output, Exception) or output.finished for output in self._ready)
-
-    def _peek(self) -> list[tuple[int, RequestOutput]]:
-        return [(self._index[output.request_id], output) for output in self._ready]
+    def _peek(self) -> list[tuple[int, RequestOutput]] | None:
+        """What there is; None where something of it ends a request."""
+        found = []
+        for output in self._ready:
+            if isinstance(output, Exception) or output.finished:
+                return None
+            found.append((self._index[output.request_id], output))
+        return found
 
     def _take(self) -> tuple[int, RequestOutput]:
         output = self._ready.popleft()

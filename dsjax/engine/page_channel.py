@@ -14,7 +14,7 @@ import msgspec
 
 from dsjax.engine.page_transfer import Ask, Cancel, Failed, Forget, Granted, Offer, Release, Take, Taken
 from dsjax.errors import UserError
-from dsjax.hosts.wire import receive_frame, send_frame
+from dsjax.hosts.wire import keep_alive, receive_frame, send_frame
 
 VERSION = 2
 """Of the messages. It changes whenever an older side could misunderstand a newer one."""
@@ -22,6 +22,8 @@ VERSION = 2
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 64 << 20
 _CONNECT_SECONDS = 5.0
+_GONE_SECONDS = 30
+"""After which a host that has gone without a word, as when it loses power, is known to be gone."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -47,6 +49,9 @@ class Channel:
     """Messages over a connection: whoever sends does not wait, and what comes is handed over in a thread."""
 
     def __init__(self, connection: socket.socket, receive: Callable[[Any], None], closed: Callable[[], None]):
+        keep_alive(connection, _GONE_SECONDS)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # the same where something was sent and is not acknowledged
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_SECONDS * 1000)
         self._connection, self._receive, self._closed = connection, receive, closed
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

@@ -157,7 +157,8 @@ class PageFiles:
                     raise PageFileError(f"{path} is torn")
         if bytes(header) != HEADER.pack(MAGIC, self._space, name, self._content, _checksum(parts)):
             raise PageFileError(f"{path} is damaged, or of another page")
-        os.utime(path)
+        with contextlib.suppress(OSError):  # a disk that cannot be written any more can still be read
+            os.utime(path)
         return page
 
     def delete(self, name: bytes) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.commands import DropParcels, from_int32s, int32s
 from dsjax.engine.core import EngineCore
@@ -40,6 +40,9 @@ _log = logging.getLogger(__name__)
 _MOST_RECENT = 4096
 _LEASES_LOOKED_AT = 0.25
 """Seconds after which leases are looked at where nothing else happens; less where the timeout is short."""
+_MOST_IDLE = 3
+"""Steps one after another in which nothing was computed, after which the engine waits: until decode has taken pages nothing can be.
+The first of them may have sent pages, whose room the second one uses."""
 _LOOK, _LEAVE = Forget(), Forget()
 """Put into the inbox, these very ones: processes have come or gone; who is to be told of transfers is there no more."""
 
@@ -56,6 +59,13 @@ class _Job:
             self.receive(message)
 
 
+class PrefillCounts(NamedTuple):
+    """What a prefill engine has done since its start: tokens of prompts computed, and seconds in which it computed."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 class PrefillEngine:
     """Computes what is asked of it, and keeps the parcels until they are pulled.
 
@@ -69,6 +79,7 @@ class PrefillEngine:
     Attributes:
         core: scheduler and executor. leases: of the parcels. error: why the thread has ended.
         step_started: when the step under way began, in seconds of `time.monotonic`; None between steps.
+        counts: replaced after each step, so that any thread may read them.
         on_step: called after each step, in the engine's thread. on_death: called when the thread has ended by an error.
     """
 
@@ -96,6 +107,7 @@ class PrefillEngine:
         executor.send_parcels(self.leases.ready)
         self.error: BaseException | None = None
         self.step_started: float | None = None
+        self.counts = PrefillCounts()
         self.on_step: Callable[[EngineCore], None] = lambda core: None
         self.on_death: Callable[[], None] = lambda: None
         self._jobs: dict[str, _Job] = {}
@@ -106,6 +118,7 @@ class PrefillEngine:
         self._lock = threading.Lock()
         self._links: set[LocalLink] = set()
         self._ended = False
+        self._idle_steps = 0  # since something was computed, or said
         self._look = min(_LEASES_LOOKED_AT, timeout / 4)
         self._thread = threading.Thread(target=self._run, name="dsjax-prefill", daemon=True)
 
@@ -173,7 +186,8 @@ class PrefillEngine:
 
     def turn(self, wait: bool = True) -> bool:
         """Take what was posted, and compute a step. False where the engine is to end. wait: for something to do, where there is nothing."""
-        if not self._take(wait and not self.core.has_unfinished):
+        stuck = self._idle_steps >= _MOST_IDLE and not self.core.is_exchanging
+        if not self._take(wait and (stuck or not self.core.has_unfinished)):
             return False
         for sending in self.leases.expire():
             self._fail(sending.transfer, "its pages were not pulled in time")
@@ -201,7 +215,9 @@ class PrefillEngine:
         executor = self.core.executor
         self.leases.begin_anew(self._keepers(executor))
         executor.send_parcels(self.leases.ready)
-        for name in list(self._jobs):
+        for name, job in list(self._jobs.items()):
+            if job.request.status is Status.FINISHED:
+                job.request.rank = -1  # its rank was the mesh's before, and held pages for it no more
             self._fail(name, "the mesh of the prefill side has changed")
 
     def _run(self) -> None:
@@ -229,14 +245,16 @@ class PrefillEngine:
         while True:
             try:
                 message, receive = (
-                    self._inbox.get(timeout=self._look if self._jobs else None) if wait else self._inbox.get_nowait()
+                    self._inbox.get(timeout=self._look if self._jobs or self.core.has_unfinished else None)
+                    if wait
+                    else self._inbox.get_nowait()
                 )
             except queue.Empty:
                 return True
             if message is None:
                 return False
             self._enter(message, receive)
-            wait = False
+            self._idle_steps, wait = 0, False
 
     def _enter(self, message: ToPrefill, receive: Receive | None) -> None:
         if message is _LOOK:
@@ -263,7 +281,7 @@ class PrefillEngine:
                 receive(offer)
         if job is not None or (receive is None and ask.transfer in self._recent):
             return
-        tokens = list(from_int32s(ask.tokens))
+        tokens = [] if len(ask.tokens) % 4 else list(from_int32s(ask.tokens))
         objection = self._objection(ask, tokens)
         if objection:
             if receive is not None:
@@ -291,11 +309,16 @@ class PrefillEngine:
         return ""
 
     def _step(self) -> None:
-        self.step_started = time.monotonic()
+        self.step_started = began = time.monotonic()
         try:
             updates = self.core.step()
         finally:
             self.step_started = None
+        stats = self.core.stats()
+        self._idle_steps = self._idle_steps + 1 if stats is None and not self.core.is_computing else 0
+        if stats is not None:
+            seconds = time.monotonic() - began
+            self.counts = PrefillCounts(self.counts.tokens + stats.num_prompt_tokens, self.counts.seconds + seconds)
         for update in updates:
             if update.finish_reason is FinishReason.ERROR:
                 self._fail(update.request.request_id, "its values are not finite")

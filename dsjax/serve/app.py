@@ -16,7 +16,7 @@ from dsjax.serve.errors import ApiError, to_api_error
 from dsjax.serve.guards import BodyLimits, Keys, RequestIds, ResponseCounts
 from dsjax.serve.page.routes import create_page_routes
 from dsjax.serve.routes.admin import admin_routes
-from dsjax.serve.routes.openai import openai_routes
+from dsjax.serve.routes.openai import UsualRequests, openai_routes
 from dsjax.serve.routes.status import create_metrics_routes, package_version, status_routes
 from dsjax.serve.routes.tokenizer import tokenizer_routes
 from dsjax.serve.serving import Serving
@@ -39,14 +39,17 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
     app = FastAPI(title="dsjax", version=package_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     for kind in (ApiError, UserError, RequestValidationError, HTTPException, ClientGoneError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    for make_routes in (openai_routes, tokenizer_routes, status_routes, admin_routes):
+    usual = openai_routes(serving)
+    app.include_router(usual)
+    for make_routes in (tokenizer_routes, status_routes, admin_routes):
         app.include_router(make_routes(serving))
     create_page_routes(app, serving)
     if serving.metrics is not None:
         create_metrics_routes(app, serving)
+    # The last one added is the first to see a request: its id, its key, its body.
+    app.add_middleware(UsualRequests, routes=usual.routes, answer_error=_answer_error)
     if before_routes is not None:
         app.add_middleware(before_routes)
-    # The last one added is the first to see a request: its id, its key, its body.
     app.add_middleware(BodyLimits, options=serving.options)
     app.add_middleware(Keys, options=serving.options)
     app.add_middleware(RequestIds)

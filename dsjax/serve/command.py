@@ -95,7 +95,7 @@ def serve(
         str | None, typer.Option(help="Where /start_profile writes traces; without it it is closed.")
     ] = None,
     log_level: Annotated[
-        str, typer.Option(help="Of the server's log: debug, info, warning, error or critical.")
+        str, typer.Option(help="Of the server's log: critical, error, warning, info, debug or trace.")
     ] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.")] = False,
 ) -> None:
@@ -230,4 +230,5 @@ def metrics_of(model: LoadedModel, name: str) -> "Metrics":
         page_bytes=facts.page_bytes,
         device_memory=device_memory,
         generations=model.engine.core.generations,
+        prefills=[link.engine for link in model.engine.prefills],
     )

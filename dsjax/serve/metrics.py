@@ -14,11 +14,13 @@ from dsjax.serve.history import History
 from dsjax.serve.metrics_experts import BalanceMetrics, ExpertMetrics
 from dsjax.serve.metrics_families import Counter, Family, Gauge, Histogram, Labels, Registry, Total, exposition
 from dsjax.serve.metrics_generations import add_generation_metrics
+from dsjax.serve.metrics_prefill import add_prefill_metrics
 from dsjax.serve.metrics_requests import RequestMetrics
 from dsjax.serve.metrics_tiers import TierMetrics
 
 if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.generations import Generations
+    from dsjax.engine.prefill_engine import PrefillEngine
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -39,6 +41,7 @@ class Metrics:
         most_drafts: tokens that are drafted for a row at most; 0: speculative decoding is off, and its metrics have no sample.
         page_bytes: of a page of the cache, on all devices of a DP rank.
         generations: of the mesh; None where it never changes.
+        prefills: engines of this process that compute prompts for those whose ranks these are.
         clock: seconds, of the same clock as `Request.arrival_time`.
     """
 
@@ -54,6 +57,7 @@ class Metrics:
         clock: Callable[[], float] = time.monotonic,
         device_memory: Callable[[], Iterable[tuple[str, int, int]]] = lambda: (),
         generations: "Generations | None" = None,
+        prefills: "Sequence[PrefillEngine]" = (),
     ):
         self.registry = Registry()
         self._model = model_name
@@ -124,6 +128,8 @@ class Metrics:
         self._drafts = DraftMetrics(registry, model_name, most_drafts)
         if generations is not None:
             add_generation_metrics(registry, model_name, generations)
+        if prefills:
+            add_prefill_metrics(registry, model_name, prefills)
         self._preemptions.add((model_name,), 0)
         self.elsewhere: Callable[[Sequence[Family]], Sequence[Family]] | None = None
         self.history = History(self.families, lambda: self._loads, clock)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsjax.engine import executor
+from dsjax.engine.engine import ENGINE_END
 from dsjax.engine.loading import EngineFacts
 from dsjax.progress import Tenths
 
@@ -27,10 +28,8 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     )
     console.print(_bytes_table(facts))
     console.print(_capacity(facts), highlight=False)
-    if facts.prefill_meshes:
-        console.print(
-            f"prompts are computed on devices beside these: {', '.join(facts.prefill_meshes)}", highlight=False
-        )
+    if facts.prefill_sizes is not None:
+        console.print(_prefill_lines(facts), highlight=False)
     if facts.speculation is not None:
         console.print(_speculation_line(facts.speculation), highlight=False)
     if facts.kernels:
@@ -51,6 +50,21 @@ def _capacity(facts: EngineFacts) -> str:
         f"latent cache: {facts.cache_tokens:,} tokens in pages of {facts.page_size}{ranks}{below}\n"
         f"up to {facts.max_num_seqs} running requests a rank, up to {longest:,} tokens a request; "
         f"the cache of a rank holds {min(of_a_rank / longest, facts.max_num_seqs):.1f} of that length at once"
+    )
+
+
+def _prefill_lines(facts: EngineFacts) -> str:
+    """The engines beside these that compute prompts, and what each of them takes in a step."""
+    sizes = facts.prefill_sizes
+    longest = (
+        f"; prompts of {sizes.max_model_len:,} tokens or more are computed where they are decoded"
+        if sizes.max_model_len < facts.max_model_len
+        else ""
+    )
+    return (
+        f"prompts are computed on devices beside these: {', '.join(facts.prefill_meshes)}\n"
+        f"there a rank has up to {sizes.max_num_seqs} prompts under way, and a step up to {sizes.max_num_batched_tokens:,} tokens, "
+        f"{sizes.prefill_chunk:,} of one prompt; its cache holds {sizes.cache_tokens // sizes.dp_ranks:,}{longest}"
     )
 
 
@@ -108,16 +122,9 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
-    """A progress bar for `Executor.warm_up`; where the console is no terminal, a line at each tenth."""
+    """A progress bar for `LLMEngine.warm_up`; where the console is no terminal, a line at each tenth. Each engine begins anew."""
     if not console.is_terminal:
-        tenths: list[Tenths] = []
-
-        def tell(done: int, total: int, label: str) -> None:
-            if not tenths:
-                tenths.append(Tenths("compiling shapes", total, lambda line: console.print(line, highlight=False)))
-            tenths[0].reach(done)
-
-        yield tell
+        yield _Lines(console).tell
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
@@ -127,6 +134,23 @@ def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
             bar.update(task, completed=done, total=total, description=f"compiling {label}")
 
         yield progress
+
+
+class _Lines:
+    """A line at each tenth of what an engine compiles."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._engine: str | None = None
+
+    def tell(self, done: int, total: int, label: str) -> None:
+        """As of `executor.Progress`."""
+        engine = label.rpartition(ENGINE_END)[0]
+        if engine != self._engine:
+            self._engine = engine
+            title = f"compiling shapes of {engine}" if engine else "compiling shapes"
+            self._tenths = Tenths(title, total, lambda line: self._console.print(line, highlight=False))
+        self._tenths.reach(done)
 
 
 def show_url(console: Console, host: str, port: int, names: tuple[str, ...]) -> None:

@@ -91,6 +91,7 @@ def test_prefill_first_then_decode_makes_the_tokens_of_one_engine(alone, deploym
     numbers = range(CLIENTS)
     assert deployment.ask(numbers) == alone([prompt(number) for number in numbers])
     assert (deployment.transfers("completed"), deployment.transfers("given_up")) == (CLIENTS, 0)
+    assert sum(deployment.prefill.metric("dsjax_prefill_engine_tokens_total")) > 32 * CLIENTS
     assert deployment.prefill.end() == 0, deployment.prefill.log.read_text()[-4000:]
 
 

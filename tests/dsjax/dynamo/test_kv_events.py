@@ -8,7 +8,7 @@ import pytest
 
 from dsjax.dynamo.kv_events import KvEvents, signed
 from dsjax.engine.core import EngineCore
-from dsjax.engine.page_events import AllBlocksCleared, EventSinks
+from dsjax.engine.page_events import AllBlocksCleared, BlockRemoved, BlockStored, EventSinks
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
@@ -98,6 +98,21 @@ def test_a_block_is_told_with_its_tokens_its_parent_and_its_salt():
         (100, 101, 102, 103),
     }
     assert all(parent in by_block for parent in by_block.values() if parent is not None)
+
+
+def test_a_block_whose_parent_never_comes_is_remembered_no_longer_than_it_is_held():
+    events, router = KvEvents(), Router()
+    events.connect(0, router)
+    for block in range(1, 50):  # a disk that lags writes the last page of a prompt, and not the one before it
+        child = BlockStored([1000 + block], block, [1, 2], 2, None, "disk", None)
+        events.publish(0, [child])
+        if block % 2:
+            events.publish(0, [BlockStored([block], None, [3, 4], 2, None, "disk", None)])
+            assert {block, 1000 + block} <= router.blocks.keys()
+        events.publish(0, [BlockRemoved([1000 + block, block], "disk")])
+    assert router.blocks == {}
+    [known] = events._ranks.values()
+    assert not any((known._waiting, known._parents, known._places, known._told, known._salts))
 
 
 def test_a_rank_that_nobody_listens_to_is_told_to_nobody():

@@ -231,6 +231,26 @@ def test_requests_that_come_while_the_device_computes_are_in_the_next_step_to_be
     run(main())
 
 
+def test_requests_that_come_during_the_first_step_after_a_rest_are_in_the_second():
+    async def main():
+        engine, executor = make(step_seconds=0.05)
+        executor.keep_commands = True
+        engine.start()
+        for request_id in ("first", "later"):
+            executor.commands.clear()
+            streams = [await engine.submit(request_id, [[1, 2, 3]], FINAL)]
+            await until(lambda: executor.computing)
+            streams.append(await engine.submit(f"behind {request_id}", [[4, 5]], FINAL))
+            for stream in streams:
+                await anext(stream)
+            planned = [command for command in executor.commands if isinstance(command, Step)]
+            assert [len(step.ranks[0].prefills) for step in planned[:3]] == [1, 1, 0]
+            await until(lambda: not engine.cores[0].has_unfinished)
+        await engine.shutdown()
+
+    run(main())
+
+
 def test_what_waits_is_counted_before_the_thread_has_taken_it():
     async def main():
         engine, _ = make()

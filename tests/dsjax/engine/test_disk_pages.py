@@ -53,6 +53,16 @@ def test_a_page_is_read_as_it_was_written_by_another_object_too(tmp_path):
     assert files(tmp_path).folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_disk_that_can_only_be_read_still_gives_its_pages(tmp_path, monkeypatch):
+    files(tmp_path).write(name(1), page(1))
+
+    def refuse(path):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)  # when the page was last used
+    assert same(files(tmp_path).read(name(1)), 1)
+
+
 def test_bfloat16_goes_there_and_back(tmp_path):
     """It is what accelerators have in their caches; NumPy knows it by `ml_dtypes` alone."""
     values = np.arange(24).reshape(2, 3, 4).astype(ml_dtypes.bfloat16)

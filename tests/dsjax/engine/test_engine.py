@@ -11,6 +11,7 @@ from dsjax.engine.engine import LLMEngine
 from dsjax.engine.input_processor import PromptError
 from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams
 from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.errors import UserError
 
 
 def make_engine(tokenizer=None, eos=(), stream_interval=1, **executor_options) -> LLMEngine:
@@ -234,6 +235,21 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind(prompt, params, err
         engine.add_request("r", prompt, SamplingParams(**params))
     assert not engine.has_unfinished()
     assert engine.outputs.num_unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("prefill", "message"),
+    [
+        ({"address": "nowhere", "transfer": "a"}, "'nowhere' is no address of a prefill engine, expected HOST:PORT"),
+        ({"address": 5, "transfer": "a"}, "expected address and transfer as text"),
+        ({"address": "[::1]:90"}, "expected address and transfer as text"),
+    ],
+)
+def test_a_prefill_engine_that_cannot_be_is_refused_before_the_engine_connects_to_it(prefill, message):
+    engine = make_engine()
+    with pytest.raises(UserError, match=message):
+        engine.add_request("r", [1], SamplingParams(), prefill=prefill)
+    engine.add_request("r", [1], SamplingParams(n=2), prefill={"address": "[::1]:90", "transfer": "a"})
 
 
 def test_a_request_id_in_use_is_refused():

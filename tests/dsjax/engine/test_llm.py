@@ -159,7 +159,7 @@ def test_64_bit_jax_is_refused(checkpoint, monkeypatch):
         ({"mesh": "tp=3"}, MeshError, ["8 attention heads", "32 physical experts", "redundant experts that fits is 1"]),
         ({"mesh": "dp=5"}, MeshError, ["32 physical experts (32 + 0 redundant)", "fits is 3"]),
         ({"mesh": "dp=64,ep=32"}, MeshError, ["wants 64 devices, found 32"]),
-        ({"mla_prefill": "CD"}, UserError, ["MLA form CD for prefill", "A_CC_ME"]),
+        ({"mla_prefill": "CD"}, UserError, ["--mla-prefill CD reads", "A_CC_ME"]),
         ({"max_model_len": 129}, UserError, ["--max-model-len is 129", "128 positions"]),
         ({"dispatch": "teleport"}, UserError, ["--dispatch is 'teleport'", "gather"]),
         ({"speed": 2}, UserError, ["unknown engine option speed"]),
@@ -176,6 +176,7 @@ def test_64_bit_jax_is_refused(checkpoint, monkeypatch):
 def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, error, parts, monkeypatch):
     from dsjax.engine import loading
 
+    jax.devices()  # the session's 32; before JAX has started, 64 could still be emulated
     if "cache_tokens" not in options:  # the cache is what is left beside the weights
         monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
     with pytest.raises(error) as found:

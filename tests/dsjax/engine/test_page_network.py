@@ -313,6 +313,19 @@ def test_nothing_is_kept_of_a_side_that_has_gone():
     link.close()
 
 
+def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
+    server, carrier = served()
+    link, found = linked(server, carrier, page_size=4)
+    link.send(Ask("a", int32s(range(33)), 0, 8))
+    until(lambda: sum(message.count for message in found) == 8)
+    link.pull(found[0].number, None, found[0].address)
+    [client], [puller] = server.listener._clients, server._parcels.listener._clients
+    for channel in (client.channel, puller.channel, link._channel, link._parcels._keeper(found[0].address).channel):
+        assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    link.close()
+    server.shutdown()
+
+
 def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another(monkeypatch):
     tried, limit = [], threading.Event()
 

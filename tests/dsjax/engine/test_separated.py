@@ -15,8 +15,8 @@ from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.load import load
 from dsjax.engine import loading
 from dsjax.engine.args import EngineArgs
-from dsjax.engine.disaggregated import decode_args, prefill_args
 from dsjax.engine.page_files import lock_folder
+from dsjax.engine.side_options import decode_args, prefill_args
 from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
@@ -35,6 +35,9 @@ MESHES = {
         "decode_mesh": "tp=2",
         "prefill_instances": 2,
         "decode_instances": 2,
+        "prefill_max_num_seqs": 2,
+        "prefill_max_num_batched_tokens": 32,
+        "prefill_prefill_chunk": 24,
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
     },
 }
@@ -102,6 +105,13 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, mon
     cores = llm.engine.cores
     assert len(reads) == 2, "one of each kind of engine reads the weights"
     prefills = [link.engine for link in llm.engine.prefills]
+    sizes = llm.facts.prefill_sizes
+    for engine in prefills:
+        config = engine.core.scheduler.config
+        assert sizes.max_num_seqs == config.max_num_seqs == options.get("prefill_max_num_seqs", 4)
+        assert sizes.max_num_batched_tokens == config.max_num_batched_tokens
+        assert sizes.prefill_chunk == config.prefill_chunk == options.get("prefill_prefill_chunk", 16)
+    assert (llm.facts.max_num_seqs, llm.facts.max_num_batched_tokens, llm.facts.prefill_chunk) == (4, 16, 16)
     try:
         first = generated(llm)
         assert made(first) == made(expected)
@@ -163,6 +173,24 @@ def test_each_side_has_its_own_mesh_and_decode_alone_the_tiers():
     assert not decode_args(args).separated
 
 
+def test_prefill_engines_have_sizes_of_their_own():
+    both = EngineArgs(prefill_mesh="tp=2", decode_mesh="dp=4", max_num_seqs=256, cache_tokens=4096, redundant_experts=8)
+    own = {"max_num_seqs": 8, "max_num_batched_tokens": 16_384, "prefill_chunk": 8192, "cache_tokens": 65_536}
+    own |= {"redundant_experts": 0}
+    args = replace(both, **{f"prefill_{name}": value for name, value in own.items()})
+    of_whom = [{name: getattr(side(args), name) for name in own} for side in (prefill_args, decode_args)]
+    assert of_whom == [own, {name: getattr(both, name) for name in own}]
+    assert {name: getattr(prefill_args(both), name) for name in own} == of_whom[1], "as the others' by default"
+    moving = replace(
+        args, redundant_experts=0, enable_eplb=True, eplb_config={"num_redundant_experts": 8, "payback": 2}
+    )
+    assert (prefill_args(moving).num_redundant, decode_args(moving).num_redundant) == (0, 8)
+    assert prefill_args(moving).eplb.payback == decode_args(moving).eplb.payback == 2
+    whole = replace(moving, prefill_mesh="tp=2,ep=1")
+    assert prefill_args(whole).eplb is None, "each device has all experts there"
+    assert decode_args(whole).eplb.num_redundant_experts == 8
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -181,6 +209,16 @@ def test_each_side_has_its_own_mesh_and_decode_alone_the_tiers():
         ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "enable_prefix_caching": False}, "--no-enable-prefix-caching"),
         ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "record_steps": "x"}, "--record-steps"),
         ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "num_processes": 2}, "one process"),
+        ({"prefill_max_num_seqs": 2}, "--prefill-max-num-seqs is given without --prefill-mesh .* --max-num-seqs alone"),
+        (
+            {"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "max_num_seqs": 256, "prefill_max_num_batched_tokens": 128},
+            "--prefill-max-num-batched-tokens is 128, less than --max-num-seqs 256, .* or give --prefill-max-num-seqs",
+        ),
+        (
+            {"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "prefill_cache_tokens": 1000},
+            "--prefill-cache-tokens is 1000, .* give 1008",
+        ),
+        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "prefill_prefill_chunk": 0}, "--prefill-prefill-chunk is 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, says):
@@ -195,6 +233,20 @@ def test_more_devices_than_there_are_is_refused_before_anything_is_loaded(checkp
         UserError, match=r"2 × --decode-mesh dp=3000 and --prefill-mesh dp=1 want 6001 devices, found \d+"
     ):
         LLM(str(checkpoint), prefill_mesh="dp=1", decode_mesh="dp=3000", decode_instances=2, **SIZES)
+
+
+def test_what_the_prefill_side_cannot_be_is_told_of_that_side(checkpoint):
+    sizes = SIZES | {"prefill_cache_tokens": 64}
+    with pytest.raises(
+        UserError, match=r"^of --prefill-mesh dp=1, .*--max-model-len is 128, but the cache of a DP rank holds 64"
+    ):
+        LLM(str(checkpoint), prefill_mesh="dp=1", decode_mesh="dp=1", **sizes)
+
+
+def test_a_prefill_mesh_that_does_not_fit_the_model_is_refused_before_any_weights_are_read(checkpoint, monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda *args, **rest: pytest.fail("weights were read"))
+    with pytest.raises(UserError, match=r"^of --prefill-mesh tp=3, .*heads"):
+        LLM(str(checkpoint), prefill_mesh="tp=3", decode_mesh="dp=1", **SIZES)
 
 
 def test_a_folder_for_pages_that_another_server_has_is_refused_before_anything_is_loaded(checkpoint, tmp_path):

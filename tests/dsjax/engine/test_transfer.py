@@ -13,11 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dsjax.engine.commands import int32s
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.page_transfer import Ask, Cancel, Failed, Release
 from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.serve.metrics import Metrics
 
 
 class Pair:
@@ -209,6 +211,37 @@ def test_prefill_instances_share_the_prompts():
     pair.settle()
 
 
+def test_what_a_prefill_engine_has_and_did_is_shown():
+    prefills = 2
+    pair = Pair(prefills=prefills, pages=(33, 65))
+    metrics = Metrics("tiny", 1, 128, prefills=pair.engines)
+
+    def value(name, engine=0, **labels):
+        labels |= {"model_name": "tiny", "prefill_engine": str(engine)}
+        return metrics.registry.get_sample_value(f"dsjax_prefill_engine_{name}", labels)
+
+    pair.core.executor.parcels_take = None
+    for i in range(2 * prefills):
+        pair.add(f"{i}", [i] * 50)
+    pair.turn()
+    pair.turn()
+    assert all(value("prompts", engine, state="running") for engine in range(prefills))
+    for _ in range(25):
+        pair.turn()
+    for engine in range(prefills):
+        assert (value("up", engine), value("kept_pages", engine)) == (1, 24), "of two prompts"
+        assert 96 <= value("tokens_total", engine) <= 98
+        assert value("step_seconds_total", engine) > 0
+        assert value("prompts", engine, state="waiting") == 0
+    pair.core.executor.parcels_take = 0
+    pair.run()
+    assert value("kept_pages") == 0
+    pair.engines[0].error = RuntimeError()
+    assert value("up") == 0
+    pair.engines[0].error = None
+    pair.settle()
+
+
 @pytest.mark.parametrize("prefills", [1, 2])
 def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_another(prefills):
     first = Pair(prefills=prefills, pages=(65, 33))
@@ -276,6 +309,38 @@ def test_prefill_engines_end_with_the_last_decode_engine():
     assert not first.engines[0]._thread.is_alive()
 
 
+def test_a_decode_engine_that_dies_leaves_nothing_with_prefill_engines_and_the_last_one_ends_them():
+    first = Pair(decode={"max_rows_prefill": 1})
+    second = Pair(engines=first.engines)
+    [engine] = first.engines
+    deaths = []
+    for pair in (first, second):
+        pair.core.executor.parcels_take, pair.core.executor.fail_at_step = None, 2
+        listener = SimpleNamespace(
+            wants_stats=lambda: False, on_done=lambda updates, stats: None, on_death=deaths.append
+        )
+        thread = EngineThread(pair.core, listener)
+        pair.add("has its prompt computed", range(50))
+        thread.start()
+        while not pair.core.scheduler.incoming.num_under_way:
+            time.sleep(0.0005)
+        for _ in range(8):  # until parcels are kept
+            engine.core.executor.move_parcels()
+            engine.turn(wait=False)
+        assert engine.num_jobs
+        assert engine.leases.num_kept
+        if pair is second:
+            engine.start()
+        thread.add([Request("short", [1, 2], 2, SamplingParams(temperature=0), 6, 0)])
+        thread.join(10)
+        if pair is first:
+            engine.turn(wait=False)
+        assert engine.num_jobs == engine.leases.num_kept == 0
+    assert len(deaths) == 2
+    assert not engine._thread.is_alive()
+    assert engine.error is None
+
+
 @pytest.mark.parametrize("turns", range(14))
 def test_an_abort_at_each_moment_gives_everything_back(turns):
     pair = Pair(ranks=(1, 2))
@@ -337,6 +402,16 @@ def test_lost_messages_cost_a_lease_and_no_page(lost):
     pair.settle()
 
 
+def test_two_requests_that_were_handed_the_same_transfer_both_get_their_own_pages():
+    pair = Pair()
+    given = [list(range(50)), list(range(100, 150))]
+    requests = [pair.add(f"{i}", tokens, prefill_link=0, prefill_transfer="room-7") for i, tokens in enumerate(given)]
+    pair.run()
+    assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
+    assert pair.incoming.counts.completed == 2
+    pair.settle()
+
+
 def test_a_link_that_stalls_is_given_up():
     pair = Pair(timeout=0.03)
     pair.core.executor.parcels_take = None
@@ -346,6 +421,29 @@ def test_a_link_that_stalls_is_given_up():
         time.sleep(0.001)
     assert request.output_token_ids == expected_tokens(list(range(50)), 6)
     assert pair.incoming.counts.given_up == 1
+    pair.settle()
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_link_is_left_alone_for_what_it_does_not_send_and_not_for_what_finds_no_room_here(has_room):
+    pair = Pair()
+    if has_room:
+        pair.core.executor.parcels_take = None
+    else:
+        pair.core.scheduler.ranks[0].pool.below.make_room = lambda *_: False
+    request = pair.add("a", list(range(50)))
+    pair.turn()
+    [transfer] = pair.incoming._transfers.values()
+    while not (transfer.pulling if has_room else transfer.offers):
+        pair.turn()
+    pair.prefill_runs = False
+    pair.turn()  # takes what has been said already
+    transfer.since -= 1000
+    pair.turn()
+    assert pair.incoming.counts.given_up == 1
+    assert pair.incoming._pauses[0].holds(time.monotonic()) is has_room
+    pair.run()
+    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
     pair.settle()
 
 
@@ -393,9 +491,10 @@ def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
 )
 def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first, end):
     pair, found = Pair(), []
-    pair.engines[0].post(Ask("odd", int32s(tokens), first, end), found.append)
-    pair.engines[0].turn(wait=False)
-    assert isinstance(found[0], Failed)
+    for given in (int32s(tokens), int32s(tokens) + b"?"):
+        pair.engines[0].post(Ask("odd", given, first, end), found.append)
+        pair.engines[0].turn(wait=False)
+        assert isinstance(found.pop(), Failed)
     pair.settle()
 
 
@@ -429,6 +528,30 @@ def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():
     pair.settle()
 
 
+def test_a_prefill_engine_that_can_do_nothing_until_decode_takes_pages_waits_for_that():
+    pair = Pair(pages=(17, 129))
+    [engine] = pair.engines
+    engine.leases._room, pair.core.executor.parcels_take = [6], None
+    requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
+    for _ in range(60):
+        pair.turn()
+    assert engine.core.has_unfinished, "others wait for pages that are held for sending"
+    turns, take = [], engine._take
+    engine._take = lambda wait: turns.append(wait) or take(wait)
+    engine.start()
+    time.sleep(0.1)
+    assert len(turns) < 10
+    pair.core.executor.parcels_take, pair.prefill_runs = 0, False
+    began = time.monotonic()
+    while pair.core.has_unfinished and time.monotonic() < began + 10:
+        engine.core.executor.move_parcels()
+        pair.turn()
+        time.sleep(0.0005)
+    assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
+    assert pair.incoming.counts.completed == 4, "it goes on when pages are taken"
+    pair.core.shutdown()
+
+
 def test_flushing_forgets_what_is_on_its_way():
     pair = Pair()
     pair.core.executor.parcels_take = 2
@@ -440,6 +563,32 @@ def test_flushing_forgets_what_is_on_its_way():
     assert pair.incoming.num_under_way == 0
     pair.run()
     assert request.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+
+
+@pytest.mark.parametrize(("sizes", "turns"), [((3, 1), 2), ((3, 1), 4), ((3, 1), 8), ((1, 2), 4)])
+def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_what_it_had(sizes, turns):
+    before, after = sizes
+    pair = Pair(ranks=(before, 1), pages=(33, 129))
+    [engine] = pair.engines
+    pair.core.executor.parcels_take = 5  # some prompts are computed whole, and their parcels still kept
+    requests = [pair.add(f"{i}", [i] * (20 + i)) for i in range(6)]
+    for _ in range(turns):
+        pair.turn()
+    executor = FakeExecutor(num_ranks=after, pages_per_rank=33, transfers=True)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    changed = SimpleNamespace(due=True, regroup=lambda: SimpleNamespace(executor=executor, config=config))
+    engine.core.generations = changed
+    assert engine.turn(wait=False)
+    changed.due = False
+    assert engine.num_jobs == engine.leases.num_kept == 0
+    pair.core.executor.parcels_take = 0
+    pair.run()
+    assert [one.output_token_ids for one in requests] == [expected_tokens([i] * (20 + i), 6) for i in range(6)]
+    later = pair.add("later", [9] * 60)
+    pair.run()
+    assert later.output_token_ids == expected_tokens([9] * 60, 6)
+    assert executor.steps, "it computes prompts again"
     pair.settle()
 
 
