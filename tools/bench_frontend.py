@@ -7,7 +7,8 @@
 The real server, engine and scheduler, over an executor that sleeps for a step and then gives every row the same token; the client is a
 process of its own. Processor time is read, so that what else runs on the machine counts little: of the event loop's thread (text,
 JSON, HTTP), of all the server's threads, and of the client. Beside them stands `LLMEngine` alone on the same work, as
-`LLM.generate` runs it. Given is the least over the rounds.
+`LLM.generate` runs it. Given is the least over the rounds. And counted are the steps of a round: requests that come one after another
+take some more than those that are all there from the start.
 
 With `--api-server-count` the server is as many front ends and the engine's process, whose times are told apart: with cores enough,
 events a second are bounded by the busiest of them.
@@ -20,6 +21,7 @@ import multiprocessing
 import os
 import pstats
 import socket
+import statistics
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -60,9 +62,11 @@ class SleepingExecutor:
         self.limits = ExecutorLimits(rows, rows, 64, 16, 2 + rows * 32, args.ranks, 512, vocab_size)
         self._made, self._nothing = RowResult((token_id,)), RowResult()
         self._seconds = step_seconds
+        self.steps = 0
 
     def launch(self, command: Command) -> Command:
         """Nothing to launch."""
+        self.steps += isinstance(command, Step)
         return command
 
     def wait(self, command: Command) -> None:
@@ -99,8 +103,8 @@ def make_engine(args: argparse.Namespace, step_seconds: float) -> LLMEngine:
     return LLMEngine(executor, tokenizer, scheduler, eos_token_ids=())
 
 
-def offline(args: argparse.Namespace) -> float:
-    """Processor seconds a token of `LLMEngine` alone."""
+def offline(args: argparse.Namespace) -> tuple[float, int]:
+    """Processor seconds a token of `LLMEngine` alone, and its steps."""
     engine = make_engine(args, 0.0)
     params = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
     began = time.thread_time()
@@ -108,18 +112,19 @@ def offline(args: argparse.Namespace) -> float:
         engine.add_request(str(index), f"{index}: {PROMPT}", params)
     while engine.has_unfinished():
         engine.step()
-    return (time.thread_time() - began) / (args.streams * args.tokens)
+    return (time.thread_time() - began) / (args.streams * args.tokens), engine.core.executor.steps
 
 
 def serve(args: argparse.Namespace, listeners: list[socket.socket], answers: Connection) -> None:
-    """Serve until killed; tell the processor times, of the event loop's thread, the process and its front ends, whenever asked."""
+    """Serve until killed; tell, whenever asked, how many steps there were, and the processor times of the event loop's thread, the process
+    and its front ends."""
     metrics = Metrics("demo", args.ranks, 512)
     engine, several = make_engine(args, args.step_ms / 1e3), len(listeners) > 1
     kind = SharedEngine if several else AsyncEngine
     serving = Serving(kind(engine), ("demo",), "demo", 512, ServeOptions(), metrics=metrics)
     how = {"shutdown_timeout": 1.0, "log_level": args.log_level, "on_ready": lambda: answers.send("ready")}
     server = EngineServer.over(serving, engine, listeners, **how) if several else Server(serving, **how)
-    profile = cProfile.Profile() if args.profile else None
+    profile = cProfile.Profile(time.thread_time) if args.profile else None
 
     def tell() -> None:
         question = answers.recv()
@@ -129,7 +134,12 @@ def serve(args: argparse.Namespace, listeners: list[socket.socket], answers: Con
             (profile.enable if question == "begin" else profile.disable)()
         links = serving.front_ends.links if several else ()
         answers.send(
-            (time.thread_time(), time.process_time(), *(_processor_seconds(link.process.pid) for link in links))
+            (
+                engine.core.executor.steps,
+                time.thread_time(),
+                time.process_time(),
+                *(_processor_seconds(link.process.pid) for link in links),
+            )
         )
 
     async def startup(sockets: list[socket.socket] | None = None) -> None:
@@ -163,7 +173,8 @@ async def load(args: argparse.Namespace, url: str) -> tuple[float, float]:
 
 
 def online(args: argparse.Namespace) -> list[tuple[float, ...]]:
-    """For each round: seconds that passed; processor seconds of the client, of the event loop's thread, its process, each front end."""
+    """For each round: seconds that passed; processor seconds of the client; steps; processor seconds of the event loop's thread, its
+    process, each front end."""
     count = args.api_server_count
     listeners = bind_shared("127.0.0.1", 0, count) if count > 1 else [bind("127.0.0.1", 0)]
     url = f"http://127.0.0.1:{listeners[0].getsockname()[1]}"
@@ -207,11 +218,17 @@ def main() -> None:
     # The server is forked: it must not share what offline has filled.
     rounds = online(args)
     tokens = args.streams * args.tokens
-    passed, client, loop, server, *front_ends = (min(column) / tokens * 1e6 for column in zip(*rounds, strict=True))
-    alone = min(offline(args) for _ in range(args.rounds)) * 1e6
+    steps = sorted(each[2] for each in rounds)
+    passed, client, _, loop, server, *front_ends = (min(column) / tokens * 1e6 for column in zip(*rounds, strict=True))
+    alone, steps_alone = min(offline(args) for _ in range(args.rounds))
     print(f"{args.streams} streams of {args.tokens} tokens over {args.ranks} ranks, /v1/{args.endpoint}")
     print("processor time, microseconds a token:")
-    print(f"  server {server:6.1f}, of it the event loop {loop:.1f}; LLMEngine alone {alone:.1f}; client {client:.1f}")
+    print(
+        f"  server {server:6.1f}, of it the event loop {loop:.1f}; LLMEngine alone {alone * 1e6:.1f}; client {client:.1f}"
+    )
+    print(
+        f"steps of a round: {steps[0]} to {steps[-1]}, the median {statistics.median(steps):g}; LLMEngine alone {steps_alone}"
+    )
     if front_ends:
         whole = sum(front_ends)
         print(f"  front ends together {whole:.1f}; of each {', '.join(f'{each:.1f}' for each in front_ends)}")

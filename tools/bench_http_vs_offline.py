@@ -7,7 +7,8 @@ The server, and `LLM` in a process of its own, are loaded once; then they take t
 the machine hits both. Round 0 warms up and is not counted. In a round, all prompts are given at once (for HTTP: as that many
 streams at the same time, of the server's own client in a third process), greedy, to full length. The figure is the median over
 rounds of (prompts × new tokens) ÷ seconds, prefill included. HTTP's time has its client's work in it, on the same cores: beside
-the rates stand the processor's microseconds a token of each process.
+the rates stand the processor's microseconds a token of each process. And beside those the steps of a round: requests that come over
+HTTP are not all there when the first step is planned, and each step more is time in which the others' rows are empty.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -41,6 +43,7 @@ def main() -> None:
     options += [word for name, value in _options(args).items() for word in (f"--{name.replace('_', '-')}", str(value))]
     seconds: dict[str, list[float]] = {"offline": [], "http": []}
     processor: dict[str, list[float]] = {"LLM": [], "server": [], "client": []}
+    steps: dict[str, list[int]] = {"offline": [], "http": []}
     same = []
     try:
         with serve_process(options) as server:
@@ -48,6 +51,8 @@ def main() -> None:
                 offline, online = _ask(worker), run(_http_round(args, server, number))
                 same.append(statistics.fmean(a == b for a, b in zip(offline["texts"], online["texts"], strict=True)))
                 if number:
+                    steps["offline"].append(offline["steps"])
+                    steps["http"].append(online["steps"])
                     seconds["offline"].append(offline["seconds"])
                     seconds["http"].append(online["seconds"])
                     processor["LLM"].append(offline["processor"])
@@ -59,11 +64,15 @@ def main() -> None:
                 )
     finally:
         worker.kill()
-    _report(args, seconds, processor, same)
+    _report(args, seconds, processor, steps, same)
 
 
 def _report(
-    args: argparse.Namespace, seconds: dict[str, list[float]], processor: dict[str, list[float]], same: list[float]
+    args: argparse.Namespace,
+    seconds: dict[str, list[float]],
+    processor: dict[str, list[float]],
+    steps: dict[str, list[int]],
+    same: list[float],
 ) -> None:
     total = args.prompts * args.new_tokens
     rates = {system: total / statistics.median(times) for system, times in seconds.items()}
@@ -76,10 +85,11 @@ def _report(
     )
     each = {name: 1e6 * statistics.median(times) / total for name, times in processor.items()}
     print("processor µs a token: " + ", ".join(f"{name} {micros:.0f}" for name, micros in each.items()))
+    print("steps a round: " + ", ".join(f"{name} {statistics.median(each):g}" for name, each in steps.items()))
     print(f"the same text for {min(same):.0%} of prompts")
     if args.json:
         found = {"seconds": seconds, "tokens_per_second": rates, "ratio": ratio, "same_text": same}
-        found |= {"processor_seconds": processor}
+        found |= {"processor_seconds": processor, "steps": steps}
         Path(args.json).write_text(json.dumps({"arguments": vars(args), **found}, indent=1) + "\n")
     if ratio < args.least:
         sys.exit(1)
@@ -90,16 +100,25 @@ async def _http_round(args: argparse.Namespace, server: ServeProcess, number: in
         facts = await ask_server(session, server.url, None)
         client = Client(session, Target(server.url, "completions", facts.model, ignore_eos=True))
         requests = [BenchRequest(prompt, len(prompt), args.new_tokens) for prompt in _prompts(args, number)]
+        steps = await _steps(session, server.url)
         began = processor_seconds(server.pid), time.process_time()
         result = await run_load(client, requests, [0.0] * len(requests), args.concurrency)
         used = processor_seconds(server.pid) - began[0], time.process_time() - began[1]
+        steps = await _steps(session, server.url) - steps
     errors = [record.error for record in result.records if record.error is not None]
     if errors:
         sys.exit(f"{len(errors)} requests failed: {errors[0]}")
     if any(record.output_tokens != args.new_tokens for record in result.records):
         sys.exit("an answer through HTTP has not the length that was asked for")
     texts = [record.text for record in result.records]
-    return {"seconds": result.duration, "server": used[0], "client": used[1], "texts": texts}
+    return {"seconds": result.duration, "server": used[0], "client": used[1], "steps": steps, "texts": texts}
+
+
+async def _steps(session: aiohttp.ClientSession, url: str) -> int:
+    """Steps that the server has computed since its start."""
+    async with session.get(f"{url}/metrics", params={"name[]": "dsjax_step_seconds_count"}) as response:
+        lines = (await response.text()).splitlines()
+    return sum(int(float(line.rpartition(" ")[2])) for line in lines if line and not line.startswith("#"))
 
 
 def _start_worker() -> subprocess.Popen:
@@ -122,14 +141,24 @@ def offline_worker(args: argparse.Namespace) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from dsjax import LLM, SamplingParams
+    from dsjax.engine.commands import Command, Step
 
     llm = LLM(args.model, mesh=args.mesh, **_options(args))
+    launch, steps = llm.executor.launch, 0
+
+    def counting(command: Command) -> Any:
+        nonlocal steps
+        steps += isinstance(command, Step)
+        return launch(command)
+
+    llm.executor.launch = counting
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
     for number, _ in enumerate(sys.stdin):
         prompts = [{"prompt_token_ids": prompt} for prompt in _prompts(args, number)]
-        begin, used = time.perf_counter(), time.process_time()
+        begin, used, before = time.perf_counter(), time.process_time(), steps
         outputs = llm.generate(prompts, params)
         found = {"seconds": time.perf_counter() - begin, "processor": time.process_time() - used}
+        found["steps"] = steps - before
         found["texts"] = [output.outputs[0].text for output in outputs]
         answers.write(json.dumps(found) + "\n")
         answers.flush()

@@ -15,6 +15,7 @@ where it says that the mesh is being changed (`changing_mesh`), and of `/ready`;
 import argparse
 import collections
 import json
+import math
 import random
 import sys
 import time
@@ -71,7 +72,7 @@ def fuzz(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     findings = Findings()
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as client:
-        before = _good_answers(client, exact=not changing)
+        before = _good_answers(client)
         vocab_size = client.get("/tokenizer_info").raise_for_status().json()["vocab_size"]
         schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
         schema.config.update(base_url=url)
@@ -96,7 +97,7 @@ def fuzz(
             _send(richest, GenerationMode.NEGATIVE, count, start, headers, timeout, findings, vocab_size, changing)
         if not changing:
             findings.wrong += _left_behind(client)
-        if _good_answers(client, exact=not changing) != before:
+        if not alike(_good_answers(client), before):
             findings.wrong.append("good requests are answered otherwise than before")
     return findings
 
@@ -242,22 +243,27 @@ def _bound(body: Any) -> None:
             body[name] = most
 
 
-def _good_answers(client: httpx.Client, exact: bool) -> list[Any]:
-    """Greedy and seeded answers, without what is new each time. exact: log-probabilities too, which another mesh rounds otherwise."""
+def _good_answers(client: httpx.Client) -> list[Any]:
+    """Greedy and seeded answers, without what is new each time."""
     asked = [
         ("/v1/completions", {"prompt": "def main(", "max_tokens": 24, "temperature": 0}),
         ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 16, "seed": 3, "logprobs": 2}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 24, "temperature": 0}),
         ("/tokenize", {"prompt": "def main("}),
     ]
-    answers = []
-    for path, body in asked:
-        answer = client.post(path, json=body).raise_for_status().json()
-        choices = answer.get("choices")
-        if choices is not None and not exact:
-            choices = [{name: value for name, value in choice.items() if name != "logprobs"} for choice in choices]
-        answers.append(answer if choices is None else choices)
-    return answers
+    answers = [client.post(path, json=body).raise_for_status().json() for path, body in asked]
+    return [answer.get("choices", answer) for answer in answers]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two answers are the same but for rounding: another mesh, or experts that have moved, add up in another order."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(value, other[name]) for name, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other
 
 
 def _left_behind(client: httpx.Client, seconds: float = 30.0) -> list[str]:

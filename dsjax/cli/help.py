@@ -6,7 +6,10 @@ typer's own pages are tables of three columns, which at 80 columns leave 24 for 
 import re
 from typing import Any
 
+import typer
 import typer.core
+
+from dsjax.cli.other_engines import advice
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -17,10 +20,33 @@ PLAIN: dict[str, Any] = {
 """Of every `typer.Typer` of the command line."""
 
 _FIRST = ("Arguments", "Options")
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""typer does not name it: it is click's, or that of the copy of click which later ones bring."""
 
 
 class PanelledCommand(typer.core.TyperCommand):
-    """A command whose options are listed under the titles of their panels, those without one first, as "Options"."""
+    """A command whose options are listed under the titles of their panels, those without one first, as "Options".
+
+    To whoever types another engine's options it says what they are called here.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words behind the command.
+
+        Raises:
+            UsageError: they cannot be read.
+        """
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            known = [name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)]
+            lines = advice(typed, known)
+            if "unexpected extra argument" in error.message and "--model" in known:
+                lines.append("a model is given as --model MODEL")
+            if not lines:
+                raise
+            raise _UsageError("\n".join([error.message, *lines]), ctx) from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections."""

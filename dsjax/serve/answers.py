@@ -2,13 +2,14 @@
 
 import codecs
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.request import ErrorKind, FinishReason
 from dsjax.engine.tokenizer import Tokenizer
+from dsjax.serve.bodies import to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.schemas import CompletionLogprobs, Usage
 
@@ -37,6 +38,23 @@ def refuse_failed(completion: CompletionOutput) -> None:
         raise ApiError(503, "the request was aborted", type="server_error", code="aborted")
 
 
+class TextChunk:
+    """The JSON of a stream's chunks that differ in their text alone: encoded once, since most tokens of most streams make such a chunk.
+
+    Args:
+        chunk: one of them, its text empty.
+        empty: how its JSON has the text, `"text":""`; no string within JSON can hold that, as it escapes its quotes.
+    """
+
+    def __init__(self, chunk: Mapping[str, Any], empty: bytes):
+        before, _, self._after = to_json(chunk).partition(empty)
+        self._before = before + empty[:-2]
+
+    def with_text(self, text: str) -> bytes:
+        """The chunk's JSON with this text."""
+        return b"%b%b%b" % (self._before, to_json(text), self._after)
+
+
 class UsageCounter:
     """Counts the tokens of a request while its outputs go by: each output's tokens are counted once."""
 
@@ -50,7 +68,8 @@ class UsageCounter:
         """Enter an output of prompt `index`, whose completions hold tokens not yet counted."""
         self._prompts[index] = len(output.prompt_token_ids)
         self._cached[index] = output.num_cached_tokens or 0
-        self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        for completion in output.outputs:
+            self._completion_tokens += len(completion.token_ids)
 
     def count_reasoning(self, completion: int, tokens: int) -> None:
         """Enter how many tokens of a completion are reasoning by now."""

@@ -28,8 +28,17 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def strict_json(body: bytes) -> Any:
+    """What a body holds. NaN, half surrogate pairs and nesting beyond 200 levels are refused.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return pydantic_core.from_json(body, allow_inf_nan=False)
+
+
 class StrictRequest(Request):
-    """A request whose body is read strictly: NaN, half surrogate pairs and nesting beyond 200 levels are refused."""
+    """A request whose body is read as `strict_json`."""
 
     async def json(self) -> Any:
         """The body.
@@ -38,7 +47,7 @@ class StrictRequest(Request):
             ApiError: it is not JSON.
         """
         try:
-            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+            return strict_json(await self.body())
         except ValueError as error:
             raise ApiError(400, f"the request body is not JSON: {error}", code="invalid_json") from error
 
@@ -107,8 +116,8 @@ class StreamedAnswer(Protocol):
     def first_chunks(self) -> Iterable[Mapping[str, Any]]:
         """The chunks that are sent before any output."""
 
-    def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any]]:
-        """The chunks of one output.
+    def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any] | bytes]:
+        """The chunks of one output, those that are bytes as JSON already.
 
         Raises:
             ApiError: a completion failed.
@@ -192,18 +201,18 @@ class EventStream(StreamingResponse):
             await self._send_all(self._answer.first_chunks())
             while outputs := await self._outputs.ready(self._write_each):
                 await self._send_each(outputs)
-            await self._send_all(self._answer.last_chunks())
+            last = self._events(self._answer.last_chunks())
         except ClientGoneError:
             return
         except Exception as error:  # the status line is sent; an event is the only way left to tell
             answer = to_api_error(error)
             note_error(self._scope, answer)
-            await self._send_all([self._failure(answer)])
-        await send({"type": "http.response.body", "body": self._END, "more_body": False})
+            last = self._events([self._failure(answer)])
+        await send({"type": "http.response.body", "body": last + self._END, "more_body": False})
 
     async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:
         """The events of some outputs; those before one that failed are sent in any case."""
-        chunks: list[Mapping[str, Any]] = []
+        chunks: list[Mapping[str, Any] | bytes] = []
         try:
             for index, output in outputs:
                 chunks.extend(self._answer.chunks_of(index, output))
@@ -214,7 +223,7 @@ class EventStream(StreamingResponse):
         """As `_send_each`, without waiting; False, and nothing done, where that cannot be."""
         if self._writer is None or not self._writer.is_ready:
             return False
-        chunks: list[Mapping[str, Any]] = []
+        chunks: list[Mapping[str, Any] | bytes] = []
         try:
             for index, output in outputs:
                 chunks.extend(self._answer.chunks_of(index, output))
@@ -223,15 +232,15 @@ class EventStream(StreamingResponse):
                 self._writer.write(events)
         return True
 
-    async def _send_all(self, chunks: Iterable[Mapping[str, Any]]) -> None:
+    async def _send_all(self, chunks: Iterable[Mapping[str, Any] | bytes]) -> None:
         if events := self._events(chunks):
             await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
 
-    def _events(self, chunks: Iterable[Mapping[str, Any]]) -> bytes:
+    def _events(self, chunks: Iterable[Mapping[str, Any] | bytes]) -> bytes:
         return b"".join([self._event(chunk) for chunk in chunks])
 
-    def _event(self, chunk: Mapping[str, Any]) -> bytes:
-        return b"data: " + to_json(chunk) + b"\n\n"
+    def _event(self, chunk: Mapping[str, Any] | bytes) -> bytes:
+        return b"data: %b\n\n" % (chunk if isinstance(chunk, bytes) else to_json(chunk))
 
     def _failure(self, error: ApiError) -> Mapping[str, Any]:
         """What tells of an error after the head has been sent."""

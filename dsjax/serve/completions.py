@@ -13,6 +13,7 @@ from dsjax.engine.sampling_params import SamplingParams
 from dsjax.serve import bounds
 from dsjax.serve.answers import (
     CompletionLogprobLists,
+    TextChunk,
     UsageCounter,
     gather,
     prompt_logprobs_body,
@@ -102,6 +103,10 @@ class CompletionAnswer:
         self._counter = UsageCounter()
         self._begun: set[int] = set()  # choices of which a chunk has told
         self._lists: dict[int, CompletionLogprobLists] = {}
+        # Of each choice, where a chunk has nothing that changes but its text.
+        self._text_chunks: dict[int, TextChunk] | None = {}
+        if body.logprobs is not None or body.return_token_ids or body.continuous_usage:
+            self._text_chunks = None
         self._scores: dict[
             int, list[TokenLogprobs | None]
         ] = {}  # by prompt: a stream tells them once, for all its choices
@@ -141,8 +146,8 @@ class CompletionAnswer:
         """No chunk: nothing is sent before the first token."""
         return []
 
-    def chunks_of(self, prompt_index: int, whole_output: RequestOutput) -> list[CompletionResponse]:
-        """The chunks of one output: one for each completion that has something new.
+    def chunks_of(self, prompt_index: int, whole_output: RequestOutput) -> list[CompletionResponse | bytes]:
+        """The chunks of one output, some as JSON already: one for each completion that has something new.
 
         Raises:
             ApiError: a completion failed.
@@ -154,15 +159,26 @@ class CompletionAnswer:
             refuse_failed(completion)
             index = prompt_index * self._body.n + completion.index
             first = index not in self._begun
-            if self._is_told(completion) or (first and self._body.echo):
+            if not first and completion.text and completion.finish_reason is None and self._text_chunks is not None:
+                if index not in self._text_chunks:
+                    empty = dataclasses.replace(completion, text="")
+                    chunk = self._chunk(prompt_index, output, empty, first=False)
+                    self._text_chunks[index] = TextChunk(chunk, b'"text":""')
+                chunks.append(self._text_chunks[index].with_text(completion.text))
+            elif self._is_told(completion) or (first and self._body.echo):
                 self._begun.add(index)
-                choice = self._choice(prompt_index, output, completion, first=first)
-                chunks.append({**self._head, "choices": [choice], **self._running_usage()})
+                chunks.append(self._chunk(prompt_index, output, completion, first=first))
         return chunks
 
     def last_chunks(self) -> list[CompletionResponse]:
         """A chunk with the usage, where the request asks for it."""
         return [{**self._head, "choices": [], "usage": self._counter.usage()}] if self._body.include_usage else []
+
+    def _chunk(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, *, first: bool
+    ) -> CompletionResponse:
+        choice = self._choice(prompt_index, output, completion, first=first)
+        return {**self._head, "choices": [choice], **self._running_usage()}
 
     def _is_told(self, completion: CompletionOutput) -> bool:
         ids = self._body.return_token_ids and completion.token_ids

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsjax.errors import UserError
+from dsjax.errors import UserError, why_unreadable
 
 REASONING_PARSERS = ("auto", "deepseek_r1", "none")
 TOOL_CALL_PARSERS = ("auto", "deepseek_v3", "deepseek_v31", "none")
@@ -71,7 +71,7 @@ def read_keys(given: Iterable[str], files: Iterable[Path]) -> tuple[str, ...]:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--api-key-file {path} cannot be read: {error}") from error
+            raise UserError(f"--api-key-file {path} cannot be read: {why_unreadable(error)}") from error
         found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not found:
             raise UserError(f"--api-key-file {path} holds no key, so the server would be open to all; write one a line")

@@ -91,12 +91,14 @@ class QueueGate:
     def check(self, requests: int, tokens: int) -> None:
         """Raise a 429 where so many more may not wait."""
         # What would wait alone may always come in: a limit below one request's size must not refuse it for ever.
-        waiting = self._engine.num_waiting + self._entering_requests
-        if waiting and self._most_requests is not None and waiting + requests > self._most_requests:
-            raise self._full(f"{waiting} requests wait, and this server lets {self._most_requests} wait")
-        waiting = self._engine.waiting_tokens + self._entering_tokens
-        if waiting and self._most_tokens is not None and waiting + tokens > self._most_tokens:
-            raise self._full(f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait")
+        if self._most_requests is not None:  # what waits is a sum over all ranks
+            waiting = self._engine.num_waiting + self._entering_requests
+            if waiting and waiting + requests > self._most_requests:
+                raise self._full(f"{waiting} requests wait, and this server lets {self._most_requests} wait")
+        if self._most_tokens is not None:
+            waiting = self._engine.waiting_tokens + self._entering_tokens
+            if waiting and waiting + tokens > self._most_tokens:
+                raise self._full(f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait")
 
     def _full(self, reason: str) -> ApiError:
         message, code = f"{reason}; try again later", "queue_full"

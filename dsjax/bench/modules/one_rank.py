@@ -184,8 +184,3 @@ def extrapolate(setting: Setting, rows: list[Row]) -> list[Extrapolation]:
         parts += [(name, 1, seconds) for name, seconds in alone.items()]
         found.append(Extrapolation(row.case.variant, context, tuple(parts)))
     return found
-
-
-def layers_timed(rows: list[Row]) -> int:
-    """MoE layers that were there at once."""
-    return max((row.case.sizes["layers"] for row in rows if row.case.module == "MoE layer"), default=0)

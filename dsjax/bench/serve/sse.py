@@ -29,6 +29,9 @@ class EventParser:
         Raises:
             EventStreamError: an event is longer than 16 MiB, so this is hardly a stream of events.
         """
+        if (event := self._only_event(piece)) is not None:
+            self._at_start = False
+            return [event]
         text = self._rest + piece
         if self._at_start:
             if len(text) < 3 and b"\xef\xbb\xbf".startswith(text):
@@ -54,3 +57,10 @@ class EventParser:
         if len(self._rest) > _LARGEST_EVENT or sum(map(len, self._data)) > _LARGEST_EVENT:
             raise EventStreamError("an event is longer than 16 MiB; the answer is not a stream of events")
         return events
+
+    def _only_event(self, piece: bytes) -> bytes | None:
+        """The data of a piece that is one whole event of one line, as servers write a token's; None for any other piece."""
+        if self._rest or self._data or not piece.startswith(b"data: ") or not piece.endswith(b"\n\n"):
+            return None
+        event = piece[6:-2]
+        return None if b"\n" in event or b"\r" in event else event

@@ -1,11 +1,25 @@
-"""OpenAI's endpoints."""
+"""OpenAI's endpoints, and the short way to them that usual requests take."""
 
-from typing import Annotated
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Depends, Header, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dsjax.serve.bodies import EventStream, JsonResponse, StrictRoute, unless_client_leaves
+from dsjax.errors import UserError
+from dsjax.serve.bodies import (
+    ClientGoneError,
+    EventStream,
+    JsonResponse,
+    StrictRoute,
+    strict_json,
+    unless_client_leaves,
+)
 from dsjax.serve.bounds import MAX_NAME_CHARACTERS
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
@@ -36,8 +50,8 @@ Rank = Annotated[
 ]
 
 
-def place_of(session: Session = None, dp_rank: Rank = None) -> Place:
-    """What the headers say of where the request is to run."""
+async def place_of(session: Session = None, dp_rank: Rank = None) -> Place:
+    """What the headers say of where the request is to run. Not a plain function: FastAPI calls those in another thread."""
     return Place(session, dp_rank)
 
 
@@ -108,3 +122,85 @@ def _card(serving: Serving, name: str) -> ModelCard:
         "root": serving.model_root,
         "max_model_len": serving.max_model_len,
     }
+
+
+class _Usual(NamedTuple):
+    """A usual request, read: its route, its body, and its headers' place."""
+
+    route: APIRoute
+    body: BaseModel
+    place: Place
+
+
+class UsualRequests:
+    """ASGI middleware, the last before the routes. Hands requests that are as clients send them all day straight to their endpoint.
+
+    FastAPI's way there, through its router, its exit stacks and its reading of headers, costs more processor time than all that the
+    server itself does for a request (docs/performance.md, "Over HTTP"). Whatever is unusual takes that way nevertheless, and so does every
+    mistake in headers and body: so there is one place alone where mistakes are put into words.
+
+    Args:
+        routes: of `openai_routes`. Those that take a body are meant.
+        answer_error: makes an answer of what an endpoint raises.
+    """
+
+    _ERRORS = (UserError, HTTPException, ClientGoneError)
+    """What the application has an answer for; anything else is a defect, and passes on."""
+    _SESSION, _RANK = b"x-session-affinity", b"x-data-parallel-rank"
+    _READ = frozenset({b"content-type", _SESSION, _RANK})
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Sequence[APIRoute],
+        answer_error: Callable[[Request, Exception], Awaitable[Response]],
+    ):
+        self._app, self._answer_error = app, answer_error
+        self._routes = {route.path: route for route in routes if "POST" in route.methods}
+        self._bodies: Mapping[str, type[BaseModel]] = {
+            path: inspect.signature(route.endpoint).parameters["body"].annotation
+            for path, route in self._routes.items()
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a usual request; pass on any other."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._routes:
+            await self._app(scope, receive, send)
+            return
+        message = await receive()
+        usual = self._read(scope, message)
+        if usual is None:
+            messages = [message]
+
+            async def receive_again() -> Message:
+                return messages.pop() if messages else await receive()
+
+            await self._app(scope, receive_again, send)
+            return
+        scope["route"] = usual.route
+        request = Request(scope, receive)
+        try:
+            response = await usual.route.endpoint(usual.body, request, usual.place)
+        except self._ERRORS as error:
+            response = await self._answer_error(request, error)
+        await response(scope, receive, send)
+
+    def _read(self, scope: Scope, message: Message) -> _Usual | None:
+        """The request, or None unless it is usual and without a mistake. `BodyLimits` has made one message of its body."""
+        given = [(name, value) for name, value in scope["headers"] if name in self._READ]
+        headers = dict(given)
+        session, rank = headers.get(self._SESSION), headers.get(self._RANK)
+        if (
+            len(headers) < len(given)
+            or headers.get(b"content-type", b"").partition(b";")[0] != b"application/json"
+            or (session is not None and not 1 <= len(session) <= MAX_NAME_CHARACTERS)
+            or (rank is not None and not (rank.isdigit() and len(rank) < 10))
+        ):
+            return None
+        path = scope["path"]
+        try:
+            body = self._bodies[path].model_validate(strict_json(message.get("body", b"")))
+        except ValueError:  # not JSON, or not the schema's
+            return None
+        place = Place(session and session.decode("latin-1"), None if rank is None else int(rank))
+        return _Usual(self._routes[path], body, place)

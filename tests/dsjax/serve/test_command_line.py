@@ -19,7 +19,7 @@ from dsjax.cli.generate import write_continuations
 from dsjax.cli.info import describe
 from dsjax.engine.args import EngineArgs
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.loading import EngineFacts
+from dsjax.engine.loading import EngineFacts, PrefillSizes
 from dsjax.engine.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
 from dsjax.engine.speculative import SpeculativeConfig
@@ -194,6 +194,8 @@ FACTS = EngineFacts(
     page_size=16,
     max_model_len=2048,
     max_num_seqs=64,
+    max_num_batched_tokens=2048,
+    prefill_chunk=256,
 )
 
 
@@ -280,3 +282,28 @@ def test_without_a_terminal_a_line_is_written_at_each_tenth():
     assert lines[0] == "compiling shapes: 0 of 31 (0%), 0 s"
     assert lines[1].startswith("compiling shapes: 4 of 31 (13%)")
     assert lines[-1].startswith("compiling shapes: 31 of 31 (100%)")
+
+
+def test_without_a_terminal_each_of_several_engines_says_how_far_it_is():
+    engine = make_engine()
+    engine.prefills = (engine.core.executor,)  # it has what a link has of a warm-up
+    console = Console(file=io.StringIO(), width=120)
+    with warm_up_bar(console) as progress:
+        engine.warm_up(progress)
+    lines = console.file.getvalue().splitlines()
+    for name in ("decode engine 0", "prefill engine 0"):
+        own = [line for line in lines if line.startswith(f"compiling shapes of {name}: ")]
+        assert "3 of 3" in own[-1]
+    assert len(lines) == len(set(lines)), "nothing is said twice"
+
+
+def test_the_start_up_screen_says_what_engines_beside_take_that_compute_prompts():
+    console = Console(file=io.StringIO(), width=160)
+    sizes = PrefillSizes(2, 4, 16_384, 8_192, 64_000, 1_000)
+    show_facts(console, dataclasses.replace(FACTS, prefill_meshes=["dp=2"], prefill_sizes=sizes))
+    text = " ".join(console.file.getvalue().split())
+    assert (
+        "up to 4 prompts under way, and a step up to 16,384 tokens, 8,192 of one prompt; its cache holds 32,000" in text
+    )
+    assert "prompts of 1,000 tokens or more are computed where they are decoded" in text
+    assert FACTS.to_json()["prefill_sizes"] is None

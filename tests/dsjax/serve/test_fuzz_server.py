@@ -9,7 +9,7 @@ from scripted_executor import ScriptedExecutor, tool_tokenizer
 pytest.importorskip("schemathesis", reason="pip install schemathesis")
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from fuzz_server import broken_stream, fuzz, says_changing
+from fuzz_server import alike, broken_stream, fuzz, says_changing
 
 from dsjax.serve.options import ServeOptions
 
@@ -35,7 +35,7 @@ def test_a_server_error_and_a_lost_page_are_found(server, monkeypatch):
     monkeypatch.setattr("dsjax.serve.routes.status.package_version", lambda: 1 / 0)
     real = server.llm_engine.core.loads
     monkeypatch.setattr(server.llm_engine.core, "loads", lambda: [load._replace(used_pages=1) for load in real()])
-    monkeypatch.setattr("fuzz_server._good_answers", lambda client, exact: [])
+    monkeypatch.setattr("fuzz_server._good_answers", lambda client: [])
     monkeypatch.setattr("fuzz_server._left_behind.__defaults__", (0.1,))
     findings = fuzz(server.url, 20, api_key="root", told=lambda line: None)
     assert any("GET /version" in each for each in findings.wrong)
@@ -60,3 +60,11 @@ def test_a_mesh_that_is_being_changed_excuses_no_other_503():
     assert not says_changing("/v1/completions", 503, body % "not_ready")
     assert not says_changing("/get_load", 500, body % "changing_mesh")
     assert not says_changing("/get_load", 503, "Service Unavailable")
+
+
+def test_answers_are_alike_if_they_differ_by_rounding_and_not_if_by_more_or_by_a_word() -> None:
+    one = [{"text": "a", "logprobs": {"token_logprobs": [-9.538113594055176, None]}}]
+    assert alike(one, [{"text": "a", "logprobs": {"token_logprobs": [-9.538116455078125, None]}}])
+    assert not alike(one, [{"text": "a", "logprobs": {"token_logprobs": [-9.6, None]}}])
+    assert not alike(one, [{"text": "b", "logprobs": {"token_logprobs": [-9.538113594055176, None]}}])
+    assert not alike(one, [*one, *one])

@@ -1,9 +1,12 @@
 """Whatever comes in, an error in OpenAI's shape goes out, and nothing stays behind."""
 
 import json
+import re
 
 import httpx
 import pytest
+
+from dsjax.serve.routes.openai import UsualRequests
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -152,3 +155,38 @@ def test_the_schema_describes_every_answer(server):
     responses = schema["paths"][CHAT]["post"]["responses"]
     assert {"200", "400", "404", "422"} <= responses.keys()
     assert responses["422"]["content"]["application/json"]["schema"]["$ref"].endswith("ErrorBody")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "is_usual"),
+    [
+        (COMPLETIONS, {"prompt": "ab", "max_tokens": 3, "temperature": 0, "logprobs": 1}, {}, True),
+        (COMPLETIONS, {"prompt": "ab", "max_tokens": 3, "temperature": 0, "stream": True}, {}, True),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 3, "temperature": 0}, {"X-Session-Affinity": "mine"}, True),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 3, "temperature": 0, "store": False}, {}, True),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 3, "model": "nobody"}, {}, True),
+        (COMPLETIONS, {"prompt": "a", "n": 0}, {}, True),
+        (COMPLETIONS, {"prompt": "a"}, {"X-Data-Parallel-Rank": "7000"}, True),
+        (COMPLETIONS, {"prompt": "a", "top_p": "x"}, {}, False),
+        (COMPLETIONS, [], {}, False),
+        (COMPLETIONS, {"prompt": "a"}, {"X-Data-Parallel-Rank": "-1"}, False),
+        (COMPLETIONS, {"prompt": "a"}, {"X-Session-Affinity": "m" * 5000}, False),
+        (COMPLETIONS + "/", {"prompt": "a"}, {}, False),
+    ],
+)
+def test_a_usual_request_gets_the_answer_that_it_would_get_by_fastapi_s_way(
+    server, monkeypatch, path, body, headers, is_usual
+):
+    taken, read = [], UsualRequests._read
+    monkeypatch.setattr(UsualRequests, "_read", lambda self, *given: taken.append(read(self, *given)) or taken[-1])
+
+    def answer(content_type: str) -> tuple:
+        response = server.post(path, body, headers={"X-Request-ID": "one", "Content-Type": content_type} | headers)
+        text = re.sub(r'"(created|created_at|cached_tokens)":\d+|msg_[0-9a-f]+', "", response.text)
+        return response.status_code, text, sorted(response.headers.keys() - {"date"})
+
+    usual = answer("application/json; charset=utf-8")
+    assert [one is not None for one in taken] == [is_usual] * (path in (COMPLETIONS, CHAT, "/v1/responses"))
+    taken.clear()
+    assert answer("application/vnd.openai+json") == usual  # which FastAPI takes as well
+    assert not any(taken)

@@ -11,6 +11,7 @@ import tokenizers
 from dsjax.bench.serve.datasets import DatasetError
 from dsjax.bench.serve.prompts import count_tokens
 from dsjax.bench.serve.records import BenchRequest
+from dsjax.errors import why_unreadable
 
 _LEAST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048
 
@@ -55,7 +56,7 @@ class ShareGpt:
             talks = [entry.get("conversations") or () for entry in entries]
             return [(str(talk[0]["value"]), str(talk[1]["value"])) for talk in talks if len(talk) >= 2]
         except OSError as error:
-            raise DatasetError(f"cannot read --dataset-path {self.path}: {error}") from error
+            raise DatasetError(f"cannot read --dataset-path {self.path}: {why_unreadable(error)}") from error
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise DatasetError(
                 f'{self.path} is no ShareGPT file: expected a JSON list of {{"conversations": [{{"value": …}}, …]}}; '

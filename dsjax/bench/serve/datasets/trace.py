@@ -10,6 +10,7 @@ import numpy as np
 from dsjax.bench.serve.datasets import DatasetError
 from dsjax.bench.serve.prompts import PromptMaker
 from dsjax.bench.serve.records import BenchRequest
+from dsjax.errors import why_unreadable
 
 _MOONCAKE_BLOCK = 512
 """Tokens that one of Mooncake's hash ids stands for."""
@@ -73,7 +74,7 @@ def read_trace(path: Path) -> list[TraceRow]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"cannot read --dataset-path {path}: {error}") from error
+        raise DatasetError(f"cannot read --dataset-path {path}: {why_unreadable(error)}") from error
     try:
         rows = _burstgpt(text) if path.suffix == ".csv" else _mooncake(text)
     except (ValueError, KeyError, TypeError) as error:
