@@ -1,7 +1,11 @@
-"""Write docs/h20-32.md: the 32-GPU H20 plan in circulation, worked through. Usage: python tools/h20_study.py"""
+"""Write docs/h20-32.md: the 32-GPU H20 plan in circulation, worked through.
+
+python tools/h20_study.py
+"""
 
 # ruff: noqa: E501 (a row of a Markdown table is one line)
 
+import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -556,4 +560,5 @@ column. The cluster file takes 25 Gb/s as one card a GPU, the most favourable re
 
 
 if __name__ == "__main__":
-    Path("docs/h20-32.md").write_text(page(), encoding="utf-8")
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    (Path(__file__).parents[1] / "docs" / "h20-32.md").write_text(page(), encoding="utf-8")

@@ -1,7 +1,11 @@
-"""Write docs/rtx4090-32.md: whether 32-way data parallelism is compute-bound on 32 × RTX 4090. Usage: python tools/home_study.py"""
+"""Write docs/rtx4090-32.md: whether 32-way data parallelism is compute-bound on 32 × RTX 4090.
+
+python tools/home_study.py
+"""
 
 # ruff: noqa: E501 (a row of a Markdown table is one line)
 
+import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -148,4 +152,5 @@ network of about twice what a board's PCIe carries ({needed / CLUSTER.devices_pe
 
 
 if __name__ == "__main__":
-    Path("docs/rtx4090-32.md").write_text(page(), encoding="utf-8")
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    (Path(__file__).parents[1] / "docs" / "rtx4090-32.md").write_text(page(), encoding="utf-8")

@@ -1,6 +1,7 @@
 """Random plans, each made easier in one way, which must never make the answer worse.
 
-Usage: python tools/plan_monotone.py [CASES], or FIRST LAST: the cases of these numbers. Four cases are of one question.
+    python tools/plan_monotone.py 1000        # cases 0 to 999
+    python tools/plan_monotone.py 740 744     # the cases of these numbers; four of them are of one question
 
 Exit status 1 if any answer got worse by more than rounding. Easier: more of a resource of the cluster, more memory, a faster network, a
 looser objective, a shorter prompt, an FP8 cache. The answer: most output tokens a second within the objectives.
@@ -8,6 +9,7 @@ looser objective, a shorter prompt, an FP8 cache. The answer: most output tokens
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import random
 import sys
@@ -107,5 +109,11 @@ def main(first: int, last: int) -> int:
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[1:]]
-    sys.exit(bool(main(*(numbers if len(numbers) == 2 else (0, numbers[0] if numbers else 1000)))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "first", nargs="?", type=int, help="the first case; alone, how many cases from 0 on (default 1000)"
+    )
+    parser.add_argument("last", nargs="?", type=int, help="the case that ends them and is not played")
+    given = parser.parse_args()
+    first, last = (0, given.first or 1000) if given.last is None else (given.first, given.last)
+    sys.exit(bool(main(first, last)))

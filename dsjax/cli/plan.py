@@ -1,6 +1,7 @@
 """`dsjax plan`: a cluster, a workload and objectives in, a layout out, with figures that can be checked."""
 
 import dataclasses
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -25,8 +26,12 @@ def plan(
         ),
     ] = None,
     hosts: Annotated[int | None, typer.Option(help="Another number of hosts than the cluster's.", min=1)] = None,
-    input_tokens: Annotated[str, typer.Option("--input", help="Prompt tokens: mean, or mean:variation.")] = "2000",
-    output_tokens: Annotated[str, typer.Option("--output", help="Output tokens: mean, or mean:variation.")] = "500",
+    input_tokens: Annotated[
+        str | None, typer.Option("--input", help="Prompt tokens: mean, or mean:variation.", show_default="2000")
+    ] = None,
+    output_tokens: Annotated[
+        str | None, typer.Option("--output", help="Output tokens: mean, or mean:variation.", show_default="500")
+    ] = None,
     classes: Annotated[
         list[str] | None,
         typer.Option(
@@ -190,7 +195,7 @@ def plan(
     from dsjax.plan.measured import read_measured
     from dsjax.plan.measured_network import check_device, read_network
     from dsjax.plan.operator_tables import operator_tables
-    from dsjax.plan.own_cluster import choose_precision, find_cluster
+    from dsjax.plan.own_cluster import choose_precision, find_cluster, with_tables
     from dsjax.plan.question import Question
     from dsjax.plan.recipe import check_recipe, published_beside, recipe, write_script
     from dsjax.plan.report import show, show_sweep, show_usages, to_json
@@ -206,8 +211,12 @@ def plan(
         raise UserError(f"--mode is {mode!r}, expected one of {', '.join((*_MODES, *STATIC_MODES))}")
     if explain is not None and explain not in EXPLAINED:
         raise UserError(f"--explain is {explain!r}, expected one of {', '.join(EXPLAINED)}")
-    if not burstiness > 0:
-        raise UserError(f"--burstiness is {burstiness:g}, expected more than 0")
+    if not 0 < burstiness < math.inf:
+        raise UserError(f"--burstiness is {burstiness:g}, expected a number above 0")
+    if burstiness != 1 and (concurrency is not None or request_rate):
+        raise UserError(
+            "--burstiness is of arrivals at a rate; with --concurrency and --request-rate inf each request follows one that ended"
+        )
     if simulate and mode in STATIC_MODES:
         raise UserError(f"--simulate plays a service, --mode {mode} is one batch; give aggregated, separated or both")
     if request_rate not in (None, "inf"):
@@ -224,37 +233,53 @@ def plan(
         raise UserError(
             f"--context is of decode steps alone, --mode {mode} follows from --input and --output; give --mode static_gen"
         )
-    if mode in STATIC_MODES and (explain or pareto or sweep or recipe_file):
-        given = next(
-            f
-            for f, v in (("--explain", explain), ("--pareto", pareto), ("--sweep", sweep), ("--recipe", recipe_file))
-            if v
-        )
+    of_a_service = {
+        "--explain": explain, "--pareto": pareto, "--sweep": sweep, "--recipe": recipe_file, "--slo": slo, "--concurrency": concurrency,
+        "--rate": rate, "--ttft-ms": ttft_ms, "--tpot-ms": tpot_ms, "--throughput": throughput, "--prefill-mesh": prefill_mesh,
+        "--decode-mesh": decode_mesh, "--prefill-instances": prefill_instances, "--decode-instances": decode_instances,
+        "--price-per-hour": price_per_hour,
+    }  # fmt: skip
+    given = next((flag for flag, value in of_a_service.items() if value not in (None, [])), None)
+    if mode in STATIC_MODES and given:
         raise UserError(
             f"{given} is of a service, --mode {mode} is one batch of every layout; give aggregated, separated or both"
         )
+    if plots and not sweep:
+        raise UserError(
+            "--plots draws sweeps, and there is none; give --sweep latency or another, or --pareto FILE.png for the front"
+        )
+    if explain and json_file is not None:
+        raise UserError("--explain is for reading, --json writes data in its place; give one of them")
+    if classes and (input_tokens or output_tokens):
+        raise UserError("--class has lengths of its own, in place of --input and --output; give one or the other")
     serving = find_engine(engine)
     check_recipe(recipe_file, serving.name)
     swept_points = [read_sweep(text) for text in sweep or ()]
     config = load_config(model)
     modules = read_measured(measured, config) if measured else None
-    found = find_cluster(cluster, modules)
+    found, tables = find_cluster(cluster, modules), operator_tables(operators)
+    if modules is None:
+        found, tables = with_tables(found, tables)
     if network is not None:
         timed = read_network(network)
         check_device(timed, found.hardware, found.name)
         found = dataclasses.replace(found, measured=timed)
     if price_per_hour is not None:
-        if not price_per_hour > 0:
-            raise UserError(f"--price-per-hour is {price_per_hour:g}, expected more than 0")
+        if not 0 < price_per_hour < math.inf:
+            raise UserError(f"--price-per-hour is {price_per_hour:g}, expected a number above 0")
+        if found.prefill is not None:
+            raise UserError(
+                f"--price-per-hour is of one kind of device, and {found.name} has two; give price_per_hour in the file of each of them"
+            )
         priced = dataclasses.replace(found.hardware, price_per_hour=price_per_hour)
         found = dataclasses.replace(found, hardware=priced)
-    if slo and mode in STATIC_MODES:
-        raise UserError(f"--slo is of a service, --mode {mode} is one batch; give aggregated, separated or both")
     load = {"concurrency": concurrency, "rate": rate, "prefix_hit": prefix_hit}
     if classes:
         work = Workload.of_classes([RequestClass.parse(text) for text in classes], **load)
     else:
-        work = Workload(Lengths.parse(input_tokens, "--input"), Lengths.parse(output_tokens, "--output"), **load)
+        work = Workload(
+            Lengths.parse(input_tokens or "2000", "--input"), Lengths.parse(output_tokens or "500", "--output"), **load
+        )
     objective = Objective(ttft_ms and ttft_ms / 1e3, tpot_ms and tpot_ms / 1e3, throughput)
     if context is not None:
         work = dataclasses.replace(work, decoding_at=float(context))
@@ -283,7 +308,7 @@ def plan(
             tuple(read_dry_run(path) for path in compiled or ()),
             MeshSpec.parse(mesh) if mesh else None,
             modules,
-            operator_tables(operators),
+            tables,
             host_scheduling,
             serving,
             Pins(
@@ -336,12 +361,15 @@ def plan(
             plots.mkdir(parents=True, exist_ok=True)
             for swept in sweeps:
                 draw_sweep(swept, plots / f"{swept.quantity}.png")
-    if recipe_file and answer.winner and recipe_file.suffix == ".json":
+    if recipe_file and not answer.winner:
+        why = "no deployment meets the objectives" if best else "nothing fits"
+        report_console(stderr=True).print(Text(f"--recipe {recipe_file} is not written: {why}", "yellow"))
+    elif recipe_file and recipe_file.suffix == ".json":
         write_json(recipe_file, recipe(model, question, answer.winner))
-    elif recipe_file and answer.winner and recipe_file.suffix == ".sh":
+    elif recipe_file and recipe_file.suffix == ".sh":
         with writing(recipe_file):
             write_script(recipe_file, model, question, answer.winner, shlex.join(["dsjax", *sys.argv[1:]]))
-    elif recipe_file and answer.winner:
+    elif recipe_file:
         from dsjax.plan.dynamo_graph import write_graph
         from dsjax.plan.kubernetes import write_overlay
 

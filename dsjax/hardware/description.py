@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +13,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dsjax.errors import UserError
+from dsjax.errors import UserError, check_fields, why_unreadable
 
+_KINDS = {
+    "str": (str, "text"),
+    "int": (int, "a whole number above 0"),
+    "float": ((int, float), "a number above 0"),
+    "Mapping": (dict, "a table"),
+}
+"""What a field of a file may be, by its type in `Hardware`."""
 _DIES = {"h200": "GH100", "b200": "GB100"}
 """Of the devices that operations were measured on."""
 
@@ -80,7 +88,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     """A bundled name (`h200`), or a TOML file of the same fields.
 
     Raises:
-        UserError: no such hardware; a file that is not TOML; missing, unknown, or unsourced fields.
+        UserError: no such hardware; a file that is not TOML; a field that is missing, unknown, of the wrong kind or without a source.
     """
     key = str(name_or_path)
     if key in bundled_hardware():
@@ -89,9 +97,9 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         path = Path(name_or_path).expanduser()
         try:
             text = path.read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"no hardware {key!r} ({error.strerror}); expected a TOML file, or one of {', '.join(bundled_hardware())}"
+                f"no hardware {key!r} ({why_unreadable(error)}); expected a TOML file, or one of {', '.join(bundled_hardware())}"
             ) from error
         key = path.stem
     try:
@@ -102,13 +110,16 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 def _from_fields(key: str, found: Mapping[str, Any]) -> Hardware:
     fields = {one.name: one for one in dataclasses.fields(Hardware) if one.name != "key"}
-    missing = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING and n not in found]
-    unknown = sorted(found.keys() - fields.keys())
-    if missing or unknown:
-        raise UserError(
-            f"hardware {key!r}: missing {', '.join(missing) or 'nothing'}, unknown {', '.join(unknown) or 'nothing'}; "
-            f"the fields are {', '.join(fields)}"
-        )
+    required = [name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING]
+    check_fields(f"hardware {key!r}", found, fields, required)
+    for name, value in found.items():
+        kind, expected = _KINDS[str(fields[name].type).partition("[")[0].partition(" ")[0]]
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, kind)
+            or (isinstance(value, int | float) and not 0 < value < math.inf)
+        ):
+            raise UserError(f"hardware {key!r}: {name} is {value!r}, expected {expected}")
     figures = [n for n in found if n not in ("name", "platform", "sources", "operators", "die")]
     unsourced = [n for n in figures if n not in found["sources"]]
     if unsourced:

@@ -175,7 +175,7 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     if instance.workload.concurrency is None:
         whole, mean, load = step + decode, tpot * instance.options.tokens_a_step, own_load(instance, batch, tokens)
         # Both are of the same operations, so that they are long together.
-        shares = [load * a / b for a, b in zip(_ends(whole), _ends(mean), strict=True)]
+        shares = [load * a / b if b > 0 else math.inf for a, b in zip(_ends(whole), _ends(mean), strict=True)]
         busy = Figure(shares[0], min(shares), max(shares), tpot.kinds)
         first = (whole * chunks).named("own prompt, beside decodes", "s") + _queue(whole, busy)
         ttft = first + (mean * _passing(instance)).named("steps in progress", "s")

@@ -20,7 +20,7 @@ from dsjax.plan.operations import (
     grouped_seconds,
     prefill_attention_seconds,
 )
-from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, Grouped, OperatorTables, as_filed
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, Grouped, OperatorTables
 from dsjax.plan.precision import BF16, Precision
 
 _CEILING = 0.95
@@ -92,7 +92,7 @@ class Chip:
         """A device as its file has it: what its table was measured on."""
         found = self.known.get(("device", key))
         if found is None:
-            found = as_filed(key)
+            found = self.operators.device(key)
             # Where nothing was scaled it is this very device, whose times are not carried anywhere.
             same = self.hardware.key == key and (found.fp8_flops, found.bf16_flops, found.memory_bandwidth) == (
                 self.hardware.fp8_flops, self.hardware.bf16_flops, self.hardware.memory_bandwidth
@@ -152,14 +152,14 @@ class Chip:
         table, readme, spread, best = curves or self._once(
             ("curves", n, k, dtype), lambda: self._product_curves(n, k, dtype)
         )
-        if self.middle and table and (not readme or self.hardware.key == "h200"):
+        if self.middle and table and not readme:
             return Middle(table(rows) / self.carried_over.value)
         seconds, source = [table(rows)] if table else [], AICONFIGURATOR
         if readme:
             source = f"{DEEPGEMM}; {AICONFIGURATOR}"
             if self.hardware.key == "h800" or not seconds:
                 seconds.insert(0, readme(rows))
-            elif self.hardware.key != "h200":
+            else:
                 # Two tables of the same die, neither of this device: between them.
                 seconds = [math.sqrt(readme(rows) * seconds[0]), readme(rows), seconds[0]]
         if not seconds:
@@ -167,7 +167,10 @@ class Chip:
         return self._figure(seconds, spread, f"product {rows:.0f}×{n}×{k}", source)
 
     def _product_curves(self, n: int, k: int, dtype: str):
-        """(aiconfigurator's seconds here over rows, DeepGEMM's, the spread of the first, seconds at the ceilings)."""
+        """(aiconfigurator's seconds here over rows, DeepGEMM's, the spread of the first, seconds at the ceilings).
+
+        DeepGEMM's are None for a device that the first were timed on itself.
+        """
         itemsize, unit = {"fp8_block": (1.0, "fp8"), "bfloat16": (2.0, "bf16"), "nvfp4": (0.5625, "fp4")}[dtype]
 
         def work(rows: float) -> Work:
@@ -178,7 +181,8 @@ class Chip:
         if found:
             table = self._carried(*found, work)
             spread = max(0.05, min(0.25, self.operators.product_error(found[1].key, dtype)))
-        if (self.hardware.platform != "cuda" or self.hardware.is_hopper) and dtype != "nvfp4":
+        timed_here = found and found[1].key == self.hardware.key
+        if (self.hardware.platform != "cuda" or self.hardware.is_hopper) and dtype != "nvfp4" and not timed_here:
             readme = self._carried(dense_curve(n, k, itemsize), self._device("h800"), work)
         return table, readme, spread, lambda rows: work(rows).best(self.hardware)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsjax.errors import UserError
+from dsjax.errors import UserError, check_fields, why_unreadable
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.plan.measured_network import COLLECTIVES, MeasuredNetwork
 from dsjax.plan.tiers import Wiring, read_wiring
@@ -135,9 +136,11 @@ class Cluster:
         if wiring.tiers and hosts > wiring.tiers[-1].hosts:
             *below, top = wiring.tiers
             wiring = dataclasses.replace(wiring, tiers=(*below, dataclasses.replace(top, hosts=hosts)))
-        return dataclasses.replace(self, hosts=hosts, wiring=wiring)
+        described = self.description if hosts == self.hosts else f"{hosts} hosts, each as in {self.description}"
+        return dataclasses.replace(self, description=described, hosts=hosts, wiring=wiring)
 
 
+_WORDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "a table", bool: "true or false"}
 _LEAST = {"hosts": 1, "devices_per_host": 1, "nics_per_host": 1, "scale_up_devices": 1}
 _FIELDS = {
     "name": str,
@@ -182,9 +185,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         try:
             text = Path(name_or_path).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise UserError(
-                f"no cluster {key!r} ({reason}); expected a TOML file, or one of {', '.join(bundled_clusters())}"
+                f"no cluster {key!r} ({why_unreadable(error)}); expected a TOML file, or one of {', '.join(bundled_clusters())}"
             ) from error
     try:
         return _from_fields(key, tomllib.loads(text))
@@ -193,22 +195,19 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
-    missing = [name for name in _FIELDS if name not in found and name not in _OPTIONAL]
-    unknown = sorted(found.keys() - _FIELDS.keys())
-    if missing or unknown:
-        raise UserError(
-            f"cluster {key!r}: missing {', '.join(missing) or 'nothing'}, unknown {', '.join(unknown) or 'nothing'}; "
-            f"the fields are {', '.join(_FIELDS)}"
-        )
+    check_fields(f"cluster {key!r}", found, _FIELDS, [name for name in _FIELDS if name not in _OPTIONAL])
     for name, value in found.items():
         wanted = (int, float) if _FIELDS[name] is float else (_FIELDS[name],)
         if isinstance(value, bool) != (_FIELDS[name] is bool) or not isinstance(value, wanted):
-            raise UserError(f"cluster {key!r}: {name} is {value!r}, expected {_FIELDS[name].__name__}")
+            raise UserError(f"cluster {key!r}: {name} is {value!r}, expected {_WORDS[_FIELDS[name]]}")
         if name in _LEAST and value < _LEAST[name]:
             raise UserError(f"cluster {key!r}: {name} is {value}, expected at least {_LEAST[name]}")
-        if name in ("network_gbps", "latency_us", "storage_gb_per_s") and value <= 0:
-            raise UserError(f"cluster {key!r}: {name} is {value}, expected more than 0")
-    chip = load_hardware(found["hardware"])
+        if name in ("network_gbps", "latency_us", "storage_gb_per_s") and not 0 < value < math.inf:
+            raise UserError(f"cluster {key!r}: {name} is {value}, expected a number above 0")
+    try:
+        chip = load_hardware(found["hardware"])
+    except UserError as error:
+        raise UserError(f"cluster {key!r}: {error}") from error
     low, high = _range(key, found["latency_us_range"], found["latency_us"])
     devices_per_host = found.get("devices_per_host", chip.devices_per_host)
     cluster = Cluster(
@@ -255,7 +254,7 @@ def _prefill(key: str, found: Mapping[str, Any]) -> Cluster:
 
 def _range(key: str, ends: list, value: float) -> tuple[float, float]:
     numbers = len(ends) == 2 and all(isinstance(e, int | float) and not isinstance(e, bool) for e in ends)
-    if not numbers or not 0 < ends[0] <= value <= ends[1]:
+    if not numbers or not 0 < ends[0] <= value <= ends[1] < math.inf:
         raise UserError(
             f"cluster {key!r}: latency_us_range is {ends!r}, expected two numbers around latency_us, which is {value}"
         )
@@ -266,7 +265,7 @@ def _acceptance(key: str, found: Mapping[str, Any]) -> Acceptance:
     """The table `[acceptance]`: `warning`, `failing`, and tables such as `[acceptance.inside_host.all_gather]`: own expectations."""
 
     def number(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(f"cluster {key!r}: {name} is {value!r}, expected a number above 0")
         return float(value)
 

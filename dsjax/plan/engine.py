@@ -12,9 +12,11 @@ from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 
 @dataclass(frozen=True)
 class Engine:
-    """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode instances.
-    drafts: with the MTP module. fp4: loads FP4 experts. fp8_cache: bytes a value of its FP8 latent cache, None without one.
+    """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode.
+    drafts: with the MTP module. fp4: loads FP4 experts. int8: loads block-wise INT8 weights. fp8_cache: bytes a
+    value of its FP8 latent cache, None without one.
     dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step one by one; otherwise one compiled program does.
+    most_drafts: tokens that it drafts a step at most, None where no bound is known.
     """
 
     name: str
@@ -26,13 +28,15 @@ class Engine:
     fp8_cache: float | None
     dispatch: str
     eager: bool
+    int8: bool = False
+    most_drafts: int | None = None
 
     def check(
         self,
         *,
         separated: bool,
         overlap: bool,
-        drafts: bool,
+        drafts: int,
         fp4: bool,
         fp8_cache: bool,
         dispatch: str,
@@ -43,8 +47,13 @@ class Engine:
             (separated and not self.transfers, "--mode separated", "does not move caches between instances"),
             (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
             (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
+            (
+                drafts > (self.most_drafts or drafts),
+                f"--mtp {drafts}",
+                f"drafts at most {self.most_drafts} tokens a step",
+            ),
             (fp4 and not self.fp4, "--precision nvfp4 or nvfp4-bf16", "does not load FP4 experts"),
-            (int8 and self.name == "dsjax", "--precision int8", "does not load INT8 weights"),
+            (int8 and not self.int8, "--precision int8", "does not load block-wise INT8 weights"),
             (fp8_cache and self.fp8_cache is None, "an FP8 cache", "has none"),
             (dispatch == "deepep" and self.dispatch != "deepep", "--dispatch deepep", "has dispatches of its own"),
         )
@@ -52,7 +61,7 @@ class Engine:
             if wrong:
                 who = "dsjax serve" if self.name == "dsjax" else self.name
                 raise UserError(
-                    f"{flag} is asked for, but {who} {reason}; leave it out, or give --engine published for engines that can"
+                    f"{flag} is asked for, but {who} {reason}; change that, or give --engine published for engines that can"
                 )
 
     def precision(self, chosen: Precision) -> Precision:
@@ -62,12 +71,12 @@ class Engine:
         return dataclasses.replace(chosen, cache=self.fp8_cache)
 
 
-PUBLISHED = Engine("published", True, True, True, True, True, 1.0, "deepep", eager=True)
+PUBLISHED = Engine("published", True, True, True, True, True, 1.0, "deepep", eager=True, int8=True)
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish."""
 _OTHERS = {
-    "vllm": dataclasses.replace(PUBLISHED, name="vllm"),
+    "vllm": dataclasses.replace(PUBLISHED, name="vllm", int8=False),
     "sglang": dataclasses.replace(PUBLISHED, name="sglang"),
-    "tensorrt-llm": dataclasses.replace(PUBLISHED, name="tensorrt-llm", overlaps=False),
+    "tensorrt-llm": dataclasses.replace(PUBLISHED, name="tensorrt-llm", overlaps=False, int8=False),
 }
 """One engine of them: the published kernels, the layouts that it can be asked for (`launch.unfit`), and its own commands."""
 
@@ -76,6 +85,7 @@ _OTHERS = {
 def dsjax_engine() -> Engine:
     """What `dsjax serve` of this version can do, by the options that it has."""
     from dsjax.engine.args import EngineArgs
+    from dsjax.engine.speculative import MOST_DRAFTS
 
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     cache = fields["kv_cache_dtype"].metadata.get("choices") or ()
@@ -89,6 +99,7 @@ def dsjax_engine() -> Engine:
         fp8_cache=FP8_CACHE if any("fp8" in name for name in cache) else None,
         dispatch="auto",
         eager=False,
+        most_drafts=MOST_DRAFTS,
     )
 
 

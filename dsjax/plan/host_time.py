@@ -31,6 +31,12 @@ class HostTime:
             *self.pass_of_module, "host, a pass of the MTP module", "a launch of its own and its sampling", "s"
         )
 
+    def drafting_program(self) -> Figure:
+        """Seconds of one program that makes all drafts of a step; none where it is the step's own."""
+        value, _, high = self.pass_of_module
+        why = "dsjax's engine makes all drafts in one program, and where each token is the most probable one in the step's own"
+        return assumed(value, 0.0, high, "host, the program of the drafts", why, "s")
+
 
 OVERLAPPED = HostTime(
     (0.001, 0.0002, 0.004),

@@ -199,6 +199,15 @@ class Instance:
             self.steps[key] = layer * self.config.num_hidden_layers
         return self.steps[key]
 
+    def drafting(self, batch: float) -> float:
+        """Seconds of a decode step in which it makes its drafts; the middle value."""
+        drafts, key = self.options.drafts, ("drafting", batch)
+        if drafts and key not in self.steps:
+            model, work = self.middle.step_models()[0], self.workload
+            parts = model.drafting(batch, work.context, drafts=drafts, uneven=work.uneven)
+            self.steps[key] = sum(part.value for part in parts.values())
+        return self.steps[key] if drafts else 0.0
+
     def prefill_sizes(self, chunks: bool = False) -> list[float]:
         """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit; chunks too."""
         most = self.options.prefill_tokens

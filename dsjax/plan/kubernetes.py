@@ -30,15 +30,15 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     """`kustomization.yaml` of the winner. base: its path from there; command: what it was planned with, for the first line.
 
     Raises:
-        UserError: `dsjax serve` cannot run it: prefill and decode apart.
+        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host.
     """
     made = recipe(model, question, candidate)
-    if len(made["services"]) > 1:
+    if len(made["services"]) > 1 and made["one_process"] is None:
         raise UserError(
-            "--recipe FOLDER writes what dsjax serve can run, and the winner has prefill and decode apart; give FILE.yaml for NVIDIA "
-            "Dynamo, or add --mode aggregated"
+            "--recipe FOLDER writes what dsjax serve can run, and the winner has prefill and decode apart, which one process on a host "
+            "cannot have as they were priced; give FILE.yaml for NVIDIA Dynamo, or add --mode aggregated"
         )
-    service, cluster = made["services"][0], question.cluster
+    service, cluster = made["one_process"] or made["services"][0], question.cluster
     hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)
     devices = math.ceil(service["devices_each"] / hosts)
     name = repository(model)

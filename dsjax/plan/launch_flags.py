@@ -157,8 +157,13 @@ def _sglang(made: Launch, instance: Instance, limits: Limits) -> None:
     if limits.tokens:
         made.put("--chunked-prefill-size", limits.tokens * dp)
         made.put("--max-prefill-tokens", limits.tokens)
-    if made.role == "prefill and decode":
+    if made.role == "prefill and decode" and not options.drafts:
         made.put("--enable-mixed-chunk")
+    elif made.role == "prefill and decode":
+        made.lacks.append(
+            "Prompts are computed beside decodes in the estimate; SGLang switches --enable-mixed-chunk off where it drafts, and "
+            "computes them in steps of their own."
+        )
     if made.role != "prefill":
         made.put("--cuda-graph-max-bs", limits.seqs)
     made.put("--mem-fraction-static", f"{limits.share:g}")
@@ -166,8 +171,6 @@ def _sglang(made: Launch, instance: Instance, limits: Limits) -> None:
         made.put("--kv-cache-dtype", "fp8_e4m3")
     if options.precision.expert < 1:
         made.put("--quantization", "modelopt_fp4")
-    elif options.precision.name == "int8":
-        made.put("--quantization", "w8a8_int8")
     if options.drafts:
         made.put("--speculative-algorithm", "NEXTN")
         made.put("--speculative-num-steps", options.drafts)

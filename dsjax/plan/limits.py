@@ -10,7 +10,7 @@ from dsjax.plan.candidate import Candidate, in_full
 from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question
-from dsjax.plan.search import Plan, search
+from dsjax.plan.search import Plan, of_prefill, search
 from dsjax.plan.step import tables_of
 from dsjax.plan.workload import Objective
 
@@ -102,8 +102,9 @@ class Remedy:
 class Forbidden:
     """Why no candidate meets the objectives.
 
-    bound: `memory`, `concurrency` (more requests at once than caches hold), `ttft`, `tpot`, `throughput`, or `together` where
-    each can be met alone. wanted, best: bytes, requests, seconds or tokens a second; by: the deployment that comes nearest.
+    bound: `memory`, `concurrency` (more requests at once than caches hold), `devices` (prefill and decode do not fit beside each
+    other), `ttft`, `tpot`, `throughput`, or `together` where each can be met alone. wanted, best: bytes, requests, devices, seconds or
+    tokens a second; by: the deployment that comes nearest.
     remedies: single resources that would do, smallest factor first. floor: what the nearest would reach with 64 times of
     everything: launches, host and fixed costs remain.
     """
@@ -187,13 +188,50 @@ def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:
 
 
 def _no_room_for_all(plan: Plan) -> Forbidden:
-    """No layout's caches hold the requests in flight."""
+    """No layout's caches hold the requests in flight, or prefill and decode do not fit beside each other."""
+    question = plan.question
+    wanted, apart = question.workload.concurrency, "aggregated" not in question.options.possible_modes
+    if apart and (found := _too_few_devices(question, plan.fitting)):
+        return found
+    first = _least_prefill(question, plan.fitting)[1] if apart and question.cluster.prefill is None else 0
 
     def held(instance: Instance) -> int:
-        return instance.max_batch * instance.replicas * (plan.question.devices // instance.layout.devices)
+        count = (question.devices - first) // instance.layout.devices
+        return instance.max_batch * instance.replicas * ((apart and question.options.pins.decode_count) or count)
 
-    most, wanted = max(plan.fitting, key=held), plan.question.workload.concurrency
+    most = max(_decoding(question, plan.fitting) if apart else plan.fitting, key=held)
     return Forbidden("concurrency", wanted, held(most), str(most.layout), [Remedy("cache", wanted / held(most))])
+
+
+def _decoding(question: Question, fitting: list[Instance]) -> list[Instance]:
+    wanted = question.options.pins.decode_mesh
+    return [instance for instance in fitting if wanted in (None, instance.layout.mesh)]
+
+
+def _least_prefill(question: Question, fitting: list[Instance]) -> tuple[Instance | None, int]:
+    """(the smallest instance that may compute prompts, devices of so many as there must be)."""
+    pins = question.options.pins
+    first = [i for i in of_prefill(question, fitting) if pins.prefill_mesh in (None, i.layout.mesh)]
+    least = min(first, key=lambda i: i.layout.devices, default=None)
+    return least, (pins.prefill_count or 1) * least.layout.devices if least else 0
+
+
+def _too_few_devices(question: Question, fitting: list[Instance]) -> Forbidden | None:
+    """Of separated services, whether the smallest instances for which there is memory do not fit beside each other."""
+    pins, cluster = question.options.pins, question.cluster
+    first, needed = _least_prefill(question, fitting)
+    if first is None:
+        return Forbidden("devices", 0, cluster.prefill.num_devices, "", [])
+    own = min(_decoding(question, fitting), key=lambda i: i.layout.devices)
+    decode = (pins.decode_count or 1) * own.layout.devices
+    pairs = [(needed + decode, question.devices)]
+    if cluster.prefill is not None:
+        pairs = [(needed, cluster.prefill.num_devices), (decode, question.devices)]
+    for wanted, at_hand in pairs:
+        if wanted > at_hand:
+            by = f"{pins.prefill_count or 1} × {first.layout} | {pins.decode_count or 1} × {own.layout}"
+            return Forbidden("devices", wanted, at_hand, by, [Remedy("devices", wanted / at_hand)])
+    return None
 
 
 def _no_room(plan: Plan) -> Forbidden:

@@ -42,6 +42,10 @@ class MeasuredStep(StepModel):
         """In the modules' own times."""
         return exact(0.0)
 
+    def host_of_drafts(self, drafts: int) -> dict[str, Figure]:
+        """Nothing: where each token is the most probable one, dsjax makes the drafts in the step's own program, whose launch was timed."""
+        return {}
+
     def _parts(
         self,
         tokens: float,

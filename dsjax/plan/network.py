@@ -49,7 +49,14 @@ def torus_hops(cluster: Cluster) -> Figure:
 
 
 def _timed_inside(
-    cluster: Cluster, ranks: int, share: float, curve: Curve | None, tokens: float, slowest: Figure, name: str
+    cluster: Cluster,
+    ranks: int,
+    share: float,
+    curve: Curve | None,
+    tokens: float,
+    slowest: Figure,
+    name: str,
+    operators: OperatorTables,
 ) -> Figure | None:
     """Seconds within one scale-up domain by a table of 8 ranks of a host; None where there is none for such a device.
 
@@ -58,7 +65,7 @@ def _timed_inside(
     hardware = cluster.hardware
     if curve is None or ranks > cluster.domain or not hardware.same_die or hardware.key == "h800":
         return None
-    there = as_filed(hardware.operators or hardware.key).scale_up_bandwidth
+    there = operators.device(hardware.operators or hardware.key).scale_up_bandwidth
     fixed = curve.seconds[0]
     moving = max(0.0, curve(tokens) - fixed) * share * there / hardware.scale_up_bandwidth
     return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * (exact(moving) * slowest + fixed)
@@ -85,7 +92,7 @@ def low_latency_exchange(
     usual = COMBINE_ROW_BYTES if combine else DISPATCH_ROW_BYTES
     share = row_bytes / usual * (ranks - 1) / ranks / (7 / 8)
     curve = operators.low_latency(cluster.hardware.operators or cluster.hardware.key, combine)
-    timed = _timed_inside(cluster, ranks, share, curve, tokens, slowest, "low-latency kernels in one host")
+    timed = _timed_inside(cluster, ranks, share, curve, tokens, slowest, "low-latency kernels in one host", operators)
     if timed:
         return timed
     known = {} if known is None else known
@@ -150,6 +157,7 @@ def normal_exchange(
         tokens,
         slowest,
         "normal kernels in one host",
+        operators,
     )
     if timed:
         return timed

@@ -37,8 +37,6 @@ them packed, and packs them on every call with four kernels (its csrc/apis/layou
 taken to be faster than the same one in FP4, which was timed with packed scales.
 """
 _WEIGHT_BYTES = {"fp8_block": 1.0, "bfloat16": 2.0, "nvfp4": 0.5625}
-_EXPERT_FLOPS = 2.0 * 3 * 7168 * 2048
-"""Of one row through one of V3's experts, at whose widths the experts were timed."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +56,35 @@ class Grouped:
 
 @dataclass(frozen=True, eq=False)
 class OperatorTables:
-    """All tables. folder: a user's, laid over the bundled ones. left_out: names of tables that are not looked at."""
+    """All tables. folder: a user's, laid over the bundled ones. left_out: names of tables that are not looked at. own: devices of the
+    user's that tables name, beside the bundled ones.
+    """
 
     folder: Path | None = None
     left_out: frozenset[str] = frozenset()
+    own: tuple[Hardware, ...] = ()
     _found: dict = field(default_factory=dict, repr=False)
 
     def without(self, *names: str) -> OperatorTables:
         """The same with some tables left out: what the planner would say without them."""
-        return OperatorTables(self.folder, self.left_out | set(names))
+        return OperatorTables(self.folder, self.left_out | set(names), self.own)
 
     def of_version(self, name: str) -> OperatorTables:
         """The bundled tables with those of another version over them, such as `sglang-0.5.9`; a folder of the user's own is not in it,
         `left_out` is.
         """
-        return self._once(("version", name), lambda: OperatorTables(_BUNDLED / name, self.left_out))
+        return self._once(("version", name), lambda: OperatorTables(_BUNDLED / name, self.left_out, self.own))
+
+    def device(self, key: str) -> Hardware:
+        """A device that tables name, as its file has it."""
+        return next((device for device in self.own if device.key == key), None) or as_filed(key)
+
+    @property
+    def devices(self) -> set[str]:
+        """Devices that a table names."""
+        return self._once(
+            ("devices",), lambda: {row["device"] for t in TABLES for row in self._rows(t) if "device" in row}
+        )
 
     def _once(self, key: tuple, make: Callable[[], object]):
         if key not in self._found:
@@ -104,7 +116,7 @@ class OperatorTables:
             return None
 
         def best(rows: float, shape: tuple[int, int] = (n, k)) -> float:
-            return best_product(as_filed(device), dtype, rows, *shape)
+            return best_product(self.device(device), dtype, rows, *shape)
 
         if (n, k) in found:
             return Curve(found[n, k].items(), best)

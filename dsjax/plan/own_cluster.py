@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import MappingProxyType
 
 from dsjax.errors import UserError
-from dsjax.hardware import Hardware, load_hardware
+from dsjax.hardware import Hardware, bundled_hardware, load_hardware
 from dsjax.hardware.this_machine import cpu_name
 from dsjax.plan.cluster import Cluster, load_cluster
 from dsjax.plan.measured import Measured
+from dsjax.plan.operator_tables import OperatorTables
 from dsjax.plan.precision import BF16, FP8_BLOCK, FP8_CACHE, Precision, precision
 
 THIS_MACHINE = "this-machine"
@@ -44,6 +46,39 @@ def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
             "leave --cluster out to plan for the device that was measured, or measure on one of the cluster's"
         )
     return cluster
+
+
+def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, OperatorTables]:
+    """The cluster's devices as the tables of operations know them, and the tables with the devices of the user's that they name.
+
+    A device that has a bundled one's die, units, memory rate and link is that one, whatever its file is called. One whose file has no
+    `operators` is spoken of by its own tables where there are any; else H200's are carried over to it.
+
+    Raises:
+        UserError: `operators` is a device without tables.
+    """
+    if cluster.prefill is not None:
+        first, tables = with_tables(cluster.prefill, tables)
+        cluster = dataclasses.replace(cluster, prefill=first)
+    chip = cluster.hardware
+    if chip.operators and chip.operators not in tables.devices:
+        raise UserError(
+            f"hardware {chip.key!r}: operators is {chip.operators!r}, but tables of operations are of "
+            f"{', '.join(sorted(tables.devices))}; name the nearest of these, or give --operators FOLDER with tables of your own"
+        )
+    if chip.key in bundled_hardware():
+        return cluster, tables
+    if chip.key in tables.devices:
+        return cluster, dataclasses.replace(tables, own=(*tables.own, chip))
+    chip = dataclasses.replace(chip, operators=chip.operators or "h200")
+    alike = (known.key for known in map(load_hardware, bundled_hardware()) if _timed_alike(known) == _timed_alike(chip))
+    return dataclasses.replace(cluster, hardware=dataclasses.replace(chip, key=next(alike, chip.key))), tables
+
+
+def _timed_alike(chip: Hardware) -> tuple:
+    """What times of a device's operations hang on."""
+    units = (chip.platform, chip.die, chip.operators, chip.bf16_flops, chip.fp8_flops, chip.fp4_flops)
+    return (*units, chip.memory_bandwidth, chip.scale_up_bandwidth)
 
 
 def _of_device(measured: Measured) -> Cluster:

@@ -66,12 +66,12 @@ def precision(name: str, cache: str = "auto") -> Precision:
     """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes.
 
     Raises:
-        UserError: an unknown name.
+        UserError: an unknown name of either.
     """
-    if name not in PRECISIONS or cache not in ("auto", "bf16", "fp8"):
-        raise UserError(
-            f"--precision {name!r} with --kv-cache-dtype {cache!r}; expected {', '.join(PRECISIONS)}, and auto, bf16 or fp8"
-        )
+    if name not in PRECISIONS:
+        raise UserError(f"--precision is {name!r}, expected one of auto, {', '.join(PRECISIONS)}")
+    if cache not in ("auto", "bf16", "fp8"):
+        raise UserError(f"--kv-cache-dtype is {cache!r}, expected one of auto, bf16, fp8")
     found = PRECISIONS[name]
     if cache == "auto":
         return found

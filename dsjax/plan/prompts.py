@@ -86,27 +86,45 @@ def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> F
     where the prompts alone leave the device waiting for launches, they fill that. It is never longer than both alone.
     """
     alone = _prefill(instance, tokens, busy)
-    saved = _saved(instance, batch, tokens, busy)
+    saved = min(_saved(instance, batch, tokens, busy), alone.value)
     return alone * ((alone.value - saved) / alone.value) if saved > 0 else alone
 
 
 def _quick_added(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
     """The middle value of `_added`."""
-    return _quick_prefill(instance, tokens, busy) - max(0.0, _saved(instance, batch, tokens, busy))
+    return max(0.0, _quick_prefill(instance, tokens, busy) - max(0.0, _saved(instance, batch, tokens, busy)))
 
 
 def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
     """Seconds of a step of decodes that it does not take beside prompts; below zero where it saves nothing.
 
-    Where programs take longer than their operations (`Instance.pace`), what both kinds have in common is saved at the pace of the
-    faster one.
+    Tokens that are verified are computed as prompts' are, and drafts are made whatever else the step has. Where programs take longer than
+    their operations (`Instance.pace`), what both kinds have in common is saved at the pace of the faster one.
     """
     low, high, way = busy
     paces = [1.0 if (found := instance.pace(decode)) is None else found.value for decode in (False, True)]
     slack = (1 - way) * instance.launch_slack(tokens, low) + way * instance.launch_slack(tokens, high)
-    a_token = instance.prefill_step(tokens).value / paces[0] - instance.launch_slack(tokens)
-    beside = a_token * batch / tokens + instance.decode_attention(batch).value
+    verified = batch * (1 + instance.options.drafts)
+    beside = _more(instance, tokens, verified) / paces[0] + instance.decode_attention(batch).value
+    beside += instance.drafting(batch)
     return min(paces) * (instance.decode_step(batch).value / paces[1] - max(0.0, beside - slack))
+
+
+def _more(instance: Instance, tokens: float, others: float) -> float:
+    """Seconds that so many other tokens add to a prefill step of `tokens`, whose weights are read for its prompts already: straight
+    between steps of twice, four times … as many."""
+    added, before = 0.0, _computing(instance, tokens)
+    while others > 0:
+        after, here = _computing(instance, 2 * tokens), min(others, tokens)
+        added += (after - before) * here / tokens
+        tokens, before, others = 2 * tokens, after, others - here
+    return added
+
+
+def _computing(instance: Instance, tokens: float) -> float:
+    """Seconds of such a step in which the device does not wait for launches."""
+    pace = instance.pace(False)
+    return instance.prefill_step(tokens).value - instance.launch_slack(tokens) * (1.0 if pace is None else pace.value)
 
 
 _Between = tuple[float, float, float]

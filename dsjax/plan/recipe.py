@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.side_options import PREFILLS_OWN
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, host_bytes
@@ -33,6 +35,9 @@ REPOSITORIES = {
 
 _MOST = 0.98
 """Of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
+_BESIDE_DECODES = EngineArgs.prefill_chunk
+"""Prompt tokens that a step of a decode worker has room for: the end of a prompt, at most a page, or a chunk where prefill is lost. What a
+larger one needs while it runs would be missing from the cache, and was not priced."""
 
 
 def serve_options(
@@ -109,7 +114,9 @@ def notes(candidate: Candidate) -> list[str]:
         )
     found += _contradicted(candidate)
     if candidate.mode == "separated":
-        found.append("Prefill and decode find each other through NVIDIA Dynamo's frontend: docs/dynamo.md.")
+        found.append(
+            "As workers of their own, prefill and decode find each other through NVIDIA Dynamo's frontend: docs/dynamo.md."
+        )
         if candidate.decode.cluster.prefill is not None:
             sides = candidate.prefill.cluster.hardware.name, candidate.decode.cluster.hardware.name
             found.append(
@@ -182,7 +189,9 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     """
     engine = question.options.engine.name
     services = [_service(model, *service) for service in _roles(candidate)]
+    _exchange_alike(services)
     said = notes(candidate)
+    together = one_process(services, candidate) if engine not in LAUNCHED else None
     others = LAUNCHED if engine == "published" else (engine,) if engine in LAUNCHED else ()
     for name in others:
         for service, one in zip(services, launches(name, model, candidate), strict=True):
@@ -214,12 +223,15 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
             "output_tokens_per_s": objective.throughput,
         },
         "services": services,
+        "one_process": together,
         "expected": candidate.to_json(),
         "notes": said,
     }
 
 
 def _service(model: str, instance: Instance, batch: float, tokens: float, role: str, count: int) -> dict[str, Any]:
+    if role == "decode":
+        tokens = min(tokens, _BESIDE_DECODES)
     options = serve_options(model, instance, batch, tokens, role == "prefill")
     if role in ("prefill", "decode"):
         options["--disaggregation-mode"] = role
@@ -231,6 +243,65 @@ def _service(model: str, instance: Instance, batch: float, tokens: float, role: 
         "options": options,
         "weight_bytes_per_host": host_bytes(instance),
         "cold_start_s": cold_start(instance).to_json(),
+    }
+
+
+def _exchange_alike(services: list[dict[str, Any]]) -> None:
+    """Have both sides send tokens to their experts in the same form, also one that sends none: they take no pages of one another else."""
+    flag = "--dispatch-wire"
+    found = next((one["options"][flag] for one in services if flag in one["options"]), None)
+    for service in services if found else ():
+        service["options"].setdefault(flag, found)
+        service["command"] = command(service["options"])
+
+
+def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> dict[str, Any] | None:
+    """Both sides of a separated plan as one service, one process of `dsjax serve` on a host. None where the plan is aggregated or wants
+    more devices than a host has, or the sides differ in what such a process has one value of.
+    """
+    cluster = candidate.decode.cluster
+    if candidate.mode != "separated" or cluster.prefill is not None or candidate.devices > cluster.devices_per_host:
+        return None
+    prefill, decode = (dict(service["options"]) for service in services)
+    found = {"--model": decode["--model"]}
+    for side, options, count in (
+        ("prefill", prefill, candidate.prefill_count),
+        ("decode", decode, candidate.count),
+    ):
+        del options["--disaggregation-mode"]
+        found[f"--{side}-mesh"] = options.pop("--mesh")
+        if count > 1:
+            found[f"--{side}-instances"] = str(count)
+    balanced = [side.pop("--enable-eplb", None) is not None for side in (prefill, decode)]
+    copies = [side.layout.redundant for side in (candidate.prefill, candidate.decode)]
+    for side in (prefill, decode):
+        side.pop("--eplb-config", None)
+        side.pop("--redundant-experts", None)
+    if any(balanced):  # then both sides' experts follow the load, also those that have no copies
+        found["--enable-eplb"] = ""
+    if copies[1]:
+        found["--redundant-experts"] = str(copies[1])
+    if copies[0] != copies[1]:
+        found["--prefill-redundant-experts"] = str(copies[0])
+    for flag in (f"--{name.replace('_', '-')}" for name in PREFILLS_OWN):
+        if prefill.get(flag) != decode.get(flag):
+            found[f"--prefill-{flag[2:]}"] = prefill[flag]
+            prefill[flag] = decode[flag]
+    share = "--gpu-memory-utilization"  # JAX takes the same of every device of a process
+    shares = [side[share] for side in (prefill, decode) if share in side]
+    for side in (prefill, decode) if shares else ():
+        side[share] = max(shares, key=float)
+    if prefill != decode:
+        return None
+    options, sides = found | decode, (candidate.prefill, candidate.decode)
+    return {
+        "role": "prefill and decode",
+        "instances": 1,
+        "devices_each": candidate.devices,
+        "command": command(options),
+        "options": options,
+        "weight_bytes_per_host": sum(map(host_bytes, sides)),  # one engine of each side reads them, the others copy
+        "cold_start_s": (cold_start(sides[0]) + cold_start(sides[1])).to_json(),
     }
 
 

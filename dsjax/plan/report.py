@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -214,13 +215,16 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
             f"[{start['low']:,.0f} … {start['high']:,.0f}] ({start['kind']}); programs are compiled beside that",
             highlight=False,
         )
+    if made["one_process"] is not None:
+        console.print("or all of it in one process of one host:", highlight=False)
+        console.print(Text("  " + made["one_process"]["command"], "green"), soft_wrap=True)
     for note in made["notes"]:
         console.print(Text("note: " + note, "yellow"))
 
 
 def sentence(reason: Forbidden) -> str:
     """Why, and at what hardware it would hold."""
-    remedies = ", or ".join(f"{r.factor:.3g} × {r.resource}" for r in reason.remedies[:4])
+    remedies = ", or ".join(f"{_rounded_up(r.factor)} × {r.resource}" for r in reason.remedies[:4])
     would = (
         f"It would hold with {remedies}."
         if remedies
@@ -237,6 +241,13 @@ def sentence(reason: Forbidden) -> str:
     if reason.bound == "concurrency":
         held = f"caches hold {reason.best:g} at most, with {reason.by}"
         return f"memory forbids it: {reason.wanted:g} requests at once wanted, {held}. {would}"
+    if reason.bound == "devices" and not reason.by:
+        return "memory forbids it: the hosts for prefill have room for the weights and one request in no layout."
+    if reason.bound == "devices":
+        return (
+            f"prefill and decode do not fit beside each other: {reason.by} takes {reason.wanted:g} devices, the smallest instances for "
+            f"which there is memory; {reason.best:g} are at hand. {would} --mode aggregated has both in one instance."
+        )
     if reason.bound == "throughput":
         return f"throughput forbids it: {reason.wanted:,.0f} tokens/s wanted, {reason.best:,.0f} at best, by {reason.by}. {would}"
     if reason.bound == "together":
@@ -245,6 +256,12 @@ def sentence(reason: Forbidden) -> str:
         f"{reason.bound.upper()} forbids it: {reason.wanted * 1e3:,.1f} ms wanted, {reason.best * 1e3:,.1f} ms at best, by {reason.by}. "
         f"{would}"
     )
+
+
+def _rounded_up(factor: float) -> str:
+    """Three digits, with which it certainly holds."""
+    step = 10.0 ** (math.floor(math.log10(factor)) - 2)
+    return f"{math.ceil(factor / step - 1e-9) * step:.3g}"
 
 
 def show_sweep(console: Console, found: Sweep) -> None:

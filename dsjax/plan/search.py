@@ -150,7 +150,7 @@ def _search(question: Question) -> Plan:
     if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
     if "separated" in question.options.possible_modes:
-        candidates += separated_candidates(question, fitting, _of_prefill(question, fitting), candidates)
+        candidates += separated_candidates(question, fitting, of_prefill(question, fitting), candidates)
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]
@@ -166,7 +166,7 @@ def _search(question: Question) -> Plan:
     return Plan(question, ranked, missed, *full, found, fitting, too_large, every)
 
 
-def _of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
+def of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
     """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two."""
     if question.cluster.prefill is None:
         return fitting

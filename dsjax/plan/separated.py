@@ -121,9 +121,11 @@ def _decode_batches(question: Question, instance: Instance) -> list[float]:
     bound = question.objective.tpot
     wanted = question.workload.concurrency
     if wanted is not None:
-        most = max(1, 3 * question.devices // (4 * instance.layout.devices))
-        batch = wanted / (instance.replicas * most)
-        return [batch] if batch <= instance.max_batch else []
+        # Three quarters of the devices decode, or as many as ever do (`_splits`).
+        parts = ((3, 4), (1, 1) if question.cluster.prefill is not None else (7, 8))
+        counts = (max(1, part * question.devices // (whole * instance.layout.devices)) for part, whole in parts)
+        batch, least = (wanted / (instance.replicas * count) for count in counts)
+        return [min(batch, float(instance.max_batch))] if least <= instance.max_batch else []
     if bound is None:
         return [float(b) for b in question.rungs(instance)]
     held = [float(b) for b in question.rungs(instance) if instance.middle.tpot(float(b)).value <= bound]

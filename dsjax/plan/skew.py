@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dsjax.errors import UserError
+from dsjax.errors import UserError, why_unreadable
 from dsjax.plan.balancing import Loads, Placed, Slots, beforehand, busiest, drawn, drifted, moved
 from dsjax.plan.figure import Figure, Kind, Middle, is_settled
 
@@ -171,9 +171,14 @@ def read_skew(text: str) -> Skew:
         return UNIFORM
     if text.startswith("zipf:"):
         try:
-            variation = zipf_variation(float(text[5:]))
-        except ValueError as error:
-            raise UserError(f"--expert-skew {text!r}: expected zipf:S with a number S, for example zipf:0.3") from error
+            exponent = float(text[5:])
+        except ValueError:
+            exponent = math.nan
+        if not 0 <= exponent < math.inf:
+            raise UserError(
+                f"--expert-skew {text!r}: expected zipf:S with a number S of 0 or more, for example zipf:0.3"
+            )
+        variation = zipf_variation(exponent)
         return Skew(variation, variation, variation, f"given: popularity ∝ rank^-{text[5:]}")
     files = [text] if Path(text).exists() or text.count(",") != 1 else text.split(",")
     tables = [_read_trace(file) for file in files]
@@ -204,7 +209,7 @@ def _read_trace(file: str) -> np.ndarray:
             raise ValueError(f"found an array of shape {table.shape}")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--expert-skew {file!r}: {error}; expected default, uniform, zipf:S, or a JSON file with tokens per expert as "
+            f"--expert-skew {file!r}: {why_unreadable(error)}; expected default, uniform, zipf:S, or a JSON file with tokens per expert as "
             '[layers][experts], alone, under "logical_load" as dsjax serve records them, or under "tokens_per_expert"'
         ) from error
     return table

@@ -81,11 +81,20 @@ class StepModel:
         wait = _longest(self.layout.mesh.dp_size, batch, uneven)
         layers = self._layers(tokens, batch * context, context, True, self.config.num_hidden_layers, wait)
         parts = {**layers, "head": self.head(tokens), **self.beside(tokens, batch, True)}
-        if drafts:
-            further = self._draft(batch, batch, context, wait) * (drafts - 1)
-            parts["MTP module"] = (self._draft(tokens, batch, context, wait) + further).named("MTP module", "s")
-            parts["host, drafts"] = self.host.draft() * drafts
-        return self._whole(parts)
+        return self._whole(parts | self.drafting(batch, context, drafts=drafts, uneven=uneven))
+
+    def drafting(self, batch: float, context: float, *, drafts: int, uneven: float = 0.0) -> dict[str, Figure]:
+        """Of such a step, what making the drafts takes; prompts beside them do not shorten it."""
+        if not drafts:
+            return {}
+        wait = _longest(self.layout.mesh.dp_size, batch, uneven)
+        further = self._draft(batch, batch, context, wait) * (drafts - 1)
+        first = self._draft(batch * (1 + drafts), batch, context, wait)
+        return {"MTP module": (first + further).named("MTP module", "s"), **self.host_of_drafts(drafts)}
+
+    def host_of_drafts(self, drafts: int) -> dict[str, Figure]:
+        """What launching the module's passes takes: each of them, or the one program that makes all drafts."""
+        return {"host, drafts": self.host.draft() * drafts if self.eager else self.host.drafting_program()}
 
     def prefill(self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0) -> Figure:
         """One prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` cached ones.

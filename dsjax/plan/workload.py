@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -129,8 +130,8 @@ class Workload:
             raise UserError("--concurrency and --rate are both given; give one: the other follows from it")
         for name in ("concurrency", "rate"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"--{name} is {value}, expected more than 0")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"--{name} is {value}, expected a number above 0")
         if not 0 <= self.prefix_hit < 1:
             raise UserError(f"--prefix-hit is {self.prefix_hit}, expected a share from 0 to below 1")
 
@@ -174,9 +175,9 @@ class Objective:
     def __post_init__(self):
         for name, flag in (("ttft", "--ttft-ms"), ("tpot", "--tpot-ms"), ("throughput", "--throughput")):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 given = value if name == "throughput" else value * 1e3
-                raise UserError(f"{flag} is {given:g}, expected more than 0")
+                raise UserError(f"{flag} is {given:g}, expected a number above 0")
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,12 @@ class Options:
             if value is not None and value < least:
                 raise UserError(f"{flag} is {value}, expected at least {least}")
 
+        if self.pins and "separated" not in self.modes:
+            raise UserError(
+                "--prefill-mesh, --decode-mesh, --prefill-instances and --decode-instances are of prefill and decode on instances of "
+                "their own, which --mode aggregated leaves out; give --mode separated, or --mesh for an aggregated service"
+            )
+
     @property
     def possible_modes(self) -> tuple[str, ...]:
         """Of `modes`, those that the engine has."""
@@ -265,7 +272,7 @@ class Options:
         self.engine.check(
             separated=self.modes == ("separated",) or bool(self.pins),
             overlap=self.overlap == "on",
-            drafts=self.drafts > 0,
+            drafts=self.drafts,
             fp4=self.precision.expert < 1,
             fp8_cache=self.precision.cache < 2,
             dispatch=self.dispatch,

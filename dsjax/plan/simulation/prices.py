@@ -106,8 +106,7 @@ class StepPrices:
         if drafts:
 
             def drafting(rows: float, each: float) -> float:
-                step = model.decode(rows, each, drafts=drafts)
-                return sum(part.value for part in step.parts if part.name in ("MTP module", "host, drafts"))
+                return sum(part.value for part in model.drafting(rows, each, drafts=drafts).values())
 
             self._drafting = _surface(sizes, lengths, drafting)
         self._prefill_attention = _surface(

@@ -8,10 +8,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.simulation.outcome import Outcome, Spread
 from dsjax.plan.simulation.run import loads, simulate
 from dsjax.plan.workload import Objective
+
+_FLOOD = 3.0
+"""Times the rate that a deployment keeps up with, above which nothing is played."""
 
 
 def simulations(
@@ -23,8 +27,18 @@ def simulations(
     warmup: int | None = None,
     at_once: bool = False,
 ) -> list[Outcome]:
-    """The candidate under each of its `loads`, with a progress bar on standard error."""
-    found = []
+    """The candidate under each of its `loads`, with a progress bar on standard error.
+
+    Raises:
+        UserError: so many requests arrive that there is no steady state worth waiting for.
+    """
+    found, work = [], candidate.decode.workload
+    kept = candidate.throughput.value / work.output.mean
+    if work.rate is not None and work.rate > _FLOOD * kept:
+        raise UserError(
+            f"--simulate with --rate {work.rate:g}: {candidate.name()}, the nearest there is, keeps up with {kept:.3g} requests a second, "
+            f"so that queues would grow for as long as it is played; give --rate {kept:.3g} or less, or leave --simulate out"
+        )
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         for load in loads(candidate, burstiness, at_once):
             task = bar.add_task(f"simulating {load}", total=num_requests)

@@ -1,5 +1,8 @@
 """The hardware files: complete, sourced, and of the right order."""
 
+import re
+from importlib import resources
+
 import pytest
 
 from dsjax.errors import UserError
@@ -35,4 +38,34 @@ def test_a_file_of_the_users_needs_every_field_and_every_source(tmp_path):
     lines += [f"{n} = 1" for n in (*fields.split()[1:], "devices_per_host", "scale_out_gbps")]
     file.write_text("\n".join(lines))
     with pytest.raises(UserError, match="no source for xla, memory_bytes"):
+        load_hardware(file)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("devices_per_host = 0", "devices_per_host is 0, expected a whole number above 0"),
+        ('memory_bandwidth = "fast"', "memory_bandwidth is 'fast', expected a number above 0"),
+        ("fp8_flops = nan", "fp8_flops is nan, expected a number above 0"),
+        ("memory_bandwidth = inf", "memory_bandwidth is inf, expected a number above 0"),
+        ("memory_bytes = 1.5", "memory_bytes is 1.5, expected a whole number above 0"),
+        ("name = 200", "name is 200, expected text"),
+        ('sources = "a datasheet"', "sources is 'a datasheet', expected a table"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(tmp_path, found, message):
+    text = (resources.files("configs") / "hardware" / "h200.toml").read_text(encoding="utf-8")
+    field = found.partition(" ")[0]
+    top, _, _ = text.partition("[xla]")
+    lines = [line for line in top.splitlines() if not line.startswith(f"{field} =")]
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join([*lines, "sources = {}"] if field != "sources" else lines) + f"\n{found}\n")
+    with pytest.raises(UserError, match=re.escape(f"hardware 'mine': {message}")):
+        load_hardware(file)
+
+
+def test_a_file_that_is_no_text_is_no_hardware(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"it is not UTF-8 text\); expected a TOML file"):
         load_hardware(file)

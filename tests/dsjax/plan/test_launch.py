@@ -1,5 +1,6 @@
 """A plan in the commands of vLLM, SGLang and TensorRT-LLM: only flags that are documented, with the numbers that were priced."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -111,6 +112,19 @@ def test_what_an_engine_cannot_say_stands_in_the_recipe(ask):
     hybrid = parse_layout("dp=6,tp=4,ep=3", 2, question.config)
     assert "not both" in unfit("vllm", hybrid, 8, "h100", precision("fp8"))
     assert unfit("sglang", hybrid, 8, "h100", precision("fp8")) is None
+
+
+def test_sglang_is_not_told_what_the_checkpoint_says_nor_what_it_would_switch_off(ask):
+    options = Options(engine=find_engine("sglang"), precision=precision("int8"), drafts=1)
+    question = ask("h200-8", options=options)
+    instance = question.instance(parse_layout("dp=8", 0, question.config), {})
+    made = launch("sglang", "x", instance, 32, 4096, "prefill and decode", 1)
+    # meituan/DeepSeek-R1-Block-INT8 is blockwise_int8 by its own config.json; w8a8_int8 is the format of weights scaled by channel.
+    assert "--quantization" not in made.flags
+    assert "--enable-mixed-chunk" not in made.flags
+    assert any("switches --enable-mixed-chunk off" in text for text in made.lacks)
+    plain = dataclasses.replace(instance, options=dataclasses.replace(options, drafts=0), steps={})
+    assert "--enable-mixed-chunk" in launch("sglang", "x", plain, 32, 4096, "prefill and decode", 1).flags
 
 
 def test_a_plan_for_an_engine_has_only_layouts_that_it_can_run(ask):

@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.config import load_config
 from dsjax.engine.args import EngineArgs
+from dsjax.engine.side_options import decode_args, prefill_args
+from dsjax.engine.speculative import MOST_DRAFTS
 from dsjax.errors import UserError
 from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.kubernetes import overlay
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import search
-from dsjax.plan.workload import Objective, Options
+from dsjax.plan.workload import Objective, Options, Pins
 from sharding.mesh import MeshSpec
 
 # What the engines that publish their kernels can do, in front of what dsjax serve can.
@@ -87,24 +90,63 @@ def test_pictures_are_drawn(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def given_by(command):
+    """Keyword arguments of `EngineArgs` that a command line gives."""
+    fields, given = {field.name: field for field in dataclasses.fields(EngineArgs)}, {}
+    for flag, value in itertools.pairwise([*shlex.split(command)[2:], "--end"]):
+        if flag.startswith("--"):
+            name = flag.removeprefix("--").replace("-", "_")
+            numeric = fields[name].metadata["least"] is not None
+            given[name] = True if value.startswith("--") else int(value) if numeric else value
+    if "gpu_memory_utilization" in given:
+        given["gpu_memory_utilization"] = float(given["gpu_memory_utilization"])
+    return given
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mode", "static", "--ttft-ms", "100"], "--ttft-ms is of a service, --mode static is one batch"),
+        (["--mode", "static_gen", "--decode-mesh", "dp=8"], "--decode-mesh is of a service"),
+        (["--prefill-mesh", "dp=8"], "which --mode aggregated leaves out"),
+        (["--plots", "somewhere"], "--plots draws sweeps, and there is none"),
+        (["--json", "-", "--explain", "tpot"], "give one of them"),
+        (["--class", "a=1,100,100"], "--class has lengths of its own"),
+        (["--cluster", "h800-16-h20-16", "--price-per-hour", "2"], "h800-16-h20-16 has two"),
+        (["--price-per-hour", "inf"], "--price-per-hour is inf, expected a number above 0"),
+        (["--concurrency", "inf"], "--concurrency is inf, expected a number above 0"),
+        (["--concurrency", "4", "--burstiness", "0.5"], "--burstiness is of arrivals at a rate"),
+        (["--mtp", "5"], "--mtp 5 is asked for, but dsjax serve drafts at most 4 tokens a step"),
+        (["--engine", "vllm", "--precision", "int8"], "vllm does not load block-wise INT8 weights"),
+        (["--expert-skew", "zipf:-1"], "expected zipf:S with a number S of 0 or more"),
+        (["--expert-skew", "zipf:nan"], "expected zipf:S with a number S of 0 or more"),
+        (["--rate", "1000", "--simulate", "--mesh", "tp=8,ep=1"], "requests a second, so that queues would grow"),
+    ],
+)
+def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):
+    found = CliRunner().invoke(app, [*BASE, *options])
+    assert isinstance(found.exception, UserError)
+    assert message in str(found.exception)
+
+
+def test_a_recipe_that_there_is_none_of_is_said_and_not_written(tmp_path):
+    path = tmp_path / "recipe.json"
+    found = CliRunner().invoke(app, [*BASE, "--mesh", "tp=8,ep=1", "--concurrency", "100000", "--recipe", str(path)])
+    assert found.exit_code == 0
+    assert "is not written: nothing fits" in " ".join(found.stderr.split())
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(
     "options", [Options(), Options(modes=("separated",)), Options(redundant=32, fused=True), Options(dispatch="auto")]
 )
 def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
     question = ask("h200-16", objective=Objective(tpot=0.05), options=options)
     made = recipe("demo", question, search(question).winner)
-    fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     for service in made["services"]:
         words = shlex.split(service["command"])
         assert words[:2] == ["dsjax", "serve" if service["role"] == "prefill and decode" else "dynamo"]
-        given = {}
-        for flag, value in itertools.pairwise([*words[2:], "--end"]):
-            if flag.startswith("--"):
-                name = flag.removeprefix("--").replace("-", "_")
-                numeric = fields[name].metadata["least"] is not None
-                given[name] = True if value.startswith("--") else int(value) if numeric else value
-        if "gpu_memory_utilization" in given:
-            given["gpu_memory_utilization"] = float(given["gpu_memory_utilization"])
+        given = given_by(service["command"])
         args = EngineArgs(**given)
         assert (args.num_redundant > 0) == args.enable_eplb, "what was priced as balanced is balanced"
         assert args.enable_shared_experts_fusion == options.fused
@@ -140,11 +182,79 @@ def test_a_recipe_starts_an_engine_whose_limits_are_those_that_were_priced(ask, 
 def test_prefill_instances_run_as_many_prompts_as_their_step_was_priced_with(ask):
     question = ask("h200-16", prompt=2000, options=Options(modes=("separated",)))
     winner = search(question).winner
-    service = recipe("deepseek-v3", question, winner)["services"][0]
+    service, decode = recipe("deepseek-v3", question, winner)["services"]
     assert service["role"] == "prefill"
     assert int(service["options"]["--max-num-seqs"]) * 2000 >= winner.prefill_tokens
     assert int(service["options"]["--max-num-batched-tokens"]) >= winner.prefill_tokens
     assert int(service["options"]["--prefill-chunk"]) >= min(winner.prefill_tokens, 2000)
+    assert decode["role"] == "decode"
+    assert winner.batch <= int(decode["options"]["--max-num-batched-tokens"]) <= winner.batch + 257, (
+        "only decodes were priced"
+    )
+    assert int(decode["options"]["--prefill-chunk"]) == 256
+
+
+def separated(ask, config, prefill, decode, redundant=None, cluster="h200-8", **load):
+    """A question about prefill and decode on these meshes, and its winner."""
+    pins = Pins(MeshSpec.parse(prefill), MeshSpec.parse(decode))
+    options = Options(modes=("separated",), pins=pins, redundant=redundant)
+    question = dataclasses.replace(ask(cluster, options=options, **load), config=load_config(config))
+    return question, search(question).winner
+
+
+def test_a_separated_plan_that_a_host_has_room_for_is_one_process_with_the_sizes_of_each_side(ask):
+    from dsjax.engine.llm import LLM
+
+    question, winner = separated(ask, "demo", "dp=1", "dp=2", prompt=300, output=40, concurrency=32.0)
+    one = recipe("demo", question, winner)["one_process"]
+    assert one["command"].startswith("dsjax serve ")
+    given = given_by(one["command"]) | {"prefill_instances": 1, "decode_instances": 1}
+    for name in ("weights", "dispatch_wire"):  # the demo's are not quantised
+        given.pop(name, None)
+    llm = LLM(**given)
+    try:
+        decode, prefill = llm.facts, llm.facts.prefill_sizes
+        assert (decode.mesh, decode.prefill_meshes) == ("dp=2", ["dp=1"])
+        assert decode.max_num_seqs >= winner.batch
+        assert decode.max_num_batched_tokens >= winner.batch
+        assert prefill.max_num_seqs * 300 >= winner.prefill_tokens > decode.max_num_seqs
+        assert prefill.max_num_batched_tokens >= winner.prefill_tokens
+        assert prefill.prefill_chunk >= min(winner.prefill_tokens, 300)
+        assert prefill.max_num_seqs != decode.max_num_seqs
+        assert min(decode.max_model_len, prefill.max_model_len) >= 340
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize(("prefill", "decode", "redundant"), [("dp=1", "dp=4", 8), ("dp=2", "dp=4", 0)])
+def test_one_process_gives_each_side_what_its_own_command_would(ask, prefill, decode, redundant):
+    question, winner = separated(ask, "deepseek-v2-lite", prefill, decode, redundant)
+    made = recipe("deepseek-v2-lite", question, winner)
+    args = EngineArgs(**given_by(made["one_process"]["command"]))
+    assert args.num_devices == winner.devices <= 8
+    lines = overlay("deepseek-v2-lite", question, winner, "base", "dsjax plan").splitlines()
+    assert f'          - "--prefill-mesh={prefill}"' in lines, "a manifest has the same"
+    assert [args.prefill_instances, args.decode_instances] == [service["instances"] for service in made["services"]]
+    for service, side in zip(made["services"], (prefill_args(args), decode_args(args)), strict=True):
+        own = EngineArgs(**given_by(service["command"]))
+        share = max(args.gpu_memory_utilization, own.gpu_memory_utilization)
+        moves = {"enable_eplb": side.enable_eplb, "eplb_config": side.eplb_config}
+        copies = {"redundant_experts": side.redundant_experts}
+        assert side == dataclasses.replace(own, gpu_memory_utilization=share, **moves, **copies)
+        assert (side.num_redundant, own.enable_eplb <= side.enable_eplb) == (own.num_redundant, True)
+
+
+def test_what_a_host_has_no_room_for_is_no_process(ask):
+    question, winner = separated(ask, "deepseek-v3", "dp=8", "dp=8", 0, cluster="h200-16")
+    assert recipe("deepseek-v3", question, winner)["one_process"] is None
+    with pytest.raises(UserError, match=r"prefill and decode apart, which one process on a host cannot have"):
+        overlay("deepseek-v3", question, winner, "base", "dsjax plan")
+
+
+def test_sides_of_a_recipe_take_one_another_s_pages(ask):
+    question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=4", 0)
+    wires = [service["options"].get("--dispatch-wire") for service in recipe("m", question, winner)["services"]]
+    assert wires == ["fp8", "fp8"], "a page's values depend on it, also where nothing is sent to experts"
 
 
 def test_what_dsjax_serve_cannot_do_is_refused_or_told_beside():
@@ -158,6 +268,8 @@ def test_what_dsjax_serve_cannot_do_is_refused_or_told_beside():
     if not engine.fp4:
         with pytest.raises(UserError, match="does not load FP4 experts"):
             run("--precision", "nvfp4", "--cluster", "b200-8")
+    with pytest.raises(UserError, match=f"--mtp {MOST_DRAFTS + 1} is asked for, .* at most {MOST_DRAFTS} tokens"):
+        run("--mtp", str(MOST_DRAFTS + 1))
 
 
 def test_no_more_is_credited_than_the_engine_can(ask):

@@ -145,3 +145,12 @@ def test_own_dispatch_sends_the_rows_that_its_page_says(model, method, rows):
     there = step.decode(32, 2000).part("dispatch")
     assert there.part("bytes to other hosts").value == pytest.approx(rows * busiest * 24 * row)
     assert there.part("bytes to neighbours").value == pytest.approx(rows * busiest * 7 * row)
+
+
+def test_one_program_makes_all_drafts_where_published_engines_launch_each_pass(v3):
+    def host(eager, drafts):
+        model = StepModel(v3, load_cluster("h200-8"), parse_layout("dp=8", 0, v3), PRECISIONS["fp8"], eager=eager)
+        return model.drafting(8, 1000, drafts=drafts)["host, drafts"].value
+
+    assert host(True, 3) == pytest.approx(3 * host(True, 1))
+    assert host(False, 3) == host(False, 1) == host(True, 1)

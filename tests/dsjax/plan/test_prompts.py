@@ -11,15 +11,16 @@ from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import PUBLISHED
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.prompts import _depth_of_one, _steps_with_prompts, prompts_beside_decodes
+from dsjax.plan.prompts import _added, _depth_of_one, _steps_with_prompts, prompts_beside_decodes
+from dsjax.plan.simulation.prices import RankWork, StepPrices
 from dsjax.plan.workload import Lengths, Options, Workload
 
 
 @pytest.fixture
 def instance(v3):
-    def make(mesh, prompt=1024, output=2048, eager=True):
+    def make(mesh, prompt=1024, output=2048, eager=True, drafts=0):
         layout, engine = parse_layout(mesh, 0, v3), dataclasses.replace(PUBLISHED, eager=eager)
-        options = Options(overlap="off", engine=engine)
+        options = Options(overlap="off", engine=engine, drafts=drafts)
         return Instance(v3, load_cluster("h200-8"), layout, options, Workload(Lengths(prompt), Lengths(output)))
 
     return make
@@ -49,18 +50,22 @@ def test_one_replica_pays_for_each_prompt_as_it_comes(instance):
     assert alone.prefill_step(1024.0).value < both < alone.prefill_step(1024.0).value + alone.decode_step(64).value
 
 
-def test_a_long_prompt_hides_what_few_decodes_would_read_and_a_short_one_hides_little(instance):
-    alone = instance("tp=8,ep=1", eager=False)
+def test_what_prompts_do_for_decodes_is_all_but_attending_and_a_token_more_each(instance):
+    one = instance("tp=8,ep=1", 8192, eager=False)
+    step = one.prefill_step(8192.0).value
+    added = prompts_beside_decodes(one, 8, 8192)[1].value
+    saved = one.decode_step(8).value - one.decode_attention(8).value
+    assert step - saved < added < step - saved + step * 8 / 8192
 
-    def hidden(prompt, batch):
-        one = instance("tp=8,ep=1", prompt, eager=False)
-        return 1 - prompts_beside_decodes(one, batch, prompt)[1].value / one.prefill_step(float(prompt)).value
 
-    assert 0 <= hidden(256, 256) < hidden(256, 8)
-    # All that the decodes of a step do but attending is then done by the prompt's products.
-    saved = alone.decode_step(8).value - alone.decode_attention(8).value
-    marginal = instance("tp=8,ep=1", 8192).prefill_step(8192.0).value * 8 / 8192
-    assert hidden(8192, 8) * instance("tp=8,ep=1", 8192).prefill_step(8192.0).value < saved + marginal
+@pytest.mark.parametrize(("prompt", "batch"), [(64, 64), (256, 256), (1024, 8), (4096, 64)])
+def test_decodes_beside_a_short_prompt_read_its_weights_and_no_others(instance, prompt, batch):
+    one = instance("tp=8,ep=1", prompt, eager=False)
+    context = round(one.workload.context)
+    work = RankWork(decodes=batch, context=batch * context, prompts=prompt, pairs=prompt * (prompt + 1) / 2)
+    played = StepPrices(one.step_models()[0], 8192).seconds([work])
+    added = _added(one.middle, batch, float(prompt), (1.0, 1.0, 0.0)).value
+    assert one.decode_step(batch).value + added == pytest.approx(played, rel=0.06)
 
 
 def test_decodes_fill_what_a_short_prompt_waits_for_launches(instance):
@@ -104,3 +109,21 @@ def test_more_requests_or_longer_prompts_never_make_a_token_wait_less(instance):
         prompts_beside_decodes(instance("dp=8", prompt), 64, 4096)[0].value for prompt in (256, 1024, 4096, 16384)
     ]
     assert longer == sorted(longer)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_with_prompts_and_drafts_costs_what_the_simulation_says(instance, drafts):
+    one, batch = instance("dp=8", 1000, eager=False, drafts=drafts), 64
+    model, context = one.step_models()[0], round(one.workload.context)
+    prices, decodes = StepPrices(model, 2048, drafts), RankWork(decodes=batch, context=batch * context)
+    assert prices.seconds([decodes] * 8) == pytest.approx(model.decode(batch, context, drafts=drafts).value, rel=0.01)
+    work = dataclasses.replace(decodes, prompts=1000, pairs=1000 * 500.5)
+    # The planner's own 3 % for uneven prompts is left out of the simulation.
+    added = _added(one.middle, batch, 1000.0, (1.0, 1.0, 0.0)).value
+    assert one.decode_step(batch).value + added == pytest.approx(prices.seconds([work] * 8), rel=0.05)
+
+
+def test_prompts_never_make_a_step_shorter(instance):
+    one = instance("tp=8,ep=1", 64, eager=False, drafts=16)
+    assert prompts_beside_decodes(one, 512, 64)[1].low >= 0
+    assert prompts_beside_decodes(one, 512, 64)[0].value >= 0

@@ -12,7 +12,7 @@ from dsjax.errors import UserError
 from dsjax.plan import relief
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.explain import widening
-from dsjax.plan.limits import bottlenecks, forbidden, on
+from dsjax.plan.limits import Forbidden, Remedy, bottlenecks, forbidden, on
 from dsjax.plan.prompts import MEAN_OF_STEPS
 from dsjax.plan.report import sentence, to_json
 from dsjax.plan.search import search
@@ -168,6 +168,28 @@ def test_more_requests_than_caches_hold_is_a_matter_of_memory(ask):
     assert reason.bound == "concurrency"
     assert 100 < reason.best < 1e6
     assert "requests at once wanted" in sentence(reason)
+
+
+@pytest.mark.parametrize(
+    ("load", "pins"), [({}, Pins()), ({"concurrency": 8.0}, Pins()), ({}, Pins(prefill_count=1, decode_count=1))]
+)
+def test_prefill_and_decode_that_do_not_fit_beside_each_other_are_a_matter_of_devices(ask, load, pins):
+    (reason,) = forbidden(search(ask(options=Options(modes=("separated",), redundant=0, pins=pins), **load)))
+    assert (reason.bound, reason.wanted, reason.best) == ("devices", 16, 8)
+    assert "1 × dp=8 | 1 × dp=8 takes 16 devices" in sentence(reason)
+    assert "2 × devices" in sentence(reason)
+
+
+def test_separated_caches_that_are_too_small_are_a_matter_of_memory(ask):
+    found = search(ask("h200-16", concurrency=4000.0, options=Options(modes=("separated",), redundant=0)))
+    (reason,) = forbidden(found)
+    assert reason.bound == "concurrency"
+    assert reason.remedies[0].factor == 4000 / reason.best > 1
+
+
+def test_a_multiple_that_is_named_is_rounded_up():
+    reason = Forbidden("memory", 141.2e9, 141.0e9, "tp=8", [Remedy("memory of a device", 141.2 / 141.0)])
+    assert "hold with 1.01 × memory" in sentence(reason)
 
 
 def test_the_best_of_a_bound_is_the_best_of_all_candidates(ask, no_remedies):

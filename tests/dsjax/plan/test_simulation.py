@@ -273,7 +273,7 @@ def test_the_command_shows_and_writes_it():
     assert one["requests_per_s"] == pytest.approx(4, rel=0.3)  # 100 Poisson gaps: a standard error of 10 %
     assert 0 < one["ttft_s"]["p50"] <= one["ttft_s"]["p90"] <= one["ttft_s"]["p99"]
     assert all(math.isfinite(value) for value in one["itl_s"].values())
-    for wrong, reason in ((["--burstiness", "0"], "more than 0"), (["--mode", "static"], "one batch")):
+    for wrong, reason in ((["--burstiness", "0"], "a number above 0"), (["--mode", "static"], "one batch")):
         found = CliRunner().invoke(app, [*arguments, *wrong])
         assert reason in str(found.exception)
 
