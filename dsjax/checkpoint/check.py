@@ -122,7 +122,7 @@ def _scale_mismatches(name: str, specs: Mapping[str, TensorSpec], unreadable: se
 
 
 def _contradictions(names: TensorNames, extras: list[str]) -> list[str]:
-    """Extra tensors that show the configuration to be of another model: more experts, or more layers."""
+    """Extra tensors that show the configuration to be of another model: with more experts, or with more layers or fewer."""
     config, problems = names.config, []
     experts = [int(match.group(1)) for name in extras if (match := re.search(r"\.mlp\.experts\.(\d+)\.", name))]
     if experts and max(experts) >= config.n_routed_experts:
@@ -140,6 +140,12 @@ def _contradictions(names: TensorNames, extras: list[str]) -> list[str]:
         problems.append(
             f"config.json has num_hidden_layers={config.num_hidden_layers}, but there are tensors of layer {max(ordinary)}, "
             "which is no multi-token prediction module (it has no eh_proj)"
+        )
+    modules = [int(m.group(1)) for name in extras if (m := re.match(r"model\.layers\.(\d+)\.eh_proj\.", name))]
+    if modules and min(modules) < config.num_hidden_layers:
+        problems.append(
+            f"config.json has num_hidden_layers={config.num_hidden_layers}, but layer {min(modules)} is a multi-token prediction "
+            f"module (it has an eh_proj), which follows the last layer; the model has {min(modules)}"
         )
     return problems
 

@@ -36,12 +36,11 @@ def resolve(model: str | Path, *, revision: str | None = None, cache_dir: str | 
         ModelNotFoundError: none of the three, or a download that failed; the message says what to do instead.
     """
     text = str(model)
+    _check_revision(text, revision)
     if text in bundled_models():
         return _bundled(text)
     path = Path(text).expanduser()
     if path.is_dir():
-        if revision is not None:
-            raise ModelNotFoundError(f"{text} is a directory here, which has no revisions; leave --revision out")
         return path
     if not _REPOSITORY.fullmatch(text) or text.startswith((".", "/", "~")):
         raise ModelNotFoundError(
@@ -58,9 +57,20 @@ def resolve_config(model: str, *, revision: str | None = None) -> str:
     Raises:
         ModelNotFoundError: a repository that cannot be had.
     """
+    _check_revision(model, revision)
     if model in bundled_models() or Path(model).expanduser().exists() or not _REPOSITORY.fullmatch(model):
         return model
     return str(_download(model, revision, None, ("config.json",)))
+
+
+def _check_revision(model: str, revision: str | None) -> None:
+    """Refuse a revision of what is not downloaded."""
+    if revision is None:
+        return
+    if model in bundled_models():
+        raise ModelNotFoundError(f"{model} is bundled, which has no revisions; leave --revision out")
+    if Path(model).expanduser().exists():
+        raise ModelNotFoundError(f"{model} is a directory here, which has no revisions; leave --revision out")
 
 
 def _bundled(name: str) -> Path:

@@ -25,7 +25,10 @@ def dryrun(
         int | None, typer.Option(help="Rows of a DP rank; default: --max-num-seqs, or 32 decodes.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens that a row attends to; default: --max-model-len, or 4096.")
+        int | None,
+        typer.Option(
+            help="Tokens that a row attends to; default: --max-model-len, or 4096, or the model's positions if fewer."
+        ),
     ] = None,
     mla: Annotated[
         str | None, typer.Option(help="MLA form of this step: --mla-decode or --mla-prefill by another name.")

@@ -147,13 +147,15 @@ def _read_tokens(found: Any) -> tuple[Any, ...]:
 def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Raise where a key that follows from others (transformers writes some) contradicts them."""
     rope, nope = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
+    heads = fields["num_attention_heads"]
     derived = {
-        "num_key_value_heads": (fields["num_attention_heads"], "num_attention_heads: MLA has one key a query head"),
         "head_dim": (rope, "qk_rope_head_dim, which transformers means by it"),
         "num_mtp_layers": (raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers")), "num_nextn_predict_layers"),
         "num_experts": (raw.get("n_routed_experts"), "n_routed_experts"),
         "num_local_experts": (raw.get("n_routed_experts"), "n_routed_experts"),
     }
+    if isinstance(heads, int):
+        derived["num_key_value_heads"] = (heads, "num_attention_heads: MLA has one key a query head")
     if isinstance(rope, int) and isinstance(nope, int):
         derived["qk_head_dim"] = (nope + rope, "qk_nope_head_dim + qk_rope_head_dim")
     for key, (expected, why) in derived.items():

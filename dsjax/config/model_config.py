@@ -22,7 +22,7 @@ from dsjax.config.checks import (
 from dsjax.config.hugging_face import read_fields, write_fields
 from dsjax.config.quantization import QuantizationConfig
 from dsjax.config.rope import RopeConfig
-from dsjax.errors import ConfigError
+from dsjax.errors import ConfigError, why_unreadable
 
 # What each model type's router may be: topk_method -> scoring_func. Transformers' classes compute nothing else.
 _ROUTERS = {
@@ -229,9 +229,8 @@ def load_config(name_or_path: str | Path) -> ModelConfig:
         try:
             text = source.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise ConfigError(
-                f"no model configuration at {str(name_or_path)!r} ({source}: {reason}); expected a directory with "
+                f"no model configuration at {str(name_or_path)!r} ({source}: {why_unreadable(error)}); expected a directory with "
                 f"config.json, the path of one, or a bundled name: {', '.join(bundled_models())}"
             ) from error
     try:

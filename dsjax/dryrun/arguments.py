@@ -17,6 +17,8 @@ DECODE_ROWS = 32
 """Running requests of a DP rank when neither `--batch` nor `--max-num-seqs` is given."""
 CONTEXT = 4096
 """Tokens that a row's page table covers when neither `--context` nor `--max-model-len` is given."""
+_SLOTS = 2**31
+"""Cache slots of a DP rank have numbers of 32 bits with a sign."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class DryRunArgs:
     step: `decode` (each row one token, or with speculative decoding its last token and the drafts that are verified) or `prefill`
     (each row `prefill_chunk` tokens). batch: rows of a DP rank; None:
     `max_num_seqs`, or 32 decodes, or as many prefill rows as `max_num_batched_tokens` allows. context: tokens of a row's
-    page table; None: `max_model_len`, or 4,096.
+    page table; None: `max_model_len`, or 4,096, or as many as the model has positions.
     """
 
     engine: EngineArgs
@@ -82,10 +84,23 @@ class DryRunArgs:
         return dataclasses.replace(self.engine, dtype="float32" if config.torch_dtype == "float32" else "bfloat16")
 
     def limits(self, config: ModelConfig, spec: MeshSpec) -> ExecutorLimits:
-        """The executor's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used."""
+        """The executor's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used.
+
+        Raises:
+            UserError: more slots than a program can number.
+        """
         page = self.engine.page_size
         pages_of_a_row = -(-self.row_tokens // page)
         wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else self.rows * pages_of_a_row
+        if (wanted + 1) * page >= _SLOTS:
+            asked = (
+                "--cache-tokens"
+                if self.engine.cache_tokens
+                else f"--batch {self.rows:,} at --context {self.row_tokens:,}"
+            )
+            raise UserError(
+                f"{asked}: a DP rank's cache would have {wanted * page:,} token slots, and a program counts up to {_SLOTS:,}; ask for less"
+            )
         return ExecutorLimits(
             max_rows_decode=self.rows,
             max_rows_prefill=self.rows,

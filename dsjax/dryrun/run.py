@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
@@ -52,6 +52,15 @@ def dry_run(
             "synchronously, and no hardware file describes the machine; give a --target such as h200"
         )
     config = load_config(args.engine.model)
+    for flag, given in (("--context", args.context), ("--max-model-len", args.engine.max_model_len)):
+        if given and given > config.max_position_embeddings:
+            raise UserError(
+                f"{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
+            )
+    if (
+        args.row_tokens > config.max_position_embeddings
+    ):  # neither was given, and the usual context is beyond the model's
+        args = replace(args, context=config.max_position_embeddings)
     spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
     check_layout(config, spec, args.engine.num_redundant, "fp8" if args.engine.weights == "fp8" else "bf16")

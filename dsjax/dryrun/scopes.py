@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from sharding.program import Operation, Program
 from sharding.program.text import Computation
 
-_MADE_BY_JAX = ("while", "body", "closed_call", "shard_map", "jit(", "cond", "branch", "checkpoint")
+_MADE_BY_JAX = ("while", "body", "closed_call", "shard_map", "jit(", "eval_jaxpr", "cond", "branch", "checkpoint")
 _FAR = 6
 """Operations between one without a name and the one that it takes its name from, at most."""
 

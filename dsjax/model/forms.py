@@ -45,8 +45,8 @@ def common_layout(prefill: Form, decode: Form) -> Layout:
             return layout
     partners = [form for form in FORMS if set(_READS[form]) & set(_READS[decode])]
     raise UserError(
-        f"MLA form {prefill} for prefill reads the cache as {'/'.join(_READS[prefill])}, {decode} for decode as "
-        f"{'/'.join(_READS[decode])}; with {decode} choose prefill from {', '.join(partners)}"
+        f"--mla-prefill {prefill} reads a cache that is {' or '.join(_READS[prefill])}, --mla-decode {decode} one that is "
+        f"{' or '.join(_READS[decode])}; with --mla-decode {decode} choose --mla-prefill from {', '.join(partners)}"
     )
 
 

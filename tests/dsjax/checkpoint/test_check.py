@@ -152,6 +152,13 @@ def test_a_configuration_of_fewer_experts_or_layers_is_told_apart_from_extras(fo
         load_all(folder(config=fewer))
 
 
+def test_an_mtp_module_is_not_taken_for_a_layer_of_a_configuration_of_more(folder, tiny_config):
+    layers = tiny_config.num_hidden_layers
+    more = dataclasses.replace(tiny_config, num_hidden_layers=layers + 1, num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=rf"layer {layers} is a multi-token prediction module .* has {layers}"):
+        load_all(folder(config=more))
+
+
 def test_a_configuration_of_more_experts_lists_what_is_missing(folder, tiny_config):
     more = dataclasses.replace(tiny_config, n_routed_experts=10)
     with pytest.raises(CheckpointError, match=r"experts\.9\.down_proj\.weight: missing"):

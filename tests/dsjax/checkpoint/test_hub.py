@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from dsjax.checkpoint.hub import ModelNotFoundError, resolve
+from dsjax.checkpoint.hub import ModelNotFoundError, resolve, resolve_config
 
 COMMIT = "c0ffee" + "0" * 34
 
@@ -137,6 +137,12 @@ def test_a_directory_is_itself_and_has_no_revisions(tmp_path):
     assert resolve(tmp_path) == tmp_path
     with pytest.raises(ModelNotFoundError, match="has no revisions"):
         resolve(tmp_path, revision="main")
+
+
+@pytest.mark.parametrize("find", [resolve, resolve_config])
+def test_a_bundled_model_has_no_revisions_either(find):
+    with pytest.raises(ModelNotFoundError, match="demo is bundled, which has no revisions; leave --revision out"):
+        find("demo", revision="main")
 
 
 def test_a_name_that_is_nothing_lists_what_there_is():

@@ -159,6 +159,7 @@ FAULTS = [
     ({"q_lora_rank": 0}, "q_lora_rank", "at least 1"),
     ({"qk_rope_head_dim": 63}, "qk_rope_head_dim", "even"),
     ({"num_key_value_heads": 8}, "num_key_value_heads", "128"),
+    ({"num_attention_heads": "128"}, "num_attention_heads", "an integer"),
     ({"head_dim": 128}, "head_dim", "64"),
     ({"qk_head_dim": 128}, "qk_head_dim", "192"),
     ({"n_group": 7}, "n_group", "a divisor of n_routed_experts, which is 256"),

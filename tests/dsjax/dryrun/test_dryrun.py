@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from quick_compilation import QUICK_COMPILATION
 
+from dsjax.config import load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import expected_tiles
 from dsjax.dryrun.run import dry_run
@@ -19,6 +20,7 @@ from dsjax.engine.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.kernels.table import OPERATIONS
 from dsjax.model.experts import default_tile
+from sharding import MeshSpec
 
 TENSORS = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.tensors.json.gz"
 ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
@@ -177,6 +179,11 @@ def test_impossible_requests_say_what_to_do():
         DryRunArgs(engine=V3, step="train")
     with pytest.raises(UserError, match="--prefill-chunk is 256, more than the --context of 64"):
         DryRunArgs(engine=V3, step="prefill", context=64)
+    with pytest.raises(UserError, match="--context is 10000000, but the model has 163840 positions; lower it"):
+        dry_run(DryRunArgs(engine=V3, context=10_000_000))
+    many = DryRunArgs(engine=V3, batch=100_000_000)
+    with pytest.raises(UserError, match=r"--batch 100,000,000 at --context 4,096: .* 409,600,000,000 token slots"):
+        many.limits(load_config("deepseek-v3"), MeshSpec.parse("dp=32"))
     with pytest.raises(UserError, match=r"no hardware 'h300'"):
         dry_run(DryRunArgs(engine=V3, target="h300"))
 
@@ -217,3 +224,17 @@ def test_the_command_answers_in_json_for_72_ranks_and_allocates_nothing():
     assert any("not an accelerator's" in note for note in report["notes"])
     peak = int(done.stderr.split()[-1]) * 1024
     assert peak < 2e9 < report["device_bytes"]["weights_total"]
+
+
+def test_the_usual_context_ends_at_the_models_positions(monkeypatch):
+    asked = []
+
+    def compile_nothing(args, *_):
+        asked.append(args.row_tokens)
+        raise UserError("seen")
+
+    monkeypatch.setattr("dsjax.dryrun.run.compile_step", compile_nothing)
+    for model in ("demo", "deepseek-v3"):
+        with pytest.raises(UserError, match="seen"):
+            dry_run(DryRunArgs(engine=dataclasses.replace(V3, model=model, weights="auto", mesh="dp=2")))
+    assert asked == [2048, 4096]

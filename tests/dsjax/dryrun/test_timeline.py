@@ -137,6 +137,9 @@ def test_operations_that_xla_made_up_belong_to_what_they_read():
     parts = {operation.name: part for operation, part in parts_of(program).items()}
     assert (parts["g"], parts["dot"], parts["copy"], parts["gd"]) == ("attend", "mlp", "mlp", "attend")
     assert model_part("jit(run)/while/body/jit(dynamic_index_in_dim)/dynamic_slice") == "(dynamic_slice)"
+    assert (
+        model_part("jit(run)/eval_jaxpr/while/body/eval_jaxpr/router/dot_general") == "router"
+    )  # as JAX 0.11.1 names what it was given as a jaxpr
 
 
 def test_the_trace_is_what_the_trace_event_format_asks_for(step, tmp_path):

@@ -37,9 +37,9 @@ def test_two_forms_share_a_layout_exactly_where_the_table_says(prefill, decode):
     with pytest.raises(UserError) as error:
         common_layout(prefill, decode)
     message = str(error.value)
-    assert f"MLA form {prefill} for prefill" in message
-    assert f"{decode} for decode" in message
-    named = message.rsplit("choose prefill from ", 1)[1].split(", ")
+    assert f"--mla-prefill {prefill} reads" in message
+    assert f"--mla-decode {decode} one that is" in message
+    named = message.rsplit("choose --mla-prefill from ", 1)[1].split(", ")
     assert named == [form for form in FORMS if (form, decode) in TOGETHER or (decode, form) in TOGETHER]
 
 
