@@ -6,6 +6,7 @@ Each overlay's first line is its command. Where DeepSeek-V3 does not fit a clust
 `deploy/dynamo` have the layouts of the recipes in circulation for DeepSeek-R1, and are not planned.
 """
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,13 @@ def command(name: str) -> list[str]:
 
 if __name__ == "__main__":
     alike = [name for name in bundled_clusters() if load_cluster(name).prefill is None]
-    for name in sys.argv[1:] or (*GRAPHS, *HOSTS, *alike):
+    everything = (*GRAPHS, *HOSTS, *alike)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all of {', '.join(everything)})")
+    names = parser.parse_args().names
+    if unknown := [name for name in names if name not in everything]:
+        parser.error(f"no overlay {', '.join(map(repr, unknown))}; expected some of {', '.join(everything)}")
+    for name in names or everything:
         print(name, flush=True)
         if name in GRAPHS:
             (ROOT / "deploy" / "dynamo" / f"{name}.yaml").write_text(graph(name), encoding="utf-8")

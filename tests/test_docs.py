@@ -1,0 +1,67 @@
+"""The pages against the code: links lead somewhere, commands have the options they are shown with, and no option goes untold."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from dsjax.cli.main import COMMANDS, app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").rglob("*.md")])
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
+COMMAND = re.compile(r"(?:python -m dsjax\.|(?<![\w./-])dsjax )((?:bench |kernels )?[a-z]+)\b([^`\n]*)")
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, set[str]]:
+    """Command, as typed behind `dsjax`, to its flags."""
+    root, found = get_command(app), {}
+    for name in COMMANDS:
+        command = root.get_command(None, name)
+        parts = {f"{name} {part}": command.get_command(None, part) for part in getattr(command, "commands", ())}
+        for path, one in (parts or {name: command}).items():
+            flags = {flag for parameter in one.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+            found[path] = {flag for flag in flags if flag.startswith("--")}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_to_files_and_headings_that_exist(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{named(page)} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_are_shown_with_options_that_they_have(page, options):
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for command, rest in COMMAND.findall(text):
+        shown = re.split(r"#|;| \| ", rest)[0]
+        unknown = set(FLAG.findall(shown)) - options[command] if command in options else set()
+        assert not unknown - {"--help"}, f"dsjax {command}{shown}"
+
+
+def test_every_option_is_named_on_some_page(options):
+    told = {flag for page in PAGES for flag in FLAG.findall(page.read_text(encoding="utf-8"))}
+    for command, flags in options.items():
+        untold = {
+            flag for flag in flags - told if not told & {flag.replace("--no-", "--"), flag.replace("--", "--no-")}
+        }
+        assert not untold, f"dsjax {command}: no page names {', '.join(sorted(untold))}"
+
+
+def test_the_readme_lists_every_page():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [named(page) for page in (ROOT / "docs").glob("*.md") if f"({named(page)})" not in text]
