@@ -211,8 +211,8 @@ class EngineArgs:
     )
     transfer_timeout: int = option(
         TRANSFER_SECONDS,
-        "seconds after which pages that were asked for and have not come are computed by the decode side, and pages that nobody "
-        "takes are dropped",
+        "seconds after which the decode side computes pages itself that it has asked for and hears nothing of, and the prefill side drops "
+        "pages that nobody takes",
         least=1,
     )
     disaggregation_mode: str = option(

@@ -10,7 +10,18 @@ from typing import NamedTuple
 from dsjax.engine.commands import int32s
 from dsjax.engine.disk_tier import Pause
 from dsjax.engine.page_tiers import PageMoves
-from dsjax.engine.page_transfer import Ask, Cancel, Failed, Offer, PulledPages, Release, Source, ToDecode, ToPrefill
+from dsjax.engine.page_transfer import (
+    Ask,
+    Cancel,
+    Failed,
+    Offer,
+    PulledPages,
+    Release,
+    Source,
+    ToDecode,
+    ToPrefill,
+    UnderWay,
+)
 from dsjax.engine.pages import PagePool
 from dsjax.engine.request import Request
 
@@ -186,6 +197,12 @@ class Incoming:
                 self._pauses[link].begin(now)
             for transfer in gone:
                 self._give_up(transfer, tells=False)
+            return
+        if isinstance(message, UnderWay):
+            for name in message.transfers:
+                transfer = self._transfers.get(name)
+                if transfer is not None and not transfer.offers and not transfer.pulling:  # else it is this side's turn
+                    transfer.since = now
             return
         transfer = self._transfers.get(message.transfer)
         places = range(message.first, message.first + message.count)

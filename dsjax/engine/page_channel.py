@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from dsjax.engine.page_transfer import Ask, Cancel, Failed, Forget, Granted, Offer, Release, Take, Taken
+from dsjax.engine.page_transfer import Ask, Cancel, Failed, Forget, Granted, Offer, Release, Take, Taken, UnderWay
 from dsjax.errors import UserError
 from dsjax.hosts.wire import keep_alive, receive_frame, send_frame
 
-VERSION = 2
+VERSION = 3
 """Of the messages. It changes whenever an older side could misunderstand a newer one."""
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 _decoder = msgspec.msgpack.Decoder(
-    Hello | Welcome | Take | Granted | Taken | Ask | Cancel | Release | Forget | Offer | Failed
+    Hello | Welcome | Take | Granted | Taken | Ask | Cancel | Release | Forget | Offer | UnderWay | Failed
 )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.commands import int32s
 from dsjax.engine.page_channel import Channel, Listener, connected, split_address
-from dsjax.engine.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill
+from dsjax.engine.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill, UnderWay
 from dsjax.engine.parcel_network import ParcelServer, RemoteParcels
 from dsjax.engine.prefill_engine import PrefillEngine, Receive
 
@@ -154,7 +154,7 @@ class RemoteLink:
             self._receive(Failed("", reason))
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Offer | Failed):
+        if isinstance(message, Offer | UnderWay | Failed):
             self._receive(message)
 
     def _lost(self, channel: Channel) -> None:

@@ -69,6 +69,12 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     address: str = ""
 
 
+class UnderWay(msgspec.Struct, frozen=True, array_like=True, tag="under_way"):
+    """These transfers are queued or being computed, however long that takes: what is left of them will be offered."""
+
+    transfers: list[str]
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """A transfer ends without the rest of its pages. transfer: empty where every one does: the prefill side has ended."""
 
@@ -96,7 +102,7 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
 
 
 ToPrefill = Ask | Cancel | Release | Forget
-ToDecode = Offer | Failed
+ToDecode = Offer | UnderWay | Failed
 Parcel = dict[str, Any]
 """By array of the cache `[1, PARCEL_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
 

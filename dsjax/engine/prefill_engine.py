@@ -23,6 +23,7 @@ from dsjax.engine.page_transfer import (
     Parcel,
     ToDecode,
     ToPrefill,
+    UnderWay,
 )
 from dsjax.engine.request import FinishReason, Request, Status
 from dsjax.engine.sampling_params import SamplingParams
@@ -38,8 +39,9 @@ Keepers = Callable[[Executor], Sequence[Keeper]]
 
 _log = logging.getLogger(__name__)
 _MOST_RECENT = 4096
-_LEASES_LOOKED_AT = 0.25
-"""Seconds after which leases are looked at where nothing else happens; less where the timeout is short."""
+_LOOKS = 0.25
+"""Seconds after which leases are looked at where nothing else happens, and decode is told what is under way; less where the timeout is
+short."""
 _MOST_IDLE = 3
 """Steps one after another in which nothing was computed, after which the engine waits: until decode has taken pages nothing can be.
 The first of them may have sent pages, whose room the second one uses."""
@@ -119,7 +121,8 @@ class PrefillEngine:
         self._links: set[LocalLink] = set()
         self._ended = False
         self._idle_steps = 0  # since something was computed, or said
-        self._look = min(_LEASES_LOOKED_AT, timeout / 4)
+        self._look = min(_LOOKS, timeout / 4)
+        self._told = 0.0  # when decode was told what is under way
         self._thread = threading.Thread(target=self._run, name="dsjax-prefill", daemon=True)
 
     def start(self) -> None:
@@ -200,6 +203,7 @@ class PrefillEngine:
                 self.core.executor.launch(DropParcels(int32s(gone)))
             if self.core.has_unfinished:
                 self._step()
+            self._tell()
         except Exception as error:
             failure = error
             self._begin_anew(lambda: self.core.survive(failure))
@@ -326,6 +330,20 @@ class PrefillEngine:
         for job in self._jobs.values():
             if job.sending.complete and job.request.status is not Status.FINISHED:
                 self.core.abort(job.request.request_id)  # its last token is decode's to compute
+
+    def _tell(self) -> None:
+        """Say of what is not offered that it will be: a long queue is not a dead engine."""
+        now = time.monotonic()
+        if now - self._told < self._look:
+            return
+        self._told = now
+        waiting = {sending.transfer for rank in self.core.scheduler.ranks for sending, _, _ in rank.departures.waiting}
+        under_way: dict[Receive, list[str]] = {}
+        for name, job in self._jobs.items():
+            if job.receive is not None and (not job.sending.complete or name in waiting):
+                under_way.setdefault(job.receive, []).append(name)
+        for receive, names in under_way.items():
+            receive(UnderWay(names))
 
     def _is_done(self, job: _Job) -> bool:
         return (

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-TRANSFER = ("--transfer-host", "127.0.0.1", "--local-prefill-tokens", "17", "--transfer-timeout", "5")
+TRANSFER = ("--transfer-host", "127.0.0.1", "--local-prefill-tokens", "17")
 PREFILL = (*options(), *TRANSFER, "--mesh", "tp=2", "--disaggregation-mode", "prefill")
 DECODE = (*options(), *TRANSFER, "--mesh", "dp=2", "--disaggregation-mode", "decode")
 CLIENTS = 64
@@ -53,6 +53,8 @@ class Deployment:
     def replace_prefill(self, name: str, *options: str) -> None:
         from deployment import Worker, wait_until
 
+        self.prefill.end(signal.SIGKILL)  # where a test before has failed
+        wait_until(lambda: self.frontend.num_workers() == 1, what="the one before is gone")
         self.prefill = Worker(self.folder, name, *PREFILL, *options)
         wait_until(lambda: self.prefill.is_ready and self.frontend.num_workers() == 2, what="the new one is known")
 

@@ -23,7 +23,7 @@ from dsjax.engine.leader import Landings
 from dsjax.engine.leases import Keeper
 from dsjax.engine.page_channel import split_address
 from dsjax.engine.page_network import PrefillServer, RemoteLink, handoff
-from dsjax.engine.page_transfer import Ask, Failed, ParcelGoneError, PulledParcel, Release
+from dsjax.engine.page_transfer import Ask, Failed, Offer, ParcelGoneError, PulledParcel, Release, UnderWay
 from dsjax.engine.parcel_network import KeptParcels, ParcelServer, RemoteParcels
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.scheduler_config import SchedulerConfig
@@ -74,7 +74,7 @@ class PrefillProcess:
 
     def is_empty(self):
         """Whether it comes to keep nothing."""
-        for _ in range(100):
+        for _ in range(1200):
             counts = self.ask()
             if counts["jobs"] == counts["parcels"] == counts["pages"] == 0:
                 return True
@@ -140,7 +140,7 @@ def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_
     given = prompts(8)
     expected = alone(decode, given)
     incoming = decode.engine.core.scheduler.incoming
-    process = PrefillProcess(checkpoint, transfer_timeout=3)
+    process = PrefillProcess(checkpoint, transfer_timeout=60)
     try:
         # Prefill first: what it answers goes with the request.
         requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
@@ -221,10 +221,10 @@ def served(**fields):
 
 
 def linked(server, carrier, **space):
-    """The way to a server, and what comes from it."""
+    """The way to a server, and what comes from it but for what is under way, which may be said any number of times."""
     link = RemoteLink(server.address, RemoteParcels(carrier, space, {}, 5), space)
     found = []
-    link.connect(found.append)
+    link.connect(lambda message: None if isinstance(message, UnderWay) else found.append(message))
     return link, found
 
 
@@ -262,6 +262,21 @@ def test_a_parcel_that_was_granted_and_not_taken_is_taken_back_when_decode_goes(
     link.close()
     until(lambda: carrier.revoked and carrier.revoked == list(carrier.granted))
     until(lambda: server.engine.num_jobs == server.engine.leases.num_kept == 0)
+    server.shutdown()
+
+
+def test_what_finds_no_room_in_parcels_is_said_to_be_under_way_again_and_again():
+    server, carrier = served()
+    leases, told = server.engine.leases, []
+    leases.room = lambda rank: 0
+    link, _ = linked(server, carrier, page_size=4)
+    link.connect(told.append)
+    link.send(Ask("a", int32s(range(33)), 0, 8))
+    until(lambda: told.count(UnderWay(["a"])) > 4)  # half a second, which is all that leases have
+    del leases.room
+    until(lambda: sum(message.count for message in told if isinstance(message, Offer)) == 8)
+    assert not any(isinstance(message, Failed) for message in told)
+    link.close()
     server.shutdown()
 
 
@@ -369,8 +384,9 @@ def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_wh
     engine = PrefillEngine(executor, config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
     offers = []
     engine.post(Ask("a", int32s(range(9)), 0, 2), offers.append)
-    while not offers:
+    while not any(isinstance(message, Offer) for message in offers):
         engine.turn(wait=False)
+    offers = [message for message in offers if isinstance(message, Offer)]
     assert {offer.address for offer in offers} == {"there:1"}
     for offer in offers:
         engine.post(Release(offer.number), offers.append)
