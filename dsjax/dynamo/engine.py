@@ -164,8 +164,7 @@ class DsjaxEngine(Worker):
             engine = self._engine
             self._watchdog = Watchdog(
                 self._options.step_timeout,
-                step_started=lambda: engine.step_started,
-                running=engine.running_requests,
+                engine.steppers,
                 tell_clients=lambda: loop.call_soon_threadsafe(engine.abort_all),
             )
             self._watchdog.start()

@@ -39,8 +39,7 @@ class DsjaxPrefillEngine(Worker):
         if self._options.step_timeout:
             self._watchdog = Watchdog(
                 self._options.step_timeout,
-                step_started=lambda: engine.step_started,
-                running=engine.running_requests,
+                {"the engine": engine},
                 tell_clients=lambda: None,  # decode workers see the connection end
             )
             self._watchdog.start()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.engine_thread import EngineThread
+from dsjax.engine.engine_thread import EngineThread, Stepper
 from dsjax.engine.input_processor import PreparedRequest, Prompt
 from dsjax.engine.instances import EngineState, Whole
 from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream
@@ -79,14 +79,14 @@ class AsyncEngine:
         """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
         return sum(thread.waiting_tokens for thread in self._threads)
 
-    def running_requests(self) -> list[list[Request]]:
-        """Of every rank the requests that hold a slot. May be asked from any thread, also while a step hangs."""
-        return [running for thread in self._threads for running in thread.running_requests()]
-
     @property
-    def step_started(self) -> float | None:
-        """When the step under way began, of several the one that began first, on the monotonic clock; None between steps."""
-        return min((began for thread in self._threads if (began := thread.step_started) is not None), default=None)
+    def steppers(self) -> dict[str, Stepper]:
+        """What takes steps in this process, by its name in messages: the engine, or every decode and prefill engine."""
+        prefills = [link.engine for link in self._engine.prefills] if self._engine else []
+        if len(self._threads) + len(prefills) == 1:
+            return {"the engine": self._threads[0]}
+        decodes = {f"decode engine {index}": thread for index, thread in enumerate(self._threads)}
+        return decodes | {f"prefill engine {index}": engine for index, engine in enumerate(prefills)}
 
     @property
     def running(self) -> bool:

@@ -38,6 +38,19 @@ class Listener(Protocol):
         """The thread ends by an error."""
 
 
+class Stepper(Protocol):
+    """What takes steps in a thread of its own. Both may be asked from any thread, also while a step hangs.
+
+    Attributes:
+        step_started: when the step under way began, on the monotonic clock; None between steps.
+    """
+
+    step_started: float | None
+
+    def running_requests(self) -> list[list[Request]]:
+        """Of every rank the requests that hold a slot."""
+
+
 class EngineThread:
     """Runs a core, step after step.
 
@@ -78,7 +91,7 @@ class EngineThread:
         return self.core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
 
     def running_requests(self) -> list[list[Request]]:
-        """Of every rank the requests that hold a slot. May be asked from any thread, also while a step hangs."""
+        """As of `Stepper`."""
         return [list(rank.running) for rank in self.core.scheduler.ranks]
 
     def start(self) -> None:

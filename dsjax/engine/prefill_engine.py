@@ -173,7 +173,7 @@ class PrefillEngine:
         return len(self._jobs)
 
     def running_requests(self) -> list[list[Request]]:
-        """Of every rank, from any thread."""
+        """As of `Stepper`."""
         return [list(rank.running) for rank in self.core.scheduler.ranks]
 
     @property

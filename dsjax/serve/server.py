@@ -135,8 +135,7 @@ class Server(uvicorn.Server):
         if self._serving.options.step_timeout:
             self._watchdog = Watchdog(
                 self._serving.options.step_timeout,
-                step_started=lambda: self._engine.step_started,
-                running=self._engine.running_requests,
+                self._engine.steppers,
                 tell_clients=lambda: loop.call_soon_threadsafe(self._engine.abort_all),
             )
             self._watchdog.start()

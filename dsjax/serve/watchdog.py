@@ -5,9 +5,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from dsjax.engine.engine_thread import Stepper
 from dsjax.engine.request import Request, Status
 
 HANG_EXIT_CODE = 70
@@ -19,27 +20,24 @@ _FLUSH_SECONDS = 1.0
 
 
 class Watchdog:
-    """A thread that checks every so often how long the engine's step has run; it needs neither the engine's thread nor the loop.
+    """A thread that checks every so often how long each step under way has run; it needs neither an engine's thread nor the loop.
 
     Args:
-        step_started: when the step under way began, in seconds of `time.monotonic`; None between steps.
-        running: the running requests of every rank, to tell of.
+        steppers: what takes steps, by its name in messages.
         tell_clients: called before the end; ends their streams with an error.
     """
 
     def __init__(
         self,
         step_timeout: float,
+        steppers: Mapping[str, Stepper],
         *,
-        step_started: Callable[[], float | None],
-        running: Callable[[], list[list[Request]]],
         tell_clients: Callable[[], None],
         exit: Callable[[int], None] = os._exit,
         out: TextIO | None = None,
     ):
         self._step_timeout = step_timeout
-        self._step_started = step_started
-        self._running = running
+        self._steppers = steppers
         self._tell_clients = tell_clients
         self._exit = exit
         self._out = out or sys.stderr
@@ -56,28 +54,29 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self._step_timeout / 4)):
-            started = self._step_started()
-            if started is not None and (seconds := time.monotonic() - started) > self._step_timeout:
-                self._end(seconds)
-                return
+            for name, stepper in self._steppers.items():
+                started = stepper.step_started
+                if started is not None and (seconds := time.monotonic() - started) > self._step_timeout:
+                    self._end(name, seconds)
+                    return
 
-    def _end(self, seconds: float) -> None:
+    def _end(self, name: str, seconds: float) -> None:
         try:
-            self._diagnose(seconds)
+            self._diagnose(name, seconds)
             self._tell_clients()
             time.sleep(_FLUSH_SECONDS)
         finally:
             self._exit(HANG_EXIT_CODE)
 
-    def _diagnose(self, seconds: float) -> None:
+    def _diagnose(self, name: str, seconds: float) -> None:
         out = self._out
         print(
-            f"dsjax: a step has been running for {seconds:.1f} s, more than --step-timeout {self._step_timeout:g}; "
+            f"dsjax: a step of {name} has been running for {seconds:.1f} s, more than --step-timeout {self._step_timeout:g}; "
             f"it is taken for a hang, and this process ends with {HANG_EXIT_CODE}. Most often a device waits in a collective "
             "that another never enters, or is lost.",
             file=out,
         )
-        for rank, requests in enumerate(self._running()):
+        for rank, requests in enumerate(self._steppers[name].running_requests()):
             rows = [request for request in requests if request.status is Status.RUNNING]
             if rows:
                 print(f"rank {rank}: {len(rows)} rows", file=out)

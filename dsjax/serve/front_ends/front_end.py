@@ -100,10 +100,6 @@ class RemoteEngine(AsyncEngine):
         """No thread of this process is in a step."""
         return False
 
-    def running_requests(self) -> list[list[Request]]:
-        """None: the engine's process has them."""
-        return []
-
     def start(self) -> None:
         """Nothing to start but what `submit` needs."""
         self._loop = asyncio.get_running_loop()

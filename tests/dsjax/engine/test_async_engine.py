@@ -161,7 +161,7 @@ def test_a_call_that_waits_when_the_engine_dies_gets_an_error():
             await engine.call(lambda core: None)
         with pytest.raises(EngineDeadError):
             await anext(stream)
-        assert engine.step_started is None
+        assert engine.steppers["the engine"].step_started is None
         await engine.shutdown()
 
     run(main())

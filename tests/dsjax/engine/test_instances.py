@@ -82,7 +82,8 @@ def test_streams_over_several_threads_each_get_their_own_tokens_and_ranks_are_nu
         assert [load.rank for load in watcher.stats[-1].ranks] == list(range(6))
         assert max(sum(load.running for load in stats.ranks) for stats in watcher.stats) > 2 * 8, "of all engines"
         assert (engine.num_unfinished, engine.num_waiting, engine.waiting_tokens) == (0, 0, 0)
-        assert len(engine.running_requests()) == 6
+        assert list(engine.steppers) == ["decode engine 0", "decode engine 1", "decode engine 2"]
+        assert sum(len(stepper.running_requests()) for stepper in engine.steppers.values()) == 6
 
         assert await engine.call_each(lambda core: core.flush_prefix_cache()) == [True] * 3
         assert {rank for rank, events in sink.heard if AllBlocksCleared() in events} == set(range(6))

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 from live_server import wait_until
 
 from dsjax.engine.request import Request, Status
@@ -23,12 +24,25 @@ def running(request_id: str) -> Request:
     return request
 
 
+class Fake:
+    """Takes steps that began as a function says."""
+
+    def __init__(self, began):
+        self._began = began
+
+    @property
+    def step_started(self):
+        return self._began()
+
+    def running_requests(self):
+        return [[], [running("cmpl-stuck")]]
+
+
 def watch(step_started, out) -> tuple[Watchdog, list]:
     done: list = []
     dog = Watchdog(
         0.2,
-        step_started=step_started,
-        running=lambda: [[], [running("cmpl-stuck")]],
+        {"decode engine 0": Fake(time.monotonic), "prefill engine 1": Fake(step_started)},
         tell_clients=lambda: done.append("told"),
         exit=done.append,
         out=out,
@@ -45,7 +59,14 @@ def test_a_step_that_hangs_is_told_of_with_its_rows_and_every_stack():
         assert done == ["told", HANG_EXIT_CODE]
         out.seek(0)
         text = out.read()
-    for expected in ("--step-timeout 0.2", "rank 1: 1 rows", "cmpl-stuck: slot", "0 of 3 tokens", "test_watchdog.py"):
+    for expected in (
+        "a step of prefill engine 1 has",
+        "--step-timeout 0.2",
+        "rank 1: 1 rows",
+        "cmpl-stuck: slot",
+        "0 of 3 tokens",
+        "test_watchdog.py",
+    ):
         assert expected in text
 
 
@@ -63,9 +84,14 @@ SCRIPT = """
 import sys
 from live_server import *
 from dsjax.serve.options import ServeOptions
-executor = FakeExecutor(step_seconds=1000)
+from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
+separated = sys.argv[1] == "prefill"
+executor = FakeExecutor(step_seconds=0 if separated else 1000, transfers=separated)
 config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
-engine = AsyncEngine(LLMEngine(executor, tiny_tokenizer(), config))
+links = [LocalLink(PrefillEngine(FakeExecutor(step_seconds=1000, transfers=True), config, timeout=600))] if separated else []
+for link in links:
+    link.engine.start()
+engine = AsyncEngine(LLMEngine(executor, tiny_tokenizer(), config, prefills=links, local_prefill_tokens=1))
 serving = Serving(engine, ("tiny",), "tiny", 128, ServeOptions(step_timeout=1))
 listener = bind("127.0.0.1", 0)
 ready = lambda: print(listener.getsockname()[1], flush=True)
@@ -73,11 +99,12 @@ sys.exit(Server(serving, shutdown_timeout=5, log_level="error", on_ready=ready).
 """
 
 
-def test_the_process_ends_with_a_code_of_its_own_and_clients_hear_of_it():
+@pytest.mark.parametrize("hangs", ["the engine", "prefill engine 0"])
+def test_the_process_ends_with_a_code_of_its_own_and_clients_hear_of_it(hangs):
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[2])])
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, hangs.split()[0]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,13 +112,16 @@ def test_the_process_ends_with_a_code_of_its_own_and_clients_hear_of_it():
     )
     try:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True}, timeout=20) as answer:
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json={"prompt": "a" * 40, "stream": True}, timeout=60
+        ) as answer:
             text = "".join(answer.iter_text())
         assert '"error"' in text
         assert text.endswith("data: [DONE]\n\n")
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == HANG_EXIT_CODE
-        assert "cmpl-" in err
+        assert f"a step of {hangs} has been running" in err
+        assert "rank 0: 1 rows" in err
         assert "fake_executor.py" in err, "the stack of the step that hangs"
     finally:
         process.kill()
