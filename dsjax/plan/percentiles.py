@@ -60,7 +60,7 @@ class Slo:
 
     def __str__(self) -> str:
         named = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}[self.metric]
-        return f"{self.percentile.upper()} of {named}{f' of {self.of}' if self.of else ''} within {self.seconds * 1e3:,.0f} ms"
+        return f"{self.percentile.upper()} of {named}{f' of {self.of}' if self.of else ''} within {self.seconds * 1e3:,.10g} ms"
 
     def found(self, outcome: Outcome) -> float:
         """Seconds that were played; 0 where outputs have one token and no time between tokens."""

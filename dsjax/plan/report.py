@@ -162,8 +162,8 @@ def asked(plan: Plan) -> str:
     parts += [f"{work.prefix_hit:.0%} of prompts cached"] if work.prefix_hit else []
     parts += [f"{work.concurrency:g} requests in flight"] if work.concurrency is not None else []
     parts += [f"{work.rate:g} requests/s"] if work.rate is not None else []
-    parts += [f"TTFT within {bounds.ttft * 1e3:,.0f} ms"] if bounds.ttft is not None else []
-    parts += [f"TPOT within {bounds.tpot * 1e3:,.0f} ms"] if bounds.tpot is not None else []
+    parts += [f"TTFT within {bounds.ttft * 1e3:,.10g} ms"] if bounds.ttft is not None else []
+    parts += [f"TPOT within {bounds.tpot * 1e3:,.10g} ms"] if bounds.tpot is not None else []
     parts += [f"{bounds.throughput:,.0f} tokens/s"] if bounds.throughput is not None else []
     if not _bounded(plan):
         parts.append("no objectives: most tokens a second")
@@ -253,7 +253,7 @@ def sentence(reason: Forbidden) -> str:
     if reason.bound == "together":
         return f"each objective can be met, but not together; nearest is {reason.by}. {would}"
     return (
-        f"{reason.bound.upper()} forbids it: {reason.wanted * 1e3:,.1f} ms wanted, {reason.best * 1e3:,.1f} ms at best, by {reason.by}. "
+        f"{reason.bound.upper()} forbids it: {reason.wanted * 1e3:,.10g} ms wanted, {reason.best * 1e3:,.1f} ms at best, by {reason.by}. "
         f"{would}"
     )
 

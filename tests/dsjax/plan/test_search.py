@@ -135,7 +135,7 @@ def test_an_impossible_tpot_is_named_with_the_hardware_that_would_do(too_fast):
     assert [reason.bound for reason in reasons] == ["tpot"]
     assert reasons[0].best > 0.008
     assert reasons[0].remedies
-    assert "TPOT forbids it: 8.0 ms wanted" in sentence(reasons[0])
+    assert "TPOT forbids it: 8 ms wanted" in sentence(reasons[0])
     assert "It would hold with" in sentence(reasons[0])
 
 
