@@ -14,7 +14,7 @@ from dsjax.config import ModelConfig, QuantizationConfig, RopeConfig, bundled_mo
 from dsjax.errors import ConfigError, UserError
 from dsjax.model.parameter_counts import parameter_counts
 
-REFERENCE = Path(__file__).parents[2] / ".." / "shared" / "reference" / "deepseek-r1.config.json"
+REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.config.json"
 RELEASED = ("deepseek-r1", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1", "kimi-k2", "moonlight")
 
 

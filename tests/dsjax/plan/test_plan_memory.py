@@ -46,7 +46,6 @@ def test_heads_widths_and_vocabulary_are_divided_over_tp_and_nothing_else(v3):
     assert whole["attention"] / 8 < split["attention"] < whole["attention"] / 4
 
 
-@pytest.mark.skipif(not REFERENCE.exists(), reason="the real tensor list is not here")
 def test_a_fused_shared_expert_is_whole_on_each_device_that_holds_whole_experts(v3):
     def shared(mesh, fused):
         layout = dataclasses.replace(parse_layout(mesh, None, v3), fused=fused)
@@ -57,6 +56,7 @@ def test_a_fused_shared_expert_is_whole_on_each_device_that_holds_whole_experts(
     assert shared("tp=8,ep=1", True) == shared("tp=8,ep=1", False)
 
 
+@pytest.mark.skipif(not REFERENCE.exists(), reason="the real tensor list is not here")
 def test_fp8_weights_of_one_device_are_those_of_the_real_checkpoint_to_the_byte(v3):
     listed = json.loads(gzip.decompress(REFERENCE.read_bytes()))
     tensors = listed.get("tensors", listed) if isinstance(listed, dict) else listed
