@@ -117,7 +117,7 @@ class WatchedServer:
     def close(self) -> None:
         """Stop answering."""
         self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _add(self, app: FastAPI) -> None:
         @app.middleware("http")

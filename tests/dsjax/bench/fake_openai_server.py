@@ -63,7 +63,7 @@ class FakeServer:
     def close(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(60)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

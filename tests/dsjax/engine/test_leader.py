@@ -111,7 +111,7 @@ class Pair:
             self.error = error
 
     def join(self):
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
     def take_part(self, count: int):
@@ -219,7 +219,7 @@ def test_questions_are_answered_by_all_in_the_order_of_their_ids():
     other = threading.Thread(target=lambda: answers.append(pair.groups[1].ask("pages", 7)))
     other.start()
     assert pair.groups[0].ask("pages", 9) == [9, 7]
-    other.join(10)
+    other.join(60)
     assert answers == [[9, 7]]
     with pytest.raises(ValueError, match="damaged"):
         pair.groups[1].run("loading", lambda: (_ for _ in ()).throw(ValueError("damaged")))
@@ -287,7 +287,7 @@ class Group:
 
     def end(self):
         self.leader.leave()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -327,7 +327,7 @@ def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_wi
     group.leader.announce(Announcement(3, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid, reason)}))
     group.until(lambda: group.own.generation == 3)
     group.leader.announce(Announcement(4, [0], [0], {"mesh": "dp=1"}, left_out={1: (os.getpid(), reason)}))
-    group.thread.join(10)
+    group.thread.join(60)
     assert str(group.error) == str(error)
 
 
@@ -360,7 +360,7 @@ def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_e
     group.until(lambda: len(group.loaded) == 2)
     group.loaded[1].launch = fail
     LeaderExecutor(Told(), group.leader).launch(step(2))
-    group.thread.join(10)
+    group.thread.join(60)
     assert not group.thread.is_alive()
     assert str(group.error) == "Gloo: connection closed by peer"
 
@@ -379,6 +379,6 @@ def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_g
     thread = threading.Thread(target=ask)
     thread.start()
     group.announce(1, 0, 1)
-    thread.join(10)
+    thread.join(60)
     assert "generation 0 was given up while process 0 (host, pid 10) was waited for" in str(asked[0])
     group.end()

@@ -228,7 +228,7 @@ def linked(server, carrier, **space):
     return link, found
 
 
-def until(true, seconds=20):
+def until(true, seconds=60):
     deadline = time.monotonic() + seconds
     while not true() and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -332,7 +332,7 @@ def test_a_decode_engine_that_dies_leaves_nothing_with_prefill_engines_and_the_l
         if pair is second:
             engine.start()
         thread.add([Request("short", [1, 2], 2, SamplingParams(temperature=0), 6, 0)])
-        thread.join(10)
+        thread.join(60)
         if pair is first:
             engine.turn(wait=False)
         assert engine.num_jobs == engine.leases.num_kept == 0

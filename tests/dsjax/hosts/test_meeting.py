@@ -272,9 +272,9 @@ def test_strangers_at_the_port_are_ignored():
     results: list = []
     leader = threading.Thread(target=lambda: results.extend(hold([processes[0]])), daemon=True)
     leader.start()
-    thread.join(10)
+    thread.join(60)
     (followed,) = hold([processes[1]])
-    leader.join(10)
+    leader.join(60)
     assert results == [followed]
 
 

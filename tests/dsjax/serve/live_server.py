@@ -79,10 +79,10 @@ class LiveServer:
         return sum(rank.pool.num_used for core in self.llm_engine.cores for rank in core.scheduler.ranks)
 
     def post(self, path: str, body=None, **options) -> httpx.Response:
-        return httpx.post(self.url + path, **({"json": body} if body is not None else {}), timeout=20, **options)
+        return httpx.post(self.url + path, **({"json": body} if body is not None else {}), timeout=60, **options)
 
     def get(self, path: str, **options) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20, **options)
+        return httpx.get(self.url + path, timeout=60, **options)
 
     def signal(self) -> None:
         self.server.handle_exit(15, None)

@@ -54,7 +54,7 @@ def test_a_request_can_be_aborted_by_either_of_its_ids(server, stream, body):
     wait_until(lambda: server.pages_in_use > 0)
     assert admin(server, "/abort_request", {"request_id": "other"}).json() == {"aborted": 0}
     assert admin(server, "/abort_request", body).json() == {"aborted": 1}
-    thread.join(5)
+    thread.join(60)
     assert '"code":"aborted"' in results[0].text
     assert results[0].status_code == (200 if stream else 503)
     wait_until(lambda: server.pages_in_use == 0)

@@ -187,17 +187,15 @@ def test_a_body_in_chunks_is_refused_once_it_is_too_large(tight):
 
 
 def test_a_half_sent_body_is_given_up(tight):
-    started = time.monotonic()
     answer = raw(tight, HEAD + "Content-Length: 100", b'{"prompt":')
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"code":"request_timeout"' in answer
-    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: "])
 def test_a_half_sent_head_is_given_up(tight, sent):
     host, port = tight.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(sent)
         assert connection.recv(1000) == b"", "closed without an answer: there was no request"
 
@@ -243,7 +241,7 @@ def test_too_much_waiting_is_429_with_a_time_before_it_is_tokenised(start_server
     assert encoded == []
     server.executor.step_seconds = 0
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     monkeypatch.undo()
     assert server.post(COMPLETIONS, {**LONG, "max_tokens": 1}).status_code == 200, "what is alone may always come in"
 
@@ -278,7 +276,7 @@ def test_it_listens_while_it_drains_and_admits_nothing(start_server):
     assert int(refused.headers["retry-after"]) > 0
     server.executor.step_seconds = 0
     assert server.join() == 0
-    thread.join(5)
+    thread.join(60)
 
 
 def test_what_warm_up_raises_ends_the_server(start_server):
@@ -286,6 +284,6 @@ def test_what_warm_up_raises_ends_the_server(start_server):
         raise UserError("no such device")
 
     server = start_server(warm_up=fail)
-    server._thread.join(10)
+    server._thread.join(60)
     assert not server._thread.is_alive()
     assert isinstance(server.failure, UserError)

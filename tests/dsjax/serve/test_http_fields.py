@@ -288,7 +288,7 @@ def test_every_way_to_ask_for_a_form_reaches_the_engine(start, monkeypatch, fiel
 @pytest.mark.parametrize("special", [False, True])
 def test_tool_calls_come_apart_for_the_openai_client_streamed_and_whole(start, special):
     server = start(f"let me see</think>I look.{CALL}", special=special)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
     options = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "temperature": 0}
     whole = client.chat.completions.create(**options).choices[0]
     assert whole.finish_reason == "tool_calls"
@@ -331,7 +331,7 @@ def test_a_forced_call_is_streamed_even_by_a_model_that_would_rather_talk(start,
     server = start("let me see</think>I would rather talk.")
     parameters = {"type": "object", "properties": {"city": {"enum": ["Ulm"]}}, "required": ["city"]}
     tools = [{"type": "function", "function": {**tool["function"], "parameters": parameters}} for tool in TOOLS]
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
     options = {"model": "tiny", "messages": MESSAGES, "tools": tools, "tool_choice": choice, "temperature": 0}
     options |= {"parallel_tool_calls": False, "max_tokens": 200}
     whole = client.chat.completions.create(**options).choices[0]

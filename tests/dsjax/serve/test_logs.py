@@ -47,7 +47,7 @@ def test_a_request_has_one_line_with_its_id_status_tokens_and_times(server, line
         200,
     )
     assert (line["completions"], line["prompt_tokens"], line["output_tokens"]) == (4, 10, 24)
-    assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"] < 20
+    assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"] < 120
     assert line["preemptions"] == 0
     assert set(line["ranks"]) <= {0, 1, 2, 3}
     assert line["level"] == "info"

@@ -16,7 +16,7 @@ TOKENIZER = tiny_tokenizer()
 
 @pytest.fixture
 def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def engine_text(prompt, **params) -> str:

@@ -169,7 +169,7 @@ def test_openai_s_client_reads_answers_streams_and_forms(start):
 
 def test_an_error_after_the_stream_has_begun_is_an_error_event(start):
     server = start("</think>" + "a" * 400, step_seconds=0.02)
-    with httpx.stream("POST", server.url + PATH, json={"input": "hi", "stream": True}, timeout=20) as response:
+    with httpx.stream("POST", server.url + PATH, json={"input": "hi", "stream": True}, timeout=60) as response:
         lines = response.iter_lines()
         next(lines)
         server.engine.abort_all()

@@ -126,6 +126,6 @@ def test_all_requests_are_aborted_wherever_they_are(server):
     wait_until(lambda: server.engine.num_unfinished == 4)
     assert server.post("/abort_request", {"request_id": "mine"}, headers=ADMIN).json() == {"aborted": 4}
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert [answer.status_code for answer in answers] == [503] * 4
     wait_until(lambda: server.pages_in_use == 0)

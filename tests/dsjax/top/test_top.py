@@ -307,8 +307,8 @@ def test_ctrl_c_ends_it_cleanly_and_a_server_that_goes_away_is_waited_for(server
     server.status = 503
     _wait(lambda: b"not ready yet" in seen, process, seen)
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 0
-    reader.join(5)
+    assert process.wait(60) == 0
+    reader.join(60)
     assert b"Traceback" not in bytes(seen)
 
 
