@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dsjax.bench.serve.goodput import parse_goodput
@@ -103,6 +104,20 @@ class WorkloadOptions(Checked):
     sharegpt_output_len: int | None = option(None, "tokens of an answer; default: the conversation's", least=1)
     trace_speed: float = option(1.0, "arrivals come this many times as fast", above=0)
     trace_length_scale: float = option(1.0, "multiplies lengths, for small models", above=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        path, reads = self.dataset_path, self.dataset_name in ("sharegpt", "trace")
+        if reads and path is None:
+            raise OptionError(f"--dataset-name {self.dataset_name} reads a file; name it with --dataset-path")
+        if path is not None and not reads:
+            raise OptionError(
+                f"--dataset-path {path} is given, and --dataset-name {self.dataset_name} reads no file; give sharegpt or trace"
+            )
+        if path is not None and not Path(path).is_file():
+            raise OptionError(
+                f"--dataset-path is {path}, which is no file; give one as --dataset-name {self.dataset_name} expects"
+            )
 
 
 @dataclass(frozen=True)

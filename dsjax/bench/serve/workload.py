@@ -35,8 +35,6 @@ def make_dataset(options: WorkloadOptions, prompts: PromptMaker, source: PromptS
             o.prefix_repetition_output_len,
             seed=o.seed,
         )
-    if o.dataset_path is None:
-        raise DatasetError(f"--dataset-name {o.dataset_name} reads a file; name it with --dataset-path")
     path = Path(o.dataset_path)
     if o.dataset_name == "trace":
         return Trace(path, prompts, o.trace_speed, o.trace_length_scale, o.seed)

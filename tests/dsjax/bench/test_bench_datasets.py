@@ -13,7 +13,7 @@ from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
 from dsjax.bench.serve.datasets.random_lengths import RandomLengths
 from dsjax.bench.serve.datasets.sharegpt import ShareGpt
 from dsjax.bench.serve.datasets.trace import Trace
-from dsjax.bench.serve.options import WorkloadOptions
+from dsjax.bench.serve.options import OptionError, WorkloadOptions
 from dsjax.bench.serve.prompt_form import PromptSource
 from dsjax.bench.serve.prompts import PromptError, TextPrompts, TokenPrompts, count_tokens, read_tokenizer
 from dsjax.bench.serve.server_facts import ServerFacts
@@ -142,13 +142,27 @@ def test_what_the_server_cannot_take_is_left_out_and_said():
         draw_requests(dataset, options, 1, 12)
 
 
-def test_files_that_are_not_there_and_options_that_lack_one():
-    for name in ("trace", "sharegpt"):
-        with pytest.raises(DatasetError, match="--dataset-path"):
-            make_dataset(WorkloadOptions(dataset_name=name), TOKENS, PromptSource(None, 10))
-    missing = WorkloadOptions(dataset_name="trace", dataset_path="no-such.jsonl")
-    with pytest.raises(DatasetError, match=r"cannot read --dataset-path no-such\.jsonl"):
-        draw_requests(make_dataset(missing, TOKENS, PromptSource(None, 10)), missing, 1, None)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dataset_name": "trace"}, "name it with --dataset-path"),
+        ({"dataset_name": "sharegpt"}, "name it with --dataset-path"),
+        ({"dataset_name": "trace", "dataset_path": "no-such.jsonl"}, "no-such.jsonl, which is no file"),
+        ({"dataset_path": "trace.jsonl"}, "--dataset-name random reads no file"),
+    ],
+)
+def test_files_that_are_not_there_and_options_that_lack_one_are_found_before_a_server_is_asked(options, said):
+    with pytest.raises(OptionError, match=said):
+        WorkloadOptions(**options)
+
+
+def test_a_file_that_went_away_since_then_is_named(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.touch()
+    options = WorkloadOptions(dataset_name="trace", dataset_path=str(path))
+    path.unlink()
+    with pytest.raises(DatasetError, match=r"cannot read --dataset-path .*trace\.jsonl"):
+        draw_requests(make_dataset(options, TOKENS, PromptSource(None, 10)), options, 1, None)
 
 
 def test_the_form_of_prompts(demo_tokenizer):
