@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dsjax.plan.inferencex import beside_inferencex, today_beside_inferencex
 from dsjax.plan.inferencex_apart import beside_apart
 from dsjax.plan.unseen import beside, beside_further
-from dsjax.plan.validation import leave_one_out, table
+from dsjax.plan.validation_score import leave_one_out, table
 
 _PAGE = """# The planner beside public measurements
 

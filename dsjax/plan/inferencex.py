@@ -17,7 +17,8 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.precision import precision
-from dsjax.plan.validation import Point, score
+from dsjax.plan.validation import Point
+from dsjax.plan.validation_score import score
 from dsjax.plan.workload import Lengths, Options, Workload
 
 SOURCE = "InferenceX's results as the fixtures of its own application (vngcloud/InferenceX-app, commit 7fe6d62, benchmarks.json)"

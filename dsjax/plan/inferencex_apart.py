@@ -18,7 +18,8 @@ from dsjax.plan.inferencex import LENGTHS_SHARE, LENGTHS_VARIATION, RUN_PRECISIO
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
-from dsjax.plan.validation import Point, score
+from dsjax.plan.validation import Point
+from dsjax.plan.validation_score import score
 from dsjax.plan.workload import Lengths, Options, Workload
 
 _CLUSTERS = {"h100": "h100-32", "gb200": "gb200-nvl72-36", "gb300": "gb300-nvl72-36"}

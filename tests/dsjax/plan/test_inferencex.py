@@ -6,7 +6,7 @@ import pytest
 
 from dsjax.plan.inferencex import beside_inferencex, inferencex_points, points_of_today, row_of_today
 from dsjax.plan.inferencex_apart import APART, COMMITTED, apart_points, beside_apart
-from dsjax.plan.validation import score
+from dsjax.plan.validation_score import score
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan-validation.md"
 

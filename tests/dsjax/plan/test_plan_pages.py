@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from dsjax.plan.unseen import FURTHER, beside_further, further
-from dsjax.plan.validation import leave_one_out, points, rates, score, table
+from dsjax.plan.validation import points
+from dsjax.plan.validation_score import leave_one_out, rates, score, table
 
 ROOT = Path(__file__).parents[3]
 
