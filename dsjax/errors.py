@@ -25,7 +25,7 @@ def check_fields(what: str, found: Iterable[str], fields: Iterable[str], require
         raise UserError(f"{what}: {'; '.join(wrong)}; the fields are {', '.join(fields)}")
 
 
-def why_unreadable(error: OSError | ValueError) -> str:
+def why_unreadable(error: Exception) -> str:
     """Why a text file cannot be read, without its name, which the message around it has."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"

@@ -70,7 +70,7 @@ def _check_revision(model: str, revision: str | None) -> None:
     if model in bundled_models():
         raise ModelNotFoundError(f"{model} is bundled, which has no revisions; leave --revision out")
     if Path(model).expanduser().exists():
-        raise ModelNotFoundError(f"{model} is a directory here, which has no revisions; leave --revision out")
+        raise ModelNotFoundError(f"{model} is on this machine, where it has no revisions; leave --revision out")
 
 
 def _bundled(name: str) -> Path:

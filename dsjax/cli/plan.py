@@ -217,8 +217,6 @@ def plan(
         raise UserError(
             "--burstiness is of arrivals at a rate; with --concurrency and --request-rate inf each request follows one that ended"
         )
-    if simulate and mode in STATIC_MODES:
-        raise UserError(f"--simulate plays a service, --mode {mode} is one batch; give aggregated, separated or both")
     if request_rate not in (None, "inf"):
         raise UserError(
             f"--request-rate is {request_rate!r}, expected inf: all users at once; give --rate for requests a second"
@@ -237,7 +235,7 @@ def plan(
         "--explain": explain, "--pareto": pareto, "--sweep": sweep, "--recipe": recipe_file, "--slo": slo, "--concurrency": concurrency,
         "--rate": rate, "--ttft-ms": ttft_ms, "--tpot-ms": tpot_ms, "--throughput": throughput, "--prefill-mesh": prefill_mesh,
         "--decode-mesh": decode_mesh, "--prefill-instances": prefill_instances, "--decode-instances": decode_instances,
-        "--price-per-hour": price_per_hour,
+        "--price-per-hour": price_per_hour, "--simulate": simulate or None,
     }  # fmt: skip
     given = next((flag for flag, value in of_a_service.items() if value not in (None, [])), None)
     if mode in STATIC_MODES and given:

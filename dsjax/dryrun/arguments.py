@@ -17,8 +17,12 @@ DECODE_ROWS = 32
 """Running requests of a DP rank when neither `--batch` nor `--max-num-seqs` is given."""
 CONTEXT = 4096
 """Tokens that a row's page table covers when neither `--context` nor `--max-model-len` is given."""
-_SLOTS = 2**31
-"""Cache slots of a DP rank have numbers of 32 bits with a sign."""
+_MOST_SLOTS = 2**31 - 1
+"""Cache slots of a DP rank, which have numbers of 32 bits with a sign."""
+
+
+class TooLarge(UserError):
+    """A step that is too large for the device, or for any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +91,20 @@ class DryRunArgs:
         """The executor's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used.
 
         Raises:
-            UserError: more slots than a program can number.
+            TooLarge: more slots than a program can number.
         """
         page = self.engine.page_size
         pages_of_a_row = -(-self.row_tokens // page)
         wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else self.rows * pages_of_a_row
-        if (wanted + 1) * page >= _SLOTS:
+        slots = (wanted + 1) * page  # with page 0
+        if slots > _MOST_SLOTS:
             asked = (
                 "--cache-tokens"
                 if self.engine.cache_tokens
                 else f"--batch {self.rows:,} at --context {self.row_tokens:,}"
             )
-            raise UserError(
-                f"{asked}: a DP rank's cache would have {wanted * page:,} token slots, and a program counts up to {_SLOTS:,}; ask for less"
+            raise TooLarge(
+                f"{asked}: a DP rank's cache would have {slots:,} token slots, and a program can number {_MOST_SLOTS:,}; ask for less"
             )
         return ExecutorLimits(
             max_rows_decode=self.rows,

@@ -15,7 +15,7 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from dsjax.config import ModelConfig
-from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.arguments import DryRunArgs, TooLarge
 from dsjax.engine import device_state, expert_programs
 from dsjax.engine.assembly import experts_per_exchange, make_step
 from dsjax.engine.buckets import Rectangle
@@ -31,10 +31,6 @@ from sharding import MeshSpec
 # The CPU program is read and never run: LLVM's optimisations would only cost seconds. What XLA itself does is not changed.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _PARTITIONED = "after_spmd-partitioning"
-
-
-class TooLarge(UserError):
-    """A step that the target's compiler finds too large for the device."""
 
 
 @dataclass(frozen=True)

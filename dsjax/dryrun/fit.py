@@ -11,7 +11,7 @@ import jax
 
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs
-from dsjax.dryrun.compilation import CompiledExchange, TooLarge, compile_step
+from dsjax.dryrun.compilation import CompiledExchange, compile_step
 from dsjax.dryrun.memory import DeviceMemory
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.config import ModelConfig
-from dsjax.errors import UserError
+from dsjax.errors import UserError, why_unreadable
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.layout import Layout
 from sharding.errors import MeshError
@@ -114,7 +114,7 @@ def read_dry_run(path: str | Path) -> DryRun:
         written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat()
         return _from_json(str(path), written, found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MeshError) as error:
-        reason = f"no field {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or str(error)
+        reason = f"no field {error}" if isinstance(error, KeyError) else why_unreadable(error)
         raise UserError(
             f"--compiled {path}: {reason}; expected a file that `dsjax dryrun --model … --mesh … --target … --json FILE` wrote"
         ) from error

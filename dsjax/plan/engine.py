@@ -15,7 +15,8 @@ class Engine:
     """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode.
     drafts: with the MTP module. fp4: loads FP4 experts. int8: loads block-wise INT8 weights. fp8_cache: bytes a
     value of its FP8 latent cache, None without one.
-    dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step one by one; otherwise one compiled program does.
+    dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step one by one, and each pass of the
+    MTP module by itself; otherwise one compiled program has all of them.
     most_drafts: tokens that it drafts a step at most, None where no bound is known.
     """
 

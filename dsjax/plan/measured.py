@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.config import ModelConfig
-from dsjax.errors import UserError
+from dsjax.errors import UserError, why_unreadable
 from dsjax.plan.figure import Figure, Kind, unless_settled
 
 FORMAT = "dsjax modules 1"
@@ -201,7 +201,9 @@ def opened(path: str | Path, flag: str, command: str, form: str) -> dict[str, An
     try:
         body = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{flag} {path}: {error}; expected a file that {command} --json wrote") from error
+        raise UserError(
+            f"{flag} {path}: {why_unreadable(error)}; expected a file that {command} --json wrote"
+        ) from error
     if not isinstance(body, dict) or body.get("format") != form:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
         raise UserError(f"{flag} {path}: its format is {found!r}, expected {form!r}, of {command} --json")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dsjax.errors import UserError
+from dsjax.errors import UserError, why_unreadable
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.plan.curves import Curve
 
@@ -354,7 +354,9 @@ def _read(folder: Path | None, table: str) -> list[dict[str, str]]:
             if min(times) < 0 or not max(times) > 0:
                 raise ValueError(f"line {number} has no time above 0")
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"--operators {own}: {error}; expected the columns {', '.join(columns)}") from error
+        raise UserError(
+            f"--operators {own}: {why_unreadable(error)}; expected the columns {', '.join(columns)}"
+        ) from error
     devices = {row.get("device") for row in given}
     return [row for row in rows if row.get("device") not in devices] + given
 

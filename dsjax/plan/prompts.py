@@ -105,14 +105,16 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> f
     paces = [1.0 if (found := instance.pace(decode)) is None else found.value for decode in (False, True)]
     slack = (1 - way) * instance.launch_slack(tokens, low) + way * instance.launch_slack(tokens, high)
     verified = batch * (1 + instance.options.drafts)
-    beside = _more(instance, tokens, verified) / paces[0] + instance.decode_attention(batch).value
+    beside = _seconds_of_more(instance, tokens, verified) / paces[0] + instance.decode_attention(batch).value
     beside += instance.drafting(batch)
     return min(paces) * (instance.decode_step(batch).value / paces[1] - max(0.0, beside - slack))
 
 
-def _more(instance: Instance, tokens: float, others: float) -> float:
-    """Seconds that so many other tokens add to a prefill step of `tokens`, whose weights are read for its prompts already: straight
-    between steps of twice, four times … as many."""
+def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
+    """Seconds that `others` more tokens add to a prefill step of `tokens`, which reads the weights anyway.
+
+    They are interpolated linearly between steps of `tokens`, of twice and four times as many, and so on.
+    """
     added, before = 0.0, _computing(instance, tokens)
     while others > 0:
         after, here = _computing(instance, 2 * tokens), min(others, tokens)
@@ -122,7 +124,7 @@ def _more(instance: Instance, tokens: float, others: float) -> float:
 
 
 def _computing(instance: Instance, tokens: float) -> float:
-    """Seconds of such a step in which the device does not wait for launches."""
+    """Seconds of a prefill step of `tokens`, without what the device waits for launches."""
     pace = instance.pace(False)
     return instance.prefill_step(tokens).value - instance.launch_slack(tokens) * (1.0 if pace is None else pace.value)
 

@@ -29,11 +29,12 @@ def separated_candidates(
     Raises:
         UserError: a mesh was given that is none of theirs.
     """
+    pins = question.options.pins
+    prefilling = _pinned(prefilling, pins.prefill_mesh, "--prefill-mesh")
+    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh")
     if question.devices < 2 and question.cluster.prefill is None:
         return []
-    pins = question.options.pins
-    chosen = _pools(question, _pinned(prefilling, pins.prefill_mesh, "--prefill-mesh"))
-    decoding = _pinned(fitting, pins.decode_mesh, "--decode-mesh")
+    chosen = _pools(question, prefilling)
     points = [(i, b) for i in decoding for b in _decode_batches(question, i)]
     rate = {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)

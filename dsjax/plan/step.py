@@ -36,7 +36,8 @@ class StepModel:
     dispatch: `deepep`, DeepEP's kernels as
     published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
     operators: tables of operations. host: what a step waits for its host. eager: the kernels of prefill steps are started one by one
-    from Python, as SGLang and TensorRT-LLM do; otherwise by one compiled program. middle: only middle values are worked out.
+    from Python, and each pass of the MTP module by itself, as SGLang and TensorRT-LLM do; otherwise one compiled program has each of
+    the two. middle: only middle values are worked out.
     shared: results that layouts on one cluster and precision have in common; give the same dict to all of them.
     """
 
@@ -88,9 +89,10 @@ class StepModel:
         if not drafts:
             return {}
         wait = _longest(self.layout.mesh.dp_size, batch, uneven)
-        further = self._draft(batch, batch, context, wait) * (drafts - 1)
-        first = self._draft(batch * (1 + drafts), batch, context, wait)
-        return {"MTP module": (first + further).named("MTP module", "s"), **self.host_of_drafts(drafts)}
+        made = self._draft(batch * (1 + drafts), batch, context, wait)
+        if drafts > 1:
+            made = made + self._draft(batch, batch, context, wait) * (drafts - 1)
+        return {"MTP module": made.named("MTP module", "s"), **self.host_of_drafts(drafts)}
 
     def host_of_drafts(self, drafts: int) -> dict[str, Figure]:
         """What launching the module's passes takes: each of them, or the one program that makes all drafts."""

@@ -182,7 +182,7 @@ def test_impossible_requests_say_what_to_do():
     with pytest.raises(UserError, match="--context is 10000000, but the model has 163840 positions; lower it"):
         dry_run(DryRunArgs(engine=V3, context=10_000_000))
     many = DryRunArgs(engine=V3, batch=100_000_000)
-    with pytest.raises(UserError, match=r"--batch 100,000,000 at --context 4,096: .* 409,600,000,000 token slots"):
+    with pytest.raises(UserError, match=r"--batch 100,000,000 at --context 4,096: .* 409,600,000,016 token slots"):
         many.limits(load_config("deepseek-v3"), MeshSpec.parse("dp=32"))
     with pytest.raises(UserError, match=r"no hardware 'h300'"):
         dry_run(DryRunArgs(engine=V3, target="h300"))

@@ -108,6 +108,7 @@ def given_by(command):
     [
         (["--mode", "static", "--ttft-ms", "100"], "--ttft-ms is of a service, --mode static is one batch"),
         (["--mode", "static_gen", "--decode-mesh", "dp=8"], "--decode-mesh is of a service"),
+        (["--mode", "static", "--simulate"], "--simulate is of a service"),
         (["--prefill-mesh", "dp=8"], "which --mode aggregated leaves out"),
         (["--plots", "somewhere"], "--plots draws sweeps, and there is none"),
         (["--json", "-", "--explain", "tpot"], "give one of them"),
@@ -127,6 +128,19 @@ def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):
     found = CliRunner().invoke(app, [*BASE, *options])
     assert isinstance(found.exception, UserError)
     assert message in str(found.exception)
+
+
+@pytest.mark.parametrize("flag", ["--prefill-mesh", "--decode-mesh"])
+def test_a_mesh_of_one_side_is_looked_at_where_one_device_has_no_room_for_two_sides(flag, tmp_path):
+    cluster = tmp_path / "one.toml"
+    cluster.write_text(
+        'name = "one"\ndescription = "1 H200"\nhardware = "h200"\nhosts = 1\ndevices_per_host = 1\nscale_up_devices = 1\n'
+        'network = "none"\nnetwork_gbps = 400\nnics_per_host = 1\nlatency_us = 2\nlatency_us_range = [1, 5]\n[sources]\n'
+    )
+    base = ["plan", "--model", "deepseek-v2-lite", "--cluster", str(cluster), "--mode", "separated"]
+    found = CliRunner().invoke(app, [*base, flag, "dp=2"])
+    assert isinstance(found.exception, UserError)
+    assert f"{flag} dp=2 is no layout that fits here; nearest are dp=1" in str(found.exception)
 
 
 def test_a_recipe_that_there_is_none_of_is_said_and_not_written(tmp_path):
