@@ -53,9 +53,10 @@ class _Rank:
         self._places: dict[int, set[str | None]] = {}  # by block: the tiers that have it
         self._salts: dict[int, str] = {}
         self._told: set[int] = set()
-        # By the parent that is not known, and by block: events of one block. And the parent of each that waits.
-        self._waiting: dict[int, dict[int, BlockStored]] = {}
-        self._parents: dict[int, int] = {}
+        self._waiting: dict[
+            int, dict[int, BlockStored]
+        ] = {}  # by unknown parent, then by block: the event of that one block
+        self._parents: dict[int, int] = {}  # of each block that waits, the parent that it waits for
 
     def enter(self, events: Sequence[Event]) -> list[dict[str, Any]]:
         """What the router is to be told: what several events come to together, new blocks before those that have gone."""
@@ -98,16 +99,19 @@ class _Rank:
                 self._parents[one.block_hashes[0]] = one.parent_block_hash
 
     def _tell(self, event: BlockStored, changes: list[dict[str, Any]]) -> None:
-        salt = event.extra_keys[0][0] if event.extra_keys else self._salts.get(event.parent_block_hash)
-        changes.append(_stored(event, salt))
-        self._told.update(event.block_hashes)
-        for block in event.block_hashes:
-            if salt is not None:
-                self._salts[block] = salt
-            for child, waiting in self._waiting.pop(block, {}).items():
-                self._parents.pop(child, None)
-                if child not in self._told:
-                    self._tell(waiting, changes)
+        due = [event]
+        while due:  # a chain of waiting blocks may be longer than Python's stack
+            event = due.pop()
+            salt = event.extra_keys[0][0] if event.extra_keys else self._salts.get(event.parent_block_hash)
+            changes.append(_stored(event, salt))
+            self._told.update(event.block_hashes)
+            for block in event.block_hashes:
+                if salt is not None:
+                    self._salts[block] = salt
+                for child, waiting in self._waiting.pop(block, {}).items():
+                    del self._parents[child]
+                    if child not in self._told:
+                        due.append(waiting)
 
     def _leave(self, block: int, medium: str | None) -> None:
         held = self._places.get(block)

@@ -9,7 +9,7 @@ from dsjax.engine.event_publisher import KvEventsConfig
 from dsjax.engine.executor import ExecutorLimits
 from dsjax.engine.page_transfer import TRANSFER_SECONDS
 from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.side_options import check_sides, check_sizes
+from dsjax.engine.side_options import PREFILLS_OWN, check_sides, check_sizes
 from dsjax.engine.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 
@@ -37,11 +37,7 @@ _OF_THE_HOST = (
     "decode_mesh",
     "prefill_instances",
     "decode_instances",
-    "prefill_max_num_seqs",
-    "prefill_max_num_batched_tokens",
-    "prefill_prefill_chunk",
-    "prefill_cache_tokens",
-    "prefill_redundant_experts",
+    *(f"prefill_{name}" for name in PREFILLS_OWN),
     "local_prefill_tokens",
     "transfer_timeout",
     "disaggregation_mode",

@@ -82,7 +82,7 @@ class AsyncEngine:
     @property
     def steppers(self) -> dict[str, Stepper]:
         """What takes steps in this process, by its name in messages: the engine, or every decode and prefill engine."""
-        prefills = [link.engine for link in self._engine.prefills] if self._engine else []
+        prefills = self._engine.prefill_engines if self._engine else []
         if len(self._threads) + len(prefills) == 1:
             return {"the engine": self._threads[0]}
         decodes = {f"decode engine {index}": thread for index, thread in enumerate(self._threads)}

@@ -107,6 +107,7 @@ class EngineCore:
             first_rank=first_rank,
         )
         self._prefills: PrefillLinks | None = None
+        self._connects = connect_prefill is not None  # to the prefill engine that a request names
         if incoming is not None:
             self._prefills = PrefillLinks(incoming, prefills, connect_prefill)
             executor.pull_parcels(self._prefills.pull, self._prefills.report)
@@ -143,7 +144,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        if request.prefill is not None and self._prefills is not None:
+        if request.prefill is not None and self._connects:
             request.prefill_link = self._prefills.number_of(request.prefill["address"])
             request.prefill_transfer = request.prefill["transfer"]
         self.scheduler.add(request)
@@ -383,9 +384,9 @@ class EngineCore:
         self.executor.shutdown()
 
     def abandon(self) -> None:
-        """Nothing goes on after an error: prefill sides need compute and keep nothing for this engine any more.
+        """End after an error. Prefill sides are told that this engine wants nothing more from them.
 
-        What the executor holds stays until the process ends: to give it back waits for a device that has failed.
+        What the executor holds is left until the process ends, because giving it back would wait for a device that has failed.
         """
         if self._prefills is not None:
             self._prefills.close()

@@ -31,7 +31,8 @@ from dsjax.engine.page_network import PrefillServer, RemoteLink
 from dsjax.engine.page_parcels import move_parcel
 from dsjax.engine.parcel_carrier import JaxCarrier
 from dsjax.engine.parcel_network import KeptParcels, ParcelServer, RemoteParcels
-from dsjax.engine.prefill_engine import Keepers, LocalLink, PrefillEngine
+from dsjax.engine.prefill_engine import Keepers, PrefillEngine
+from dsjax.engine.prefill_links import LocalLink
 from dsjax.engine.program_library import ProgramLibrary
 from dsjax.engine.side_options import decode_args, prefill_args
 from dsjax.errors import UserError

@@ -25,6 +25,7 @@ from dsjax.errors import UserError
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.expert_balancer import ExpertBalancer
     from dsjax.engine.generations import Generations
+    from dsjax.engine.prefill_engine import PrefillEngine
 
 ENGINE_END = ": "
 """Between an engine's name and the name of what it compiles, where there are several engines."""
@@ -228,6 +229,11 @@ class LLMEngine:
         if self.core.generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
         return self.core.generations
+
+    @property
+    def prefill_engines(self) -> "list[PrefillEngine]":
+        """Those of this process that compute prompts for this engine."""
+        return [link.engine for link in self.prefills]
 
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it."""

@@ -135,9 +135,8 @@ class Incoming:
     def begin_step(self, now: float) -> None:
         """Another step is planned: what was not heard of for too long is given up."""
         for transfer in [one for one in self._transfers.values() if now - one.since > self.timeout]:
-            if (
-                transfer.pulling or not transfer.offers
-            ):  # else what was offered has found no room here, which is not the link's fault
+            # Where what was offered has found no room here, that is not the link's fault.
+            if transfer.pulling or not transfer.offers:
                 self._pauses[transfer.link].begin(now)
             self._give_up(transfer)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.commands import DropParcels, from_int32s, int32s
 from dsjax.engine.core import EngineCore
-from dsjax.engine.executor import Executor, Progress
+from dsjax.engine.executor import Executor
 from dsjax.engine.leases import Keeper, Leases, Sending
 from dsjax.engine.page_events import EventSink
 from dsjax.engine.page_transfer import (
@@ -20,7 +20,6 @@ from dsjax.engine.page_transfer import (
     Failed,
     Forget,
     Offer,
-    Parcel,
     ToDecode,
     ToPrefill,
     UnderWay,
@@ -32,19 +31,18 @@ from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
 if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.expert_balancer import ExpertBalancer
     from dsjax.engine.generations import Generations
+    from dsjax.engine.prefill_links import LocalLink
 
 Receive = Callable[[ToDecode], None]
-Move = Callable[[Parcel, Any], Parcel]
 Keepers = Callable[[Executor], Sequence[Keeper]]
 
 _log = logging.getLogger(__name__)
 _MOST_RECENT = 4096
-_LOOKS = 0.25
-"""Seconds after which leases are looked at where nothing else happens, and decode is told what is under way; less where the timeout is
-short."""
+_LOOK_SECONDS = 0.25
+"""How often leases are looked at where nothing else happens, and decode is told what is under way; more often with a short timeout."""
 _MOST_IDLE = 3
-"""Steps one after another in which nothing was computed, after which the engine waits: until decode has taken pages nothing can be.
-The first of them may have sent pages, whose room the second one uses."""
+"""The engine waits after so many steps in a row that computed nothing: it can go on only when decode has taken pages. It takes more than
+one, because a step may send pages and the next one use their room."""
 _LOOK, _LEAVE = Forget(), Forget()
 """Put into the inbox, these very ones: processes have come or gone; who is to be told of transfers is there no more."""
 
@@ -115,14 +113,14 @@ class PrefillEngine:
         self._jobs: dict[str, _Job] = {}
         self._recent: OrderedDict[str, None] = (
             OrderedDict()
-        )  # that have ended: who has the prompt may come after all is done
+        )  # ended transfers: who has the prompt may ask after the end
         self._inbox: queue.SimpleQueue[tuple[ToPrefill | None, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._links: set[LocalLink] = set()
         self._ended = False
         self._idle_steps = 0  # since something was computed, or said
-        self._look = min(_LOOKS, timeout / 4)
-        self._told = 0.0  # when decode was told what is under way
+        self._look_seconds = min(_LOOK_SECONDS, timeout / 4)
+        self._told_at = 0.0  # when decode was told what is under way
         self._thread = threading.Thread(target=self._run, name="dsjax-prefill", daemon=True)
 
     def start(self) -> None:
@@ -203,7 +201,7 @@ class PrefillEngine:
                 self.core.executor.launch(DropParcels(int32s(gone)))
             if self.core.has_unfinished:
                 self._step()
-            self._tell()
+            self._tell_under_way()
         except Exception as error:
             failure = error
             self._begin_anew(lambda: self.core.survive(failure))
@@ -249,7 +247,7 @@ class PrefillEngine:
         while True:
             try:
                 message, receive = (
-                    self._inbox.get(timeout=self._look if self._jobs or self.core.has_unfinished else None)
+                    self._inbox.get(timeout=self._look_seconds if self._jobs or self.core.has_unfinished else None)
                     if wait
                     else self._inbox.get_nowait()
                 )
@@ -319,10 +317,11 @@ class PrefillEngine:
         finally:
             self.step_started = None
         stats = self.core.stats()
-        self._idle_steps = self._idle_steps + 1 if stats is None and not self.core.is_computing else 0
-        if stats is not None:
-            seconds = time.monotonic() - began
-            self.counts = PrefillCounts(self.counts.tokens + stats.num_prompt_tokens, self.counts.seconds + seconds)
+        if stats is None:
+            self._idle_steps += 1
+        else:
+            self._idle_steps, (tokens, seconds) = 0, self.counts
+            self.counts = PrefillCounts(tokens + stats.num_prompt_tokens, seconds + time.monotonic() - began)
         for update in updates:
             if update.finish_reason is FinishReason.ERROR:
                 self._fail(update.request.request_id, "its values are not finite")
@@ -331,12 +330,12 @@ class PrefillEngine:
             if job.sending.complete and job.request.status is not Status.FINISHED:
                 self.core.abort(job.request.request_id)  # its last token is decode's to compute
 
-    def _tell(self) -> None:
-        """Say of what is not offered that it will be: a long queue is not a dead engine."""
+    def _tell_under_way(self) -> None:
+        """Tell decode which transfers are queued, being computed or waiting to be sent: a long queue is not a dead engine."""
         now = time.monotonic()
-        if now - self._told < self._look:
+        if now - self._told_at < self._look_seconds:
             return
-        self._told = now
+        self._told_at = now
         waiting = {sending.transfer for rank in self.core.scheduler.ranks for sending, _, _ in rank.departures.waiting}
         under_way: dict[Receive, list[str]] = {}
         for name, job in self._jobs.items():
@@ -375,38 +374,3 @@ class PrefillEngine:
         if len(self._recent) > _MOST_RECENT:
             self._recent.popitem(last=False)
         return self._jobs.pop(name, None)
-
-
-class LocalLink:
-    """A prefill engine of this process, as of `PrefillLink`. Each decode engine has a link of its own to it.
-
-    move: gives a parcel on another device.
-    """
-
-    def __init__(self, engine: PrefillEngine, move: Move = lambda parcel, device: parcel):
-        self.engine, self._move = engine, move
-        self._receive: Receive = lambda message: None
-        engine.enter_link(self)
-
-    def connect(self, receive: Receive) -> None:
-        """Have its messages handed to `receive`."""
-        self._receive = receive
-
-    def send(self, message: ToPrefill) -> None:
-        """Tell it something."""
-        self.engine.post(message, self._receive)
-
-    def pull(self, number: int, device: Any, address: str = "") -> Parcel:
-        """A parcel on this device."""
-        return self._move(self.engine.leases.take(number), device)
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile its programs, before anything is asked of it."""
-        self.engine.core.executor.warm_up(progress)
-
-    def close(self) -> None:
-        """Ask nothing more. The last link that is closed ends the engine."""
-        if self.engine.leave_link(self):
-            self.engine.shutdown()
-        else:
-            self.engine.leave(self._receive)

@@ -1,13 +1,18 @@
-"""`PrefillLinks`: the prefill sides that a decode engine reaches, and what they and its scheduler tell each other. Plain Python."""
+"""`PrefillLinks`: the prefill sides that a decode engine reaches, and what they and its scheduler tell each other; `LocalLink`: one of this
+process. Plain Python."""
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dsjax.engine.executor import Progress
 from dsjax.engine.incoming import Incoming
-from dsjax.engine.page_transfer import Forget, Parcel, PrefillLink, PulledParcel, Release, Source, ToDecode
+from dsjax.engine.page_transfer import Forget, Parcel, PrefillLink, PulledParcel, Release, Source, ToDecode, ToPrefill
+
+if TYPE_CHECKING:  # it has a core, which has links
+    from dsjax.engine.prefill_engine import PrefillEngine
 
 
 class PrefillLinks:
@@ -89,3 +94,38 @@ class PrefillLinks:
     def _receive(self, number: int, message: ToDecode) -> None:
         self._inbox.put((number, message))
         self.wake.set()
+
+
+class LocalLink:
+    """A prefill engine of this process, as of `PrefillLink`. Each decode engine has a link of its own to it.
+
+    move: gives a parcel on another device.
+    """
+
+    def __init__(self, engine: "PrefillEngine", move: Callable[[Parcel, Any], Parcel] = lambda parcel, device: parcel):
+        self.engine, self._move = engine, move
+        self._receive: Callable[[ToDecode], None] = lambda message: None
+        engine.enter_link(self)
+
+    def connect(self, receive: Callable[[ToDecode], None]) -> None:
+        """Have its messages handed to `receive`."""
+        self._receive = receive
+
+    def send(self, message: ToPrefill) -> None:
+        """Tell it something."""
+        self.engine.post(message, self._receive)
+
+    def pull(self, number: int, device: Any, address: str = "") -> Parcel:
+        """A parcel on this device."""
+        return self._move(self.engine.leases.take(number), device)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile its programs, before anything is asked of it."""
+        self.engine.core.executor.warm_up(progress)
+
+    def close(self) -> None:
+        """Ask nothing more. The last link that is closed ends the engine."""
+        if self.engine.leave_link(self):
+            self.engine.shutdown()
+        else:
+            self.engine.leave(self._receive)

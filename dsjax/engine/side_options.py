@@ -22,6 +22,14 @@ _DECODES_ALONE = {
     "record_steps": None,
 }
 """Options that prefill engines do without, and their values there."""
+_ONE_SIDE = {
+    "prefill_mesh": None,
+    "decode_mesh": None,
+    "prefill_instances": 1,
+    "decode_instances": 1,
+    **{f"prefill_{name}": None for name in PREFILLS_OWN},
+}
+"""Options of two sides, and their values in the options of one."""
 
 
 def decode_args(args: EngineArgs, instance: int = 0) -> EngineArgs:
@@ -42,27 +50,20 @@ def prefill_args(args: EngineArgs) -> EngineArgs:
 
 
 def _experts(args: EngineArgs, mesh: str, own: dict[str, Any]) -> dict[str, Any]:
-    """The options of a side by which experts have copies and move. Where each device of it has all experts, and not of the other side,
-    there is nothing to move on it."""
+    """The options by which the experts of a side have copies and move.
+
+    A side on which each device has all experts has nothing to move. It may stand beside a side that does move experts.
+    """
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
     if args.eplb is None:
         return {}
     redundant = own.get("redundant_experts", args.num_redundant)
-    alone = [MeshSpec.parse(one).ep_size == 1 for one in (mesh, args.prefill_mesh, args.decode_mesh)]
-    if alone[0] and not all(alone):
+    has_all = {one: MeshSpec.parse(one).ep_size == 1 for one in (args.prefill_mesh, args.decode_mesh)}
+    if has_all[mesh] and not all(has_all.values()):
         return {"enable_eplb": False, "eplb_config": None, "redundant_experts": redundant}
     config = dataclasses.asdict(args.eplb) | {"num_redundant_experts": redundant}
     return {"eplb_config": config, "redundant_experts": redundant}
-
-
-_ONE_SIDE = {
-    "prefill_mesh": None,
-    "decode_mesh": None,
-    "prefill_instances": 1,
-    "decode_instances": 1,
-    **{f"prefill_{name}": None for name in PREFILLS_OWN},
-}
 
 
 def check_sizes(args: EngineArgs, own: frozenset[str] = frozenset()) -> None:

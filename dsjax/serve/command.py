@@ -230,5 +230,5 @@ def metrics_of(model: LoadedModel, name: str) -> "Metrics":
         page_bytes=facts.page_bytes,
         device_memory=device_memory,
         generations=model.engine.core.generations,
-        prefills=[link.engine for link in model.engine.prefills],
+        prefills=model.engine.prefill_engines,
     )

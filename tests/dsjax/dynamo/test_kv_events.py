@@ -115,6 +115,17 @@ def test_a_block_whose_parent_never_comes_is_remembered_no_longer_than_it_is_hel
     assert not any((known._waiting, known._parents, known._places, known._told, known._salts))
 
 
+def test_blocks_that_waited_in_a_long_chain_are_told_when_its_first_one_comes():
+    events, router = KvEvents(), Router()
+    events.connect(0, router)
+    last = 5 * sys.getrecursionlimit()
+    for block in range(last, 1, -1):
+        events.publish(0, [BlockStored([block], block - 1, [1, 2], 2, None, None, None)])
+    assert router.blocks == {}
+    events.publish(0, [BlockStored([1], None, [1, 2], 2, None, None, None)])
+    assert router.blocks.keys() == set(range(1, last + 1))
+
+
 def test_a_rank_that_nobody_listens_to_is_told_to_nobody():
     events, router = KvEvents(), Router()
     events.publish(0, [AllBlocksCleared()])

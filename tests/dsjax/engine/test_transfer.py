@@ -15,7 +15,8 @@ from dsjax.engine.commands import int32s
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.page_transfer import Ask, Cancel, Failed, Release
-from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
+from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.prefill_links import LocalLink
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler_config import SchedulerConfig
@@ -409,6 +410,16 @@ def test_two_requests_that_were_handed_the_same_transfer_both_get_their_own_page
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
     assert pair.incoming.counts.completed == 2
+    pair.settle()
+
+
+def test_an_engine_that_reaches_its_own_prefill_engines_alone_ignores_which_one_a_request_names():
+    pair = Pair()
+    prefill = {"address": "127.0.0.1:1", "transfer": "room-7"}
+    request = pair.add("a", list(range(50)), prefill=prefill)
+    pair.run()
+    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
+    assert pair.incoming.counts.completed == 1
     pair.settle()
 
 

@@ -84,7 +84,8 @@ SCRIPT = """
 import sys
 from live_server import *
 from dsjax.serve.options import ServeOptions
-from dsjax.engine.prefill_engine import LocalLink, PrefillEngine
+from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.prefill_links import LocalLink
 separated = sys.argv[1] == "prefill"
 executor = FakeExecutor(step_seconds=0 if separated else 1000, transfers=separated)
 config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
