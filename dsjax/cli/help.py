@@ -9,8 +9,6 @@ from typing import Any
 import typer
 import typer.core
 
-from dsjax.cli.other_engines import advice
-
 PLAIN: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -21,7 +19,7 @@ PLAIN: dict[str, Any] = {
 
 _FIRST = ("Arguments", "Options")
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""typer does not name it: it is click's, or that of the copy of click which later ones bring."""
+"""click's class, which typer does not export. Later versions of typer bring a copy of click, so it is not imported from click."""
 
 
 class PanelledCommand(typer.core.TyperCommand):
@@ -40,13 +38,15 @@ class PanelledCommand(typer.core.TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
+            from dsjax.cli.other_engines import advice
+
             known = [name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)]
             lines = advice(typed, known)
             if "unexpected extra argument" in error.message and "--model" in known:
                 lines.append("a model is given as --model MODEL")
             if not lines:
                 raise
-            raise _UsageError("\n".join([error.message, *lines]), ctx) from None
+            raise _UsageError("\n".join([error.format_message(), *lines]), ctx) from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections."""

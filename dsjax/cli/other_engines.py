@@ -9,16 +9,16 @@ HERE = {
         "-dp",
         "--dp-size",
         "--dp",
-    ): "--mesh dp=N: attention replicas; in SGLang, of tp-size ÷ dp-size devices",
+    ): "--mesh dp=N: N attention replicas; SGLang's have tp-size ÷ dp-size devices each, which is tp here",
     (
         "--enable-expert-parallel",
         "-ep",
-    ): "--mesh dp=N,tp=N: experts are spread over all devices; with ep=1 in it each is cut over tp",
+    ): "--mesh dp=N,tp=N: experts are spread over all devices; with ep=1 each expert is cut over the tp devices",
     (
         "--ep-size",
         "--ep",
         "--expert-parallel-size",
-    ): "--mesh dp=N,ep=N: devices that hold all experts once; default: all",
+    ): "--mesh dp=N,ep=N: so many devices together hold each expert once; default: all devices",
     ("--enable-dp-attention",): "--mesh dp=N: attention of DP ranks is always apart",
     (
         "--pipeline-parallel-size",
@@ -31,7 +31,9 @@ HERE = {
     ("--max-running-requests",): "--max-num-seqs: of a DP rank, not of all",
     ("--max-total-tokens", "--num-gpu-blocks-override"): "--cache-tokens: token slots of a DP rank's cache",
     ("--block-size",): "--page-size",
-    ("--chunked-prefill-size",): "--prefill-chunk: of one prompt; all prompts of a step: --max-num-batched-tokens",
+    (
+        "--chunked-prefill-size",
+    ): "--prefill-chunk: most tokens of one prompt in a step; --max-num-batched-tokens bounds the whole step",
     ("--max-prefill-tokens",): "--max-num-batched-tokens",
     ("--schedule-policy",): "--scheduling-policy",
     ("--disable-radix-cache",): "--no-enable-prefix-caching",

@@ -39,7 +39,9 @@ def refuse_failed(completion: CompletionOutput) -> None:
 
 
 class TextChunk:
-    """The JSON of a stream's chunks that differ in their text alone: encoded once, since most tokens of most streams make such a chunk.
+    """The JSON of a stream's chunks that differ in their text alone. What is around the text is encoded once.
+
+    Most tokens of a stream of `/v1/completions` make such a chunk.
 
     Args:
         chunk: one of them, its text empty.

@@ -103,10 +103,8 @@ class CompletionAnswer:
         self._counter = UsageCounter()
         self._begun: set[int] = set()  # choices of which a chunk has told
         self._lists: dict[int, CompletionLogprobLists] = {}
-        # Of each choice, where a chunk has nothing that changes but its text.
-        self._text_chunks: dict[int, TextChunk] | None = {}
-        if body.logprobs is not None or body.return_token_ids or body.continuous_usage:
-            self._text_chunks = None
+        self._only_text_changes = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
+        self._text_chunks: dict[int, TextChunk] = {}  # by choice
         self._scores: dict[
             int, list[TokenLogprobs | None]
         ] = {}  # by prompt: a stream tells them once, for all its choices
@@ -159,7 +157,7 @@ class CompletionAnswer:
             refuse_failed(completion)
             index = prompt_index * self._body.n + completion.index
             first = index not in self._begun
-            if not first and completion.text and completion.finish_reason is None and self._text_chunks is not None:
+            if self._only_text_changes and not first and completion.text and completion.finish_reason is None:
                 if index not in self._text_chunks:
                     empty = dataclasses.replace(completion, text="")
                     chunk = self._chunk(prompt_index, output, empty, first=False)

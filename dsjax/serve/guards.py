@@ -42,6 +42,16 @@ _ALLOWED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 _random = random.Random()  # seeded by the system once; asking it each time is a system call
 
 
+def beginning_with(message: Message, receive: Receive) -> Receive:
+    """A `receive` that gives this message first, then what the other one gives."""
+    messages = [message]
+
+    async def receive_again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_again
+
+
 class ResponseCounts:
     """ASGI middleware. Counts every answer under its route's path; what no route answered is counted together."""
 
@@ -207,12 +217,8 @@ class BodyLimits:
             return
         if body is None:
             return  # the client has gone
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive_again() -> Message:
-            return messages.pop() if messages else await receive()
-
-        await self._app(scope, receive_again, send)
+        message = {"type": "http.request", "body": body, "more_body": False}
+        await self._app(scope, beginning_with(message, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         declared = Headers(scope=scope).get("content-length", "")

@@ -1,9 +1,14 @@
-"""Metrics of the engines that compute prompts for others (docs/disaggregation.md). What came of that is in `metrics_tiers.py`."""
+"""Metrics of engines that compute prompts for others (docs/disaggregation.md). What decode received from them is in `metrics_tiers.py`."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total
+
+if TYPE_CHECKING:  # a server without prefill engines does not load it
+    from dsjax.engine.prefill_engine import PrefillEngine
 
 
 def add_prefill_metrics(registry: Registry, model_name: str, engines: Sequence[PrefillEngine]) -> None:

@@ -91,7 +91,8 @@ class QueueGate:
     def check(self, requests: int, tokens: int) -> None:
         """Raise a 429 where so many more may not wait."""
         # What would wait alone may always come in: a limit below one request's size must not refuse it for ever.
-        if self._most_requests is not None:  # what waits is a sum over all ranks
+        # What waits is a sum over all ranks. It is computed only where there is a limit.
+        if self._most_requests is not None:
             waiting = self._engine.num_waiting + self._entering_requests
             if waiting and waiting + requests > self._most_requests:
                 raise self._full(f"{waiting} requests wait, and this server lets {self._most_requests} wait")

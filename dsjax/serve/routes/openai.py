@@ -1,8 +1,8 @@
 """OpenAI's endpoints, and the short way to them that usual requests take."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request
 from fastapi.routing import APIRoute
@@ -24,7 +24,7 @@ from dsjax.serve.bounds import MAX_NAME_CHARACTERS
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.completions import CompletionAnswer, CompletionRequest
-from dsjax.serve.guards import request_id_of
+from dsjax.serve.guards import beginning_with, request_id_of
 from dsjax.serve.openai_fields import warning_headers
 from dsjax.serve.responses_answer import ResponsesAnswer, ResponsesEvents
 from dsjax.serve.responses_request import ResponsesRequest
@@ -124,23 +124,15 @@ def _card(serving: Serving, name: str) -> ModelCard:
     }
 
 
-class _Usual(NamedTuple):
-    """A usual request, read: its route, its body, and its headers' place."""
-
-    route: APIRoute
-    body: BaseModel
-    place: Place
-
-
 class UsualRequests:
-    """ASGI middleware, the last before the routes. Hands requests that are as clients send them all day straight to their endpoint.
+    """ASGI middleware, the last before the routes. It calls the endpoint of a usual request itself, without FastAPI.
 
-    FastAPI's way there, through its router, its exit stacks and its reading of headers, costs more processor time than all that the
-    server itself does for a request (docs/performance.md, "Over HTTP"). Whatever is unusual takes that way nevertheless, and so does every
-    mistake in headers and body: so there is one place alone where mistakes are put into words.
+    FastAPI's router, exit stacks and reading of headers cost more processor time than all that the server itself does for a request
+    (docs/performance.md, "Over HTTP"). A request that is unusual, or has a mistake in its headers or body, is passed on to FastAPI. So
+    only one place puts mistakes into words.
 
     Args:
-        routes: of `openai_routes`. Those that take a body are meant.
+        routes: of `openai_routes`. Only those for POST are used.
         answer_error: makes an answer of what an endpoint raises.
     """
 
@@ -156,37 +148,33 @@ class UsualRequests:
         answer_error: Callable[[Request, Exception], Awaitable[Response]],
     ):
         self._app, self._answer_error = app, answer_error
-        self._routes = {route.path: route for route in routes if "POST" in route.methods}
-        self._bodies: Mapping[str, type[BaseModel]] = {
-            path: inspect.signature(route.endpoint).parameters["body"].annotation
-            for path, route in self._routes.items()
+        self._endpoints: dict[str, tuple[APIRoute, type[BaseModel]]] = {
+            route.path: (route, inspect.signature(route.endpoint).parameters["body"].annotation)
+            for route in routes
+            if "POST" in route.methods
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a usual request; pass on any other."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._routes:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._endpoints:
             await self._app(scope, receive, send)
             return
         message = await receive()
-        usual = self._read(scope, message)
-        if usual is None:
-            messages = [message]
-
-            async def receive_again() -> Message:
-                return messages.pop() if messages else await receive()
-
-            await self._app(scope, receive_again, send)
+        route, schema = self._endpoints[scope["path"]]
+        read = self._read(scope, message, schema)
+        if read is None:
+            await self._app(scope, beginning_with(message, receive), send)
             return
-        scope["route"] = usual.route
+        scope["route"] = route
         request = Request(scope, receive)
         try:
-            response = await usual.route.endpoint(usual.body, request, usual.place)
+            response = await route.endpoint(read[0], request, read[1])
         except self._ERRORS as error:
             response = await self._answer_error(request, error)
         await response(scope, receive, send)
 
-    def _read(self, scope: Scope, message: Message) -> _Usual | None:
-        """The request, or None unless it is usual and without a mistake. `BodyLimits` has made one message of its body."""
+    def _read(self, scope: Scope, message: Message, schema: type[BaseModel]) -> tuple[BaseModel, Place] | None:
+        """A request's body and place; None unless it is usual and without a mistake. `BodyLimits` has made one message of its body."""
         given = [(name, value) for name, value in scope["headers"] if name in self._READ]
         headers = dict(given)
         session, rank = headers.get(self._SESSION), headers.get(self._RANK)
@@ -197,10 +185,8 @@ class UsualRequests:
             or (rank is not None and not (rank.isdigit() and len(rank) < 10))
         ):
             return None
-        path = scope["path"]
         try:
-            body = self._bodies[path].model_validate(strict_json(message.get("body", b"")))
+            body = schema.model_validate(strict_json(message.get("body", b"")))
         except ValueError:  # not JSON, or not the schema's
             return None
-        place = Place(session and session.decode("latin-1"), None if rank is None else int(rank))
-        return _Usual(self._routes[path], body, place)
+        return body, Place(session and session.decode("latin-1"), None if rank is None else int(rank))
