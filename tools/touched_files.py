@@ -8,6 +8,7 @@ called, in whichever thread.
 """
 
 import argparse
+import os
 import sys
 import threading
 import time
@@ -74,7 +75,8 @@ def main() -> None:
         print(path)
         if args.functions:
             print("    " + ", ".join(sorted(watch.found[path])))
-    print(f"{len(watch.found)} files")
+    print(f"{len(watch.found)} files", flush=True)
+    os._exit(0)  # the server's threads still run, which an interpreter that is taken apart below them can crash on
 
 
 if __name__ == "__main__":
