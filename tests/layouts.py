@@ -14,7 +14,7 @@ from goldens.random_weights import RandomWeights
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import ModelConfig
-from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.device.buckets import Buckets, Rectangle
 
 LAYOUTS = (
     "dp=1",

@@ -10,14 +10,14 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
-from dsjax.engine.executor import ExpertCounts, RowResult
-from dsjax.engine.outputs import EngineDeadError
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.request import FinishReason
-from dsjax.engine.request import Request as EngineRequest
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
+from dsjax.engine.contract.executor import ExpertCounts, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.schedule.request import Request as EngineRequest
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats
+from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.page.routes import create_page_routes
 from dsjax.serve.routes.status import create_metrics_routes, load_bodies

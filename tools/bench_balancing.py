@@ -151,8 +151,8 @@ class Bench:
     def run(self, name: str, on: bool, phase_steps: int, interval: int) -> Run:
         """Serve all phases of so many steps, with a decision every ``interval`` steps."""
         from dsjax import SamplingParams
-        from dsjax.engine.eplb import EplbConfig
-        from dsjax.engine.expert_balancer import ExpertBalancer
+        from dsjax.engine.experts.eplb import EplbConfig
+        from dsjax.engine.experts.expert_balancer import ExpertBalancer
 
         self.put_back()
         options, engine, core = self.options, self.llm.engine, self.llm.engine.core
@@ -221,7 +221,7 @@ class Bench:
         """Every expert where it was at the start."""
         import numpy as np
 
-        from dsjax.engine.expert_balancer import LayerChange
+        from dsjax.engine.experts.expert_balancer import LayerChange
         from sharding.layer_placement import exchange_rounds
 
         executor = self.llm.executor

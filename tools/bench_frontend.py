@@ -35,12 +35,12 @@ from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.config import load_config
 from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.commands import TOKEN_MADE, Command, Step
+from dsjax.engine.contract.commands import TOKEN_MADE, Command, Step
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
-from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.front_ends.engine_server import EngineServer
 from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics import Metrics

@@ -52,7 +52,7 @@ class Load:
 
     def _ask(self, name: str, tokens: list[int], *, measured: bool) -> None:
         from dsjax import SamplingParams
-        from dsjax.engine.sampling_params import OutputKind
+        from dsjax.engine.contract.sampling_params import OutputKind
 
         greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         watched = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=OutputKind.DELTA)

@@ -43,7 +43,7 @@ def serve_parcels(options: dict) -> None:
     import jax
     import numpy as np
 
-    from dsjax.engine.parcel_carrier import JaxCarrier
+    from dsjax.engine.transfer.parcel_carrier import JaxCarrier
 
     carrier = JaxCarrier(jax.devices()[0], "127.0.0.1")
     parcel = {name: jax.device_put(np.zeros(shape, dtype)) for name, (shape, dtype) in options["shapes"].items()}
@@ -58,10 +58,10 @@ def measure_bytes(args, console: Console) -> None:
     import numpy as np
 
     from dsjax import LLM, SamplingParams
-    from dsjax.engine.commands import FetchPages, PlacePages, PullPages, SendPages, int32s
-    from dsjax.engine.page_parcels import move_parcel
-    from dsjax.engine.page_transfer import PARCEL_PAGES
-    from dsjax.engine.parcel_carrier import JaxCarrier
+    from dsjax.engine.contract.commands import FetchPages, PlacePages, PullPages, SendPages, int32s
+    from dsjax.engine.transfer.page_parcels import move_parcel
+    from dsjax.engine.transfer.page_transfer import PARCEL_PAGES
+    from dsjax.engine.transfer.parcel_carrier import JaxCarrier
 
     llm = LLM(args.model, prefill_mesh="dp=1", decode_mesh="dp=1", max_num_seqs=8, max_model_len=2048)
     executor = llm.executor
@@ -175,7 +175,7 @@ def measure_load(args, console: Console) -> None:
 def run_load(llm, args, prompts):
     """Tokens of the prompts, their TTFT, the ITL of the others, and prompt tokens a second."""
     from dsjax import SamplingParams
-    from dsjax.engine.sampling_params import OutputKind
+    from dsjax.engine.contract.sampling_params import OutputKind
 
     choose = random.Random(1)
     waiting = [[choose.randrange(5, 250) for _ in range(args.prompt_tokens)] for _ in range(prompts)]

@@ -65,7 +65,7 @@ def draw_requests():
 
 def few_programs(executor) -> None:
     """Three of them instead of a dozen: this is about pages, not buckets."""
-    from dsjax.engine.buckets import Buckets, Rectangle
+    from dsjax.engine.device.buckets import Buckets, Rectangle
 
     speculation = executor.buckets.speculation
     executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)

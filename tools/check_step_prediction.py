@@ -23,7 +23,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dsjax.engine.commands import TOKEN_MADE, Admission, PageChange, PrefillRow, RankStep, Sampling, Step, int32s
+from dsjax.engine.contract.commands import (
+    TOKEN_MADE,
+    Admission,
+    PageChange,
+    PrefillRow,
+    RankStep,
+    Sampling,
+    Step,
+    int32s,
+)
 from sharding.emulation import emulate_devices
 
 PAGE = 16

@@ -26,7 +26,7 @@ from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.safetensors import SafetensorsFile
 from dsjax.config import load_config
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.model.dense import forward
 from dsjax.model.transformer import parameter_table
 from sharding.balancing import balancedness, rebalance

@@ -3,7 +3,7 @@
 In a step, a DP rank computes at most B = `--max-num-batched-tokens` tokens: a token for each running request first, the rest for
 prompts, C = `--prefill-chunk` of one prompt at most. Two tokens of a request are therefore at most one step apart. Prompts are
 laid into launches of C token slots, rows × chunk: 1 × C, 2 × C/2, … until the chunk is 32 or the rows are S = `--max-num-seqs`,
-K widths in all (`dsjax/engine/buckets.py`). Prompts come longest first, so of each width but the narrowest only the last launch
+K widths in all (`dsjax/engine/device/buckets.py`). Prompts come longest first, so of each width but the narrowest only the last launch
 can be less than half full; the narrowest takes at most S rows, R a launch. A step has at most L = 2 B/C + K − 1 + S/R prompt
 launches, and one decode (launches of a single narrow row stand in for others where they cost less together):
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from dsjax.bench.serve.client import Client
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
-from dsjax.engine.buckets import Buckets
+from dsjax.engine.device.buckets import Buckets
 
 _REPEATS = 3
 _DECODE_TOKENS = 32

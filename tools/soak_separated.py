@@ -94,8 +94,8 @@ class PrefillProcess:
 
 def serve_prefill(options: dict) -> None:
     """In a process of its own: a prompt a line, and what the decode engine has to be told; a line of nothing asks what is kept."""
-    from dsjax.engine.args import EngineArgs
-    from dsjax.engine.joining import join_group
+    from dsjax.engine.elastic.joining import join_group
+    from dsjax.engine.setup.args import EngineArgs
 
     args = EngineArgs.from_options(**options)
     join_group(args, None)

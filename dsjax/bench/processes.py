@@ -66,7 +66,7 @@ class Processes:
             UserError: one has none.
         """
         if self._group is not None:
-            from dsjax.engine.loading import check_shares
+            from dsjax.engine.setup.loading import check_shares
 
             check_shares(spec, mesh, self._group)
 
@@ -100,7 +100,7 @@ def measuring_together(
         return
     import jax
 
-    from dsjax.engine.joining import versions
+    from dsjax.engine.elastic.joining import versions
     from dsjax.hosts.group import HostGroup
     from dsjax.hosts.meeting import GroupError
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -16,14 +16,14 @@ from jax.stages import Compiled, Lowered
 
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs, TooLarge
-from dsjax.engine import device_state, expert_programs
-from dsjax.engine.assembly import experts_per_exchange, make_step
-from dsjax.engine.buckets import Rectangle
-from dsjax.engine.device_state import DeviceState
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.process import without_compile_cache
-from dsjax.engine.slots import LaunchShape
-from dsjax.engine.traced_programs import TracedPrograms
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import device_state, expert_programs
+from dsjax.engine.device.buckets import Rectangle
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.process import without_compile_cache
+from dsjax.engine.device.slots import LaunchShape
+from dsjax.engine.device.traced_programs import TracedPrograms
+from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.errors import UserError
 from dsjax.model.step import Step
 from sharding import MeshSpec

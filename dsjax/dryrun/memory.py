@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from dsjax.dryrun.compilation import CompiledStep
-from dsjax.engine.expert_programs import staging_bytes
+from dsjax.engine.device.expert_programs import staging_bytes
 from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import Step
 

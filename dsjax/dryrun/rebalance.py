@@ -11,8 +11,8 @@ from jaxtyping import Int
 
 from dsjax.dryrun.compilation import CompiledStep
 from dsjax.dryrun.prices import Assumed, End, TargetPrices
-from dsjax.engine import expert_programs
-from dsjax.engine.eplb import EplbConfig
+from dsjax.engine.device import expert_programs
+from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.plan.balancing import Slots, drawn
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind

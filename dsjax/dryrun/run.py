@@ -16,7 +16,7 @@ from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
-from dsjax.engine.assembly import check_layout, dispatch_method
+from dsjax.engine.setup.assembly import check_layout, dispatch_method
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters

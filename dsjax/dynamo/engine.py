@@ -16,12 +16,12 @@ from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTok
 from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.llm import LLM
-from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream, RequestOutput
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.scheduler import Update
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, OutputStream, RequestOutput
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 from dsjax.serve.command import metrics_of
 from dsjax.serve.message_parser import CLOSE, OPEN

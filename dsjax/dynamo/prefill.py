@@ -13,8 +13,8 @@ from rich.console import Console
 from dsjax.dynamo.translation import Chunk, Chunks, translate
 from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.core import EngineCore
-from dsjax.engine.page_channel import split_address
-from dsjax.engine.page_network import PrefillServer
+from dsjax.engine.transfer.page_channel import split_address
+from dsjax.engine.transfer.page_network import PrefillServer
 from dsjax.errors import UserError
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_prefill import add_prefill_metrics
@@ -49,8 +49,8 @@ class DsjaxPrefillEngine(Worker):
         return found
 
     def _load(self) -> None:
+        from dsjax.engine.device.process import size_memory_pool
         from dsjax.engine.disaggregated import load_prefill
-        from dsjax.engine.process import size_memory_pool
 
         size_memory_pool(self._args.gpu_memory_utilization)
         self._server = load_prefill(self._args, self._group, event_sink=self._events, show_progress=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from dsjax.engine.request import FinishReason
-from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 Chunk = dict[str, Any]
 
@@ -225,7 +225,7 @@ def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[s
     if {"address", "transfer"} <= told.keys():
         return {"address": told["address"], "transfer": told["transfer"]}
     if {"bootstrap_host", "bootstrap_port", "bootstrap_room"} <= bootstrap.keys():
-        from dsjax.engine.page_network import handoff
+        from dsjax.engine.transfer.page_network import handoff
         from dsjax.hosts.options import joined
 
         return handoff(joined(bootstrap["bootstrap_host"], bootstrap["bootstrap_port"]), bootstrap["bootstrap_room"])

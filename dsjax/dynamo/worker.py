@@ -15,12 +15,12 @@ from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, Pu
 from dynamo.llm.exceptions import InvalidArgument
 
 from dsjax.dynamo.kv_events import KvEvents
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.joining import host_options, join_group
-from dsjax.engine.loading import EngineFacts
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.elastic.joining import host_options, join_group
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import EngineFacts
 from dsjax.hosts.group import HostGroup
 
 _FLUSH_SECONDS = 1.0

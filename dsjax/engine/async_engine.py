@@ -5,20 +5,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, TypeVar
 
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.engine_thread import EngineThread, Stepper
-from dsjax.engine.input_processor import PreparedRequest, Prompt
 from dsjax.engine.instances import EngineState, Whole
-from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
+from dsjax.engine.text.input_processor import PreparedRequest, Prompt
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, OutputStream
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
-    from dsjax.engine.generations import Generations
+    from dsjax.engine.elastic.generations import Generations
 
 Result = TypeVar("Result")
 

@@ -5,26 +5,26 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsjax.engine.commands import Flush, Step
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.executor import Executor, RankResults
-from dsjax.engine.incoming import Incoming, TransferCounts
-from dsjax.engine.leases import Leases
-from dsjax.engine.page_events import AllBlocksCleared, EventSink
-from dsjax.engine.page_transfer import PrefillLink
-from dsjax.engine.plan import RankPlan, StepPlan
-from dsjax.engine.prefill_links import PrefillLinks
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.request import Request, Status
-from dsjax.engine.scheduler import Scheduler, Update
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.commands import Flush, Step
+from dsjax.engine.contract.executor import Executor, RankResults
+from dsjax.engine.schedule.page_events import AllBlocksCleared, EventSink
+from dsjax.engine.schedule.plan import RankPlan, StepPlan
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.request import Request, Status
+from dsjax.engine.schedule.scheduler import Scheduler, Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.step_writer import StepWriter, clear_command, drop_command
 from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
-from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.transfer.incoming import Incoming, TransferCounts
+from dsjax.engine.transfer.leases import Leases
+from dsjax.engine.transfer.page_transfer import PrefillLink
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
-    from dsjax.engine.expert_balancer import ExpertBalancer
-    from dsjax.engine.generations import Generation, Generations
+    from dsjax.engine.elastic.generations import Generation, Generations
+    from dsjax.engine.experts.expert_balancer import ExpertBalancer
 
 
 class ChangeUnderWayError(UserError):

@@ -17,24 +17,24 @@ from jax.sharding import Mesh
 
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.executor import Executor
-from dsjax.engine.expert_balancer import ExpertBalancer
-from dsjax.engine.generations import Generations
-from dsjax.engine.layout import Layout
-from dsjax.engine.leader import pulled_stream
-from dsjax.engine.leases import Keeper
-from dsjax.engine.loading import LoadedModel, PrefillSizes, load_model
-from dsjax.engine.page_events import EventSink
-from dsjax.engine.page_files import lock_folder
-from dsjax.engine.page_network import PrefillServer, RemoteLink
-from dsjax.engine.page_parcels import move_parcel
-from dsjax.engine.parcel_carrier import JaxCarrier
-from dsjax.engine.parcel_network import KeptParcels, ParcelServer, RemoteParcels
-from dsjax.engine.prefill_engine import Keepers, PrefillEngine
-from dsjax.engine.prefill_links import LocalLink
-from dsjax.engine.program_library import ProgramLibrary
-from dsjax.engine.side_options import decode_args, prefill_args
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.elastic.generations import Generations
+from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from dsjax.engine.schedule.page_events import EventSink
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.layout import Layout
+from dsjax.engine.setup.loading import LoadedModel, PrefillSizes, load_model
+from dsjax.engine.setup.side_options import decode_args, prefill_args
+from dsjax.engine.stream.leader import pulled_stream
+from dsjax.engine.tiers.page_files import lock_folder
+from dsjax.engine.transfer.leases import Keeper
+from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink
+from dsjax.engine.transfer.page_parcels import move_parcel
+from dsjax.engine.transfer.parcel_carrier import JaxCarrier
+from dsjax.engine.transfer.parcel_network import KeptParcels, ParcelServer, RemoteParcels
+from dsjax.engine.transfer.prefill_engine import Keepers, PrefillEngine
+from dsjax.engine.transfer.prefill_links import LocalLink
 from dsjax.errors import UserError
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.meeting import Arrival

@@ -5,27 +5,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dsjax.engine.contract.executor import Executor, Progress
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.eplb import EplbConfig
-from dsjax.engine.event_publisher import EventPublisher, KvEventsConfig
-from dsjax.engine.executor import Executor, Progress
-from dsjax.engine.input_processor import InputProcessor, Prompt
-from dsjax.engine.output_processor import OutputProcessor
-from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.page_events import EventSink, EventSinks, SharedSink
-from dsjax.engine.page_transfer import TRANSFER_SECONDS, PrefillLink
-from dsjax.engine.request import Request
-from dsjax.engine.routing import InstanceRouter
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.schedule.page_events import EventSink, EventSinks, SharedSink
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.routing import InstanceRouter
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.text.input_processor import InputProcessor, Prompt
+from dsjax.engine.text.output_processor import OutputProcessor
+from dsjax.engine.text.outputs import RequestOutput
+from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig
+from dsjax.engine.transfer.page_transfer import TRANSFER_SECONDS, PrefillLink
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
-    from dsjax.engine.expert_balancer import ExpertBalancer
-    from dsjax.engine.generations import Generations
-    from dsjax.engine.prefill_engine import PrefillEngine
+    from dsjax.engine.elastic.generations import Generations
+    from dsjax.engine.experts.expert_balancer import ExpertBalancer
+    from dsjax.engine.transfer.prefill_engine import PrefillEngine
 
 ENGINE_END = ": "
 """Between an engine's name and the name of what it compiles, where there are several engines."""
@@ -263,6 +263,6 @@ class LLMEngine:
 
 
 def _balancer(config: EplbConfig, executor: Executor) -> "ExpertBalancer":
-    from dsjax.engine.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
+    from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
 
     return ExpertBalancer(config, executor)

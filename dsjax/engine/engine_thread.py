@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from dsjax.engine.core import EngineCore
-from dsjax.engine.request import Request
-from dsjax.engine.scheduler import Update, refuse
-from dsjax.engine.scheduler_config import AdmissionError
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler import Update, refuse
+from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.stats import StepStats
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.generations import Generation
+    from dsjax.engine.elastic.generations import Generation
 
 logger = logging.getLogger(__name__)
 

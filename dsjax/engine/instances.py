@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.core import EngineCore
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.eplb import RebalanceUnderWayError
-from dsjax.engine.executor import ExpertCounts
-from dsjax.engine.incoming import TransferCounts
-from dsjax.engine.rank import RankLoad
+from dsjax.engine.experts.eplb import RebalanceUnderWayError
+from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.stats import BalanceStats, StepStats
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.transfer.incoming import TransferCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

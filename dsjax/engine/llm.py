@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.commands import Score, int32s
+from dsjax.engine.contract.commands import Score, int32s
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.input_processor import Prompt
-from dsjax.engine.joining import host_options, join_group
-from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.page_events import EventSink
-from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.step_writer import clear_command
+from dsjax.engine.schedule.page_events import EventSink
+from dsjax.engine.schedule.step_writer import clear_command
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.text.input_processor import Prompt
+from dsjax.engine.text.outputs import RequestOutput
 from dsjax.errors import UserError
 from sharding.mesh import MeshSpec
 
 if TYPE_CHECKING:
-    from dsjax.engine.executor import Executor
-    from dsjax.engine.loading import EngineFacts
+    from dsjax.engine.contract.executor import Executor
+    from dsjax.engine.setup.loading import EngineFacts
     from dsjax.hosts.group import HostGroup
 
 
@@ -62,15 +62,15 @@ class LLM:
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
         group = group or join_group(self.args, host_options(self.args))
-        from dsjax.engine.generations import Generations
-        from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
-        from dsjax.engine.process import size_memory_pool
-        from dsjax.engine.program_library import ProgramLibrary
+        from dsjax.engine.device.process import size_memory_pool
+        from dsjax.engine.device.program_library import ProgramLibrary
+        from dsjax.engine.elastic.generations import Generations
+        from dsjax.engine.setup.loading import load_model  # starts JAX, so only after the devices are arranged
 
         size_memory_pool(self.args.gpu_memory_utilization)
 
         if group is not None and not group.is_leader:
-            from dsjax.engine.follower import Follower
+            from dsjax.engine.elastic.follower import Follower
 
             Follower(group).run_with(self.args)
             raise SystemExit(0)

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.executor import ExpertCounts, RankResults
-from dsjax.engine.incoming import TransferCounts
-from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.scheduler import Update
+from dsjax.engine.contract.executor import ExpertCounts, RankResults
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.text.outputs import RequestOutput
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.transfer.incoming import TransferCounts
 
 
 @dataclass(frozen=True)

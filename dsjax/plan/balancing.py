@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dsjax.engine.eplb import EplbConfig
+from dsjax.engine.experts.eplb import EplbConfig
 from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
 
 if TYPE_CHECKING:

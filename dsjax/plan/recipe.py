@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.side_options import PREFILLS_OWN
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.side_options import PREFILLS_OWN
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, host_bytes

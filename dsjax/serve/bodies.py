@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.errors import ApiError, to_api_error
 from dsjax.serve.logs import CONNECTION_SEND
 

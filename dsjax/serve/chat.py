@@ -5,9 +5,9 @@ import time
 from typing import Any
 
 from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from dsjax.engine.request import FinishReason
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
 from dsjax.serve.answers import UsageCounter, finite, gather, prompt_logprobs_body, refuse_failed
 from dsjax.serve.chat_fields import ChatRequest

@@ -10,14 +10,14 @@ import typer
 from rich.console import Console
 
 from dsjax.cli.options import engine_options
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.elastic.joining import host_options
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.joining import host_options
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
 
 if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
-    from dsjax.engine.loading import EngineFacts
+    from dsjax.engine.setup.loading import EngineFacts
     from dsjax.serve.metrics import Metrics
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from dsjax.engine.request import FinishReason
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
 from dsjax.serve.answers import (
     CompletionLogprobLists,

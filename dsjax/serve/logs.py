@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dsjax.engine.request import Request
+from dsjax.engine.schedule.request import Request
 from dsjax.errors import UserError
 
 logger = logging.getLogger("dsjax.access")

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.scheduler import Update
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
+from dsjax.engine.text.outputs import RequestOutput
+from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.serve.history import History
 from dsjax.serve.metrics_experts import BalanceMetrics, ExpertMetrics
 from dsjax.serve.metrics_families import Counter, Family, Gauge, Histogram, Labels, Registry, Total, exposition
@@ -19,8 +19,8 @@ from dsjax.serve.metrics_requests import RequestMetrics
 from dsjax.serve.metrics_tiers import TierMetrics
 
 if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.generations import Generations
-    from dsjax.engine.prefill_engine import PrefillEngine
+    from dsjax.engine.elastic.generations import Generations
+    from dsjax.engine.transfer.prefill_engine import PrefillEngine
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dsjax.serve.metrics_families import Gauge, Registry, Total
 
 if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.generations import Generations
+    from dsjax.engine.elastic.generations import Generations
 
 REASONS = ("scale", "loss", "failure", "return")
 

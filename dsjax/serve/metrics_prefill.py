@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total
 
 if TYPE_CHECKING:  # a server without prefill engines does not load it
-    from dsjax.engine.prefill_engine import PrefillEngine
+    from dsjax.engine.transfer.prefill_engine import PrefillEngine
 
 
 def add_prefill_metrics(registry: Registry, model_name: str, engines: Sequence[PrefillEngine]) -> None:

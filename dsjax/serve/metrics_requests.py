@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from dsjax.engine.output_processor import error_kind
-from dsjax.engine.request import ErrorKind, FinishReason, Request
-from dsjax.engine.scheduler import Update
+from dsjax.engine.schedule.request import ErrorKind, FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.text.output_processor import error_kind
 from dsjax.serve.metrics_families import Counter, Histogram, Labels, Registry, one_two_five
 
 # vLLM's bounds, in seconds.

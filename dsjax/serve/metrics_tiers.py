@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.incoming import TransferCounts
-from dsjax.engine.rank import RankLoad
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.transfer.incoming import TransferCounts
 from dsjax.serve.metrics_families import Gauge, Histogram, Labels, Registry, Total
 
 FETCH_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.bodies import EventStream, to_json
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.errors import ApiError

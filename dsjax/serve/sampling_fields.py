@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
 from dsjax.serve import bounds
 from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dsjax.engine.async_engine import AsyncEngine, OutputStream
+from dsjax.engine.contract.executor import ExpertCounts
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.executor import ExpertCounts
-from dsjax.engine.input_processor import Prompt
 from dsjax.engine.instances import EngineState
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.text.input_processor import Prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.message_parser import ReasoningParser
@@ -23,8 +23,8 @@ from dsjax.serve.sampling_fields import SamplingFields
 from dsjax.serve.tool_calls import ToolFormat
 
 if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
-    from dsjax.engine.generations import Generations
-    from dsjax.engine.loading import EngineFacts
+    from dsjax.engine.elastic.generations import Generations
+    from dsjax.engine.setup.loading import EngineFacts
     from dsjax.serve.front_ends.processes import FrontEnds
 
 Answer = TypeVar("Answer")

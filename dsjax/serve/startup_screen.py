@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dsjax.engine import executor
+from dsjax.engine.contract import executor
 from dsjax.engine.engine import ENGINE_END
-from dsjax.engine.loading import EngineFacts
+from dsjax.engine.setup.loading import EngineFacts
 from dsjax.progress import Tenths
 
 _MOST_ROWS = 4

@@ -10,7 +10,7 @@ from flax import nnx
 from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting, Stack
 from dsjax.bench.modules.timing import Prepared, call_in_turn, device_loop
-from dsjax.engine.sampler import greedy
+from dsjax.engine.device.sampler import greedy
 from dsjax.model.mlp import MLP
 from dsjax.model.norm import RMSNorm
 from dsjax.model.parameters import Declaration, Matrix

@@ -12,10 +12,10 @@ import numpy as np
 from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting
 from dsjax.bench.modules.timing import Prepared, device_loop
-from dsjax.engine import device_state, slots
-from dsjax.engine.device_state import DeviceState
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.slots import LaunchShape
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import device_state, slots
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.slots import LaunchShape
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import GroupShape, flatten
 

@@ -12,12 +12,12 @@ import numpy as np
 from dsjax.bench.modules.case import Case, Work
 from dsjax.bench.modules.setting import Setting
 from dsjax.bench.modules.timing import Prepared, host_loop
-from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.commands import PageChange, RankStep, Step, int32s
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.mesh_executor import MeshExecutor
-from dsjax.engine.programs import Programs
-from dsjax.engine.slots import StepRows
+from dsjax.engine.contract.commands import PageChange, RankStep, Step, int32s
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.device.mesh_executor import MeshExecutor
+from dsjax.engine.device.programs import Programs
+from dsjax.engine.device.slots import StepRows
 
 
 def launch_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:

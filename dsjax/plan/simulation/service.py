@@ -6,12 +6,12 @@ import heapq
 import math
 from collections import deque
 
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.plan import RankPlan
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.plan import RankPlan
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.simulation.load import Asked
 from dsjax.plan.simulation.prices import Fastest, RankWork
 

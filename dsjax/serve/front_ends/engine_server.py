@@ -21,7 +21,7 @@ from dsjax.serve.server import Server
 from dsjax.serve.serving import Serving
 
 if TYPE_CHECKING:
-    from dsjax.engine.generations import Generations
+    from dsjax.engine.elastic.generations import Generations
 
 
 class EngineServer(Server):

@@ -16,15 +16,15 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.executor import RowResult
-from dsjax.engine.input_processor import InputProcessor, PreparedRequest
-from dsjax.engine.output_processor import OutputProcessor
-from dsjax.engine.outputs import EngineDeadError
-from dsjax.engine.request import ErrorKind, Request
-from dsjax.engine.scheduler import Update
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.speculative import SpeculativeConfig
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.schedule.request import ErrorKind, Request
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest
+from dsjax.engine.text.output_processor import OutputProcessor
+from dsjax.engine.text.outputs import EngineDeadError
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.bodies import error_response
 from dsjax.serve.errors import ApiError
 from dsjax.serve.front_ends.messages import (

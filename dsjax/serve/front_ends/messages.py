@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from dsjax.engine.input_processor import PreparedRequest
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.errors import UserError
 from dsjax.hosts.wire import receive_frame
 

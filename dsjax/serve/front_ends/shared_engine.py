@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.request import Request
-from dsjax.engine.scheduler import Update
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats
 from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, Tokens, UpdateEntry
 

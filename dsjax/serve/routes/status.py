@@ -9,10 +9,10 @@ from fastapi import APIRouter, FastAPI, Request
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
-from dsjax.engine.executor import ExpertCounts
-from dsjax.engine.expert_location import ExpertLocation
-from dsjax.engine.outputs import EngineDeadError
-from dsjax.engine.rank import RankLoad
+from dsjax.engine.contract.executor import ExpertCounts
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.setup.expert_location import ExpertLocation
+from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.errors import ApiError
 from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from dsjax.dynamo.kv_events import KvEvents, signed
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.page_events import AllBlocksCleared, BlockRemoved, BlockStored, EventSinks
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored, EventSinks
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 

@@ -5,9 +5,9 @@ import struct
 import pytest
 
 from dsjax.dynamo.translation import Chunks, CompletionError, ThinkingTokens, translate
-from dsjax.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from dsjax.engine.request import ErrorKind, FinishReason
-from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.schedule.request import ErrorKind, FinishReason
+from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput
 
 NULLS = {
     "stop_conditions": dict.fromkeys(

@@ -5,7 +5,7 @@ from pathlib import Path
 from layouts import InlinePool, prompts
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.device.buckets import Buckets, Rectangle
 
 
 def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "float32", **options) -> LLM:

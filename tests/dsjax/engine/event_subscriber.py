@@ -2,8 +2,8 @@
 
 from hashlib import sha256
 
-from dsjax.engine.commands import int32s
-from dsjax.engine.page_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, block_hash
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.schedule.page_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, block_hash
 
 
 class Subscriber:

@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from dsjax.engine.commands import (
+from dsjax.engine.contract.commands import (
     TOKEN_MADE,
     Clear,
     Command,
@@ -24,10 +24,10 @@ from dsjax.engine.commands import (
     from_int32s,
     names_of,
 )
-from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, PageReports, RankResults, RowResult
-from dsjax.engine.page_transfer import ParcelGoneError, PulledParcel, Source
-from dsjax.engine.plan import StepPlan
-from dsjax.engine.step_writer import StepWriter, clear_command
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, PageReports, RankResults, RowResult
+from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.step_writer import StepWriter, clear_command
+from dsjax.engine.transfer.page_transfer import ParcelGoneError, PulledParcel, Source
 
 NAN = "not finite"
 """What a poisoned request writes. Whoever then has it in a page, read or not, fails too: 0 × NaN is NaN."""

@@ -9,8 +9,8 @@ import json
 import sys
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.joining import host_options, join_group
+from dsjax.engine.elastic.joining import host_options, join_group
+from dsjax.engine.setup.args import EngineArgs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -26,7 +26,7 @@ def main() -> None:
 def prefill(args: EngineArgs) -> None:
     group = join_group(args, host_options(args))
     from dsjax.engine.disaggregated import load_prefill
-    from dsjax.engine.follower import Follower
+    from dsjax.engine.elastic.follower import Follower
 
     if group is not None and not group.is_leader:
         Follower(group).run_with(args)

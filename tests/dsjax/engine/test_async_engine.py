@@ -9,12 +9,12 @@ from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError, EngineDeadError
-from dsjax.engine.commands import Step
+from dsjax.engine.contract.commands import Step
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.input_processor import PromptError
-from dsjax.engine.outputs import CompletionOutput, OutputStream, RequestOutput
-from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.text.input_processor import PromptError
+from dsjax.engine.text.outputs import CompletionOutput, OutputStream, RequestOutput
 from dsjax.errors import UserError
 
 FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)

@@ -7,10 +7,10 @@ import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import BOS, EOS, tiny_tokenizer
 
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.input_processor import PromptError
-from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams
-from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.text.input_processor import PromptError
 from dsjax.errors import UserError
 
 
@@ -48,7 +48,10 @@ def generate(engine: LLMEngine, prompt="", **params):
 
 
 def test_the_engine_imports_no_jax():
-    modules = "engine,input_processor,output_processor,scheduler,plan,tokenizer,text,args,async_engine,engine_thread,instances,routing"
+    modules = (
+        "engine,text.input_processor,text.output_processor,schedule.scheduler,schedule.plan,text.tokenizer,text.detokenizer,setup.args,"
+        "async_engine,engine_thread,instances,schedule.routing"
+    )
     imports = ";".join(f"import dsjax.engine.{name}" for name in modules.split(","))
     code = f"import sys;{imports};sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,14 +10,14 @@ import pytest
 from event_subscriber import Subscriber, hashes_of
 from fake_executor import FakeExecutor
 
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.event_publisher import EventPublisher, KvEventsConfig, endpoint_of
-from dsjax.engine.page_events import BlockRemoved
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.page_events import BlockRemoved
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, endpoint_of
 from dsjax.errors import UserError
 
 

@@ -12,15 +12,15 @@ from balanced_model import generate, load
 from layouts import TINY, prompts, write_checkpoint
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import make_step
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
-from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, Step
-from dsjax.engine.eplb import EplbConfig, RebalanceUnderWayError
-from dsjax.engine.executor import ExpertSlots
-from dsjax.engine.expert_balancer import LayerChange, decide
-from dsjax.engine.expert_location import ExpertLocation
-from dsjax.engine.step_record import Collected, Launched, StepRecord, collected
+from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, Step
+from dsjax.engine.contract.executor import ExpertSlots
+from dsjax.engine.experts.eplb import EplbConfig, RebalanceUnderWayError
+from dsjax.engine.experts.expert_balancer import LayerChange, decide
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.engine.setup.expert_location import ExpertLocation
+from dsjax.engine.stream.step_record import Collected, Launched, StepRecord, collected
 from dsjax.errors import UserError
 from sharding import MeshSpec
 from sharding.balancing import rank_loads, rebalance
@@ -138,7 +138,7 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
 
     Each exchange is enqueued behind a step that is not done, and a step behind it, without waiting for either.
     """
-    monkeypatch.setattr("dsjax.engine.layout.experts_per_exchange", lambda args, step: 2)
+    monkeypatch.setattr("dsjax.engine.setup.layout.experts_per_exchange", lambda args, step: 2)
     one = load(checkpoint, "dp=1")
     executor, balancer, rng = one.executor, one.engine.core._balancer, np.random.default_rng(2)
     launch, behind = executor.launch, []

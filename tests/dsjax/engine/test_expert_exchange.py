@@ -11,8 +11,8 @@ from goldens.our_model import bound
 from layouts import TINY, prompts, write_checkpoint
 
 from dsjax import LLM
-from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, int32s
-from dsjax.engine.expert_programs import pack_moves
+from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, int32s
+from dsjax.engine.device.expert_programs import pack_moves
 from sharding.layer_placement import exchange_rounds
 
 EXPERTS = TINY["n_routed_experts"]

@@ -14,11 +14,11 @@ from layouts import write_checkpoint
 from quick_compilation import FEW_SHAPES
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine.contract.sampling_params import OutputKind
 from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.mesh_change import NoMeshError, changed_options, largest_mesh
-from dsjax.engine.sampling_params import OutputKind
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
 

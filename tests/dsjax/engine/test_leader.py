@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsjax.engine.commands import Clear, Copy, Flush, RankStep, Step
-from dsjax.engine.follower import Follower
-from dsjax.engine.leader import LeaderExecutor
+from dsjax.engine.contract.commands import Clear, Copy, Flush, RankStep, Step
+from dsjax.engine.elastic.follower import Follower
+from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.hosts import HostOptions
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup

@@ -18,15 +18,15 @@ from fake_executor import FakeExecutor
 from quick_compilation import QUICK_COMPILATION
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.commands import int32s
-from dsjax.engine.leader import Landings
-from dsjax.engine.leases import Keeper
-from dsjax.engine.page_channel import split_address
-from dsjax.engine.page_network import PrefillServer, RemoteLink, handoff
-from dsjax.engine.page_transfer import Ask, Failed, Offer, ParcelGoneError, PulledParcel, Release, UnderWay
-from dsjax.engine.parcel_network import KeptParcels, ParcelServer, RemoteParcels
-from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.stream.leader import Landings
+from dsjax.engine.transfer.leases import Keeper
+from dsjax.engine.transfer.page_channel import split_address
+from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
+from dsjax.engine.transfer.page_transfer import Ask, Failed, Offer, ParcelGoneError, PulledParcel, Release, UnderWay
+from dsjax.engine.transfer.parcel_network import KeptParcels, ParcelServer, RemoteParcels
+from dsjax.engine.transfer.prefill_engine import PrefillEngine
 from dsjax.errors import UserError
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
@@ -350,7 +350,7 @@ def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_ano
             limit.wait(5)
         raise OSError("no route")
 
-    monkeypatch.setattr("dsjax.engine.parcel_network.connected", connected)
+    monkeypatch.setattr("dsjax.engine.transfer.parcel_network.connected", connected)
     parcels = RemoteParcels(FakeCarrier(), {}, {}, 5)
     with ThreadPoolExecutor(2) as threads:
         pulls = [threads.submit(parcels.pull, "gone:1", number, None) for number in (1, 2)]

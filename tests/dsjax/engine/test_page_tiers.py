@@ -12,16 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine import arrivals, page_files, tier_sizes, tiers_below
 from dsjax.engine import core as engine_core
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
+from dsjax.engine.contract.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
 from dsjax.engine.core import EngineCore
-from dsjax.engine.disk_tier import FIRST_PAUSE, MOST_WRITING, DiskTier
-from dsjax.engine.page_tiers import HostTier
-from dsjax.engine.pages import extend_hashes
-from dsjax.engine.request import Request
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule import arrivals
+from dsjax.engine.schedule.pages import extend_hashes
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup import tier_sizes
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.tiers import page_files, tiers_below
+from dsjax.engine.tiers.disk_tier import FIRST_PAUSE, MOST_WRITING, DiskTier
+from dsjax.engine.tiers.page_tiers import HostTier
 from dsjax.errors import UserError
 
 

@@ -5,13 +5,13 @@ from zlib import crc32
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
 
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.pages import PagePool, extend_hashes
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.pages import PagePool, extend_hashes
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 PROMPT = list(range(100, 120))  # five pages of four tokens
 

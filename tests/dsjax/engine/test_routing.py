@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import pytest
 
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.request import Request
-from dsjax.engine.routing import InstanceRouter
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.routing import InstanceRouter
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 
 def config(**changes) -> SchedulerConfig:
@@ -108,7 +108,7 @@ def test_a_session_stays_on_its_rank_until_that_is_hopeless():
 
 
 def test_the_sessions_remembered_are_bounded(monkeypatch):
-    monkeypatch.setattr("dsjax.engine.routing.MOST_SESSIONS", 3)
+    monkeypatch.setattr("dsjax.engine.schedule.routing.MOST_SESSIONS", 3)
     scheduler = Scheduler(config(), 2)
     for index in range(10):
         scheduler.add(request(str(index), [index] * 8, session=str(index)))

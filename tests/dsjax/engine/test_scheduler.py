@@ -3,13 +3,13 @@
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
 
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.logit_rules import LogitRules
-from dsjax.engine.pages import PagePool
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler
-from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.pages import PagePool
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.errors import UserError
 
 

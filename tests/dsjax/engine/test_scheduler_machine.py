@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.core import EngineCore
-from dsjax.engine.pages import extend_hashes
-from dsjax.engine.request import FinishReason, Request, Status
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
-from dsjax.engine.speculative import SpeculativeConfig
+from dsjax.engine.schedule.pages import extend_hashes
+from dsjax.engine.schedule.request import FinishReason, Request, Status
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 
 MAX_LEN = 40
 SHARED = [[7] * 24, list(range(100, 124)), [7] * 9 + [8] * 15]

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.load import load
-from dsjax.engine import loading
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.page_files import lock_folder
-from dsjax.engine.side_options import decode_args, prefill_args
-from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.setup import loading
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.side_options import decode_args, prefill_args
+from dsjax.engine.tiers.page_files import lock_folder
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
 

@@ -11,15 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dsjax.engine.commands import int32s
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine_thread import EngineThread
-from dsjax.engine.page_transfer import Ask, Cancel, Failed, Release
-from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.prefill_links import LocalLink
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Release
+from dsjax.engine.transfer.prefill_engine import PrefillEngine
+from dsjax.engine.transfer.prefill_links import LocalLink
 from dsjax.serve.metrics import Metrics
 
 

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from quick_compilation import FEW_SHAPES
 
 from dsjax import SamplingParams
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.joining import host_options, join_group
+from dsjax.engine.setup.args import EngineArgs
 
 PROMPTS = [[5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3], [90, 80, 70, 60, 50, 40]]
 OTHERS = [[40 + i] * 20 for i in range(8)]
@@ -47,9 +47,9 @@ def main() -> None:
     model, layouts = given.pop("model"), given.pop("layouts")
     first = EngineArgs(model=model, mesh=layouts[0][0], **FEW_SHAPES, **layouts[0][3], **given)
     group = join_group(first, host_options(first))
-    from dsjax.engine.follower import Follower
-    from dsjax.engine.leader import End
-    from dsjax.engine.loading import load_model
+    from dsjax.engine.elastic.follower import Follower
+    from dsjax.engine.setup.loading import load_model
+    from dsjax.engine.stream.leader import End
 
     found = []
     for generation, (mesh, dispatch, sampled, options) in enumerate(layouts):

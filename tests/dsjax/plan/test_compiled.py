@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.run import dry_run
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.compiled import read_dry_run

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.config import load_config
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.side_options import decode_args, prefill_args
-from dsjax.engine.speculative import MOST_DRAFTS
+from dsjax.engine.contract.speculative import MOST_DRAFTS
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.errors import UserError
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.kubernetes import overlay

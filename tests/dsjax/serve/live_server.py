@@ -14,7 +14,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.serve.front_ends.engine_server import EngineServer
 from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.options import ServeOptions

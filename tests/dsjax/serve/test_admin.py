@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from live_server import wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
-from dsjax.engine.eplb import RebalanceUnderWayError
-from dsjax.engine.expert_location import ExpertLocation
+from dsjax.engine.experts.eplb import RebalanceUnderWayError
+from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.profiler import sum_of

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.cli.generate import write_continuations
 from dsjax.cli.info import describe
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.loading import EngineFacts, PrefillSizes
-from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.speculative import SpeculativeConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import EngineFacts, PrefillSizes
 from dsjax.errors import UserError
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 from sharding import MeshError

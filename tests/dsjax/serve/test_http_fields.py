@@ -7,7 +7,7 @@ import openai
 import pytest
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
-from dsjax.engine.commands import Step
+from dsjax.engine.contract.commands import Step
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.tool_calls import FORMATS
 

@@ -9,15 +9,15 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.incoming import TransferCounts
-from dsjax.engine.page_tiers import TierCounts, TierHits
-from dsjax.engine.request import ErrorKind, FinishReason
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.schedule.request import ErrorKind, FinishReason
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import BalanceStats, DraftCounts
-from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.tiers.page_tiers import TierCounts, TierHits
+from dsjax.engine.transfer.incoming import TransferCounts
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.metrics_families import one_two_five
 

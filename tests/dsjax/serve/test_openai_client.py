@@ -7,9 +7,9 @@ import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 TOKENIZER = tiny_tokenizer()
 

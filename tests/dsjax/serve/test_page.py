@@ -9,9 +9,9 @@ import httpx
 import pytest
 from watched_server import WatchedServer, experts, load, request, step, token
 
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.page_tiers import TierCounts, TierHits
-from dsjax.engine.request import FinishReason
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.tiers.page_tiers import TierCounts, TierHits
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.page.reference import reference

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from live_server import wait_until
 
-from dsjax.engine.request import Request, Status
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.request import Request, Status
 from dsjax.serve.watchdog import HANG_EXIT_CODE, Watchdog
 
 
@@ -84,8 +84,8 @@ SCRIPT = """
 import sys
 from live_server import *
 from dsjax.serve.options import ServeOptions
-from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.prefill_links import LocalLink
+from dsjax.engine.transfer.prefill_engine import PrefillEngine
+from dsjax.engine.transfer.prefill_links import LocalLink
 separated = sys.argv[1] == "prefill"
 executor = FakeExecutor(step_seconds=0 if separated else 1000, transfers=separated)
 config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)

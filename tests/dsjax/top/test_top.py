@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax import cli
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.page_tiers import TierCounts, TierHits
-from dsjax.engine.request import FinishReason
+from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.stats import BalanceStats, DraftCounts
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.tiers.page_tiers import TierCounts, TierHits
 from dsjax.top.reading import Client, Exposition, NoAnswerError, Reading
 from dsjax.top.screen import Screen
 from dsjax.top.view import quantile, view

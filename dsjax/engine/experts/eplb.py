@@ -1,0 +1,89 @@
+"""`EplbConfig`: when experts are moved after their load, how many copies there are, and how much is sent at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dsjax.engine.contract.json_option import is_integer, parse_json_option, wrong_field
+from dsjax.errors import UserError
+
+FLAG = "--eplb-config"
+EXAMPLE = '\'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000}\''
+POLICIES = ("auto", "global", "hierarchical")
+MOST_UNREAD = 4096
+"""Steps after which the devices' counters are read in any case, so that they cannot overflow 32 bits."""
+
+
+class RebalanceUnderWayError(UserError):
+    """A rebalance was asked for in the middle of another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EplbConfig:
+    """Balancing of experts while serving, with vLLM's names for its fields. Checked when made.
+
+    Attributes:
+        window_size: steps whose loads a placement is made for.
+        step_interval: steps between two decisions whether to move experts.
+        num_redundant_experts: physical experts beside the logical ones; None: as `--redundant-experts` says.
+        log_balancedness: whether each window's balancedness is logged.
+        max_bytes_per_step: bytes that a device receives between two steps, at most; at least one expert is sent.
+        payback: a layer is changed where what it is predicted to gain in `step_interval` steps is at least this many times what it costs;
+            0: wherever it gains anything, as vLLM does.
+        policy: how experts are placed (`sharding.placement.rebalance`): `auto` is `hierarchical` where the mesh has several hosts.
+
+    Raises:
+        UserError: a value that cannot be, with the field's name, what was found and what would fit.
+    """
+
+    window_size: int = 1000
+    step_interval: int = 3000
+    num_redundant_experts: int | None = None
+    log_balancedness: bool = False
+    max_bytes_per_step: int = 128 * 2**20
+    payback: float = 1.0
+    policy: str = "auto"
+
+    def __post_init__(self):
+        for name, least in (("window_size", 1), ("step_interval", 1), ("max_bytes_per_step", 1)):
+            if not is_integer(getattr(self, name)) or getattr(self, name) < least:
+                raise _wrong(name, getattr(self, name), f"an integer of at least {least}")
+        redundant = self.num_redundant_experts
+        if redundant is not None and (not is_integer(redundant) or redundant < 0):
+            raise _wrong("num_redundant_experts", redundant, "an integer of at least 0")
+        if not isinstance(self.log_balancedness, bool):
+            raise _wrong("log_balancedness", self.log_balancedness, "true or false")
+        if (
+            isinstance(self.payback, bool)
+            or not isinstance(self.payback, int | float)
+            or not 0 <= self.payback < math.inf
+        ):
+            raise _wrong("payback", self.payback, "a number of at least 0")
+        if self.policy not in POLICIES:
+            raise _wrong("policy", self.policy, f"one of {', '.join(POLICIES)}")
+
+    @classmethod
+    def parse(cls, given: str | Mapping[str, Any] | None) -> EplbConfig:
+        """From the JSON text of the command line, or the dictionary of `LLM(eplb_config=…)`; None: the defaults.
+
+        Raises:
+            UserError: no JSON object, an unknown field, or a value that cannot be.
+        """
+        return cls() if given is None else parse_json_option(cls, given, FLAG, EXAMPLE)
+
+    @property
+    def read_interval(self) -> int:
+        """Steps after which loads are read."""
+        return min(self.window_size, self.step_interval, MOST_UNREAD)
+
+    @property
+    def reads_in_window(self) -> int:
+        """How many of the last readings make a window."""
+        return -(-self.window_size // self.read_interval)
+
+
+_wrong = partial(wrong_field, FLAG)

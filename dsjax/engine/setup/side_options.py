@@ -1,0 +1,170 @@
+"""Prefill apart from decode, in options: which of the whole's each side's engines get, and whether they go together. No JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsjax.errors import UserError
+
+if TYPE_CHECKING:
+    from dsjax.engine.setup.args import EngineArgs
+
+PREFILLS_OWN = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "cache_tokens", "redundant_experts")
+"""Options of which the engines of `--prefill-mesh` may have other values: `--prefill-` before the option's own name."""
+_DECODES_ALONE = {
+    "host_cache_bytes": 0,
+    "disk_cache": None,
+    "disk_cache_bytes": 0,
+    "kv_events_config": None,
+    "record_steps": None,
+}
+"""Options that prefill engines do without, and their values there."""
+_ONE_SIDE = {
+    "prefill_mesh": None,
+    "decode_mesh": None,
+    "prefill_instances": 1,
+    "decode_instances": 1,
+    **{f"prefill_{name}": None for name in PREFILLS_OWN},
+}
+"""Options of two sides, and their values in the options of one."""
+
+
+def decode_args(args: EngineArgs, instance: int = 0) -> EngineArgs:
+    """The options of an engine that makes tokens. Of several each has its share of host memory and disk, and a folder of its own."""
+    own: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
+    if args.decode_instances > 1:
+        own |= {name: getattr(args, name) // args.decode_instances for name in ("host_cache_bytes", "disk_cache_bytes")}
+    if args.decode_instances > 1 and args.disk_cache is not None:
+        own["disk_cache"] = str(Path(args.disk_cache) / f"instance-{instance}")
+    return replace(args, **own, **_experts(args, args.decode_mesh, {}), **_ONE_SIDE)
+
+
+def prefill_args(args: EngineArgs) -> EngineArgs:
+    """The options of an engine that computes prompts, with sizes of its own where they are given."""
+    own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | _prefills_own(args)
+    own |= _experts(args, args.prefill_mesh, own)
+    return replace(args, **own, **_DECODES_ALONE, **_ONE_SIDE)
+
+
+def _experts(args: EngineArgs, mesh: str, own: dict[str, Any]) -> dict[str, Any]:
+    """The options by which the experts of a side have copies and move.
+
+    A side on which each device has all experts has nothing to move. It may stand beside a side that does move experts.
+    """
+    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+
+    if args.eplb is None:
+        return {}
+    redundant = own.get("redundant_experts", args.num_redundant)
+    has_all = {one: MeshSpec.parse(one).ep_size == 1 for one in (args.prefill_mesh, args.decode_mesh)}
+    if has_all[mesh] and not all(has_all.values()):
+        return {"enable_eplb": False, "eplb_config": None, "redundant_experts": redundant}
+    config = dataclasses.asdict(args.eplb) | {"num_redundant_experts": redundant}
+    return {"eplb_config": config, "redundant_experts": redundant}
+
+
+def check_sizes(args: EngineArgs, own: frozenset[str] = frozenset()) -> None:
+    """Whether the sizes of an engine go together. own: of `PREFILLS_OWN`, those of which the prefill engines have values of their own.
+
+    Raises:
+        UserError: they do not.
+    """
+    sizes = dict.fromkeys(PREFILLS_OWN, "") | dict.fromkeys(own, "prefill_")
+    found = {name: getattr(args, before + name) for name, before in sizes.items()}
+    flags = {name: _flag(before + name) for name, before in sizes.items()}
+    seqs, tokens, kept = (found[name] for name in ("max_num_seqs", "max_num_batched_tokens", "cache_tokens"))
+    if seqs is not None and tokens < seqs:
+        other = "" if not own or "max_num_seqs" in own else ", or give --prefill-max-num-seqs"
+        raise UserError(
+            f"{flags['max_num_batched_tokens']} is {tokens}, less than {flags['max_num_seqs']} {seqs}, so running requests would "
+            f"stall each other; raise the first or lower the second{other}"
+        )
+    if kept is not None and kept % args.page_size:
+        raise UserError(
+            f"{flags['cache_tokens']} is {kept}, which is no whole number of pages of {args.page_size} tokens (--page-size); "
+            f"give {-(-kept // args.page_size) * args.page_size}"
+        )
+
+
+def check_sides(args: EngineArgs) -> None:
+    """Whether the options of prefill apart from decode go together, and with all others.
+
+    Raises:
+        UserError: they do not. MeshError: a mesh cannot be.
+    """
+    if args.is_side:
+        if args.separated:
+            raise UserError(
+                f"--disaggregation-mode {args.disaggregation_mode} is one side of two, and --prefill-mesh has both; leave one out"
+            )
+        _check_transfers(args, f"--disaggregation-mode {args.disaggregation_mode}")
+        if args.disaggregation_mode == "prefill":
+            _check_prefills_alone(args)
+    if args.prefill_mesh is None and args.decode_mesh is None:
+        _check_no_sides(args)
+        return
+    for given, other in (("prefill", "decode"), ("decode", "prefill")):
+        if getattr(args, f"{other}_mesh") is None:
+            raise UserError(f"--{given}-mesh is given without --{other}-mesh; give both, or --mesh alone")
+    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+
+    for mesh in (args.prefill_mesh, args.decode_mesh):
+        MeshSpec.parse(mesh)
+    if args.mesh != type(args).mesh:
+        raise UserError(
+            f"--mesh {args.mesh} is given with --prefill-mesh and --decode-mesh, which name all devices; leave one out"
+        )
+    check_sizes(args, frozenset(_prefills_own(args)))
+    _check_transfers(args, "--prefill-mesh")
+    if args.coordinator_address is not None or (args.num_processes or 1) > 1:
+        raise UserError(
+            "--prefill-mesh and --decode-mesh are meshes of one process; leave --num-processes out, or give each side processes of its "
+            "own (dsjax dynamo --disaggregation-mode)"
+        )
+
+
+def _check_no_sides(args: EngineArgs) -> None:
+    """Whether an engine that has no two sides is given what only sides have."""
+    for side in ("prefill", "decode"):
+        if getattr(args, f"{side}_instances") > 1:
+            raise UserError(f"--{side}-instances is given without --prefill-mesh and --decode-mesh; give them too")
+    for name in _prefills_own(args):
+        raise UserError(
+            f"{_flag(f'prefill_{name}')} is given without --prefill-mesh and --decode-mesh; give them too, or {_flag(name)} alone"
+        )
+
+
+def _check_transfers(args: EngineArgs, flag: str) -> None:
+    """Whether this engine's pages can go to others, or theirs come here."""
+    if "CD" in (args.mla_prefill, args.mla_decode):
+        raise UserError(
+            f"{flag} moves pages of the latent cache, and the MLA form CD keeps none; use another --mla-prefill and --mla-decode"
+        )
+    if not args.enable_prefix_caching:
+        raise UserError(f"{flag} hands pages over through the prefix cache, which --no-enable-prefix-caching turns off")
+    if args.record_steps is not None:
+        raise UserError(
+            f"--record-steps does not go with {flag}: a recording would lack what pages from elsewhere held; leave one of them out"
+        )
+
+
+def _check_prefills_alone(args: EngineArgs) -> None:
+    """Whether an engine that computes prompts for other processes has what only a decode side has."""
+    for name in ("host_cache_bytes", "disk_cache", "kv_events_config"):
+        if getattr(args, name) != _DECODES_ALONE[name]:
+            raise UserError(
+                f"{_flag(name)} is not for --disaggregation-mode prefill, only for decode; leave it out there"
+            )
+
+
+def _prefills_own(args: EngineArgs) -> dict[str, Any]:
+    """Of `PREFILLS_OWN`, those of which the prefill engines have values of their own, by the options' own names."""
+    own = {name: getattr(args, f"prefill_{name}") for name in PREFILLS_OWN}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
