@@ -48,7 +48,8 @@ class Load:
 
     def _hits(self) -> list[int]:
         """Tokens found on the devices, in host memory and on the disk, since the start."""
-        return [sum(found) for found in zip(*(load.hits for load in self.engine.core.loads()), strict=True)]
+        loads = self.engine.core.loads()
+        return [sum(load.hits.get(tier, 0) for load in loads) for tier in ("device", "host", "disk")]
 
     def _ask(self, name: str, tokens: list[int], *, measured: bool) -> None:
         from dsjax import SamplingParams

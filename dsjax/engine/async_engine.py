@@ -15,6 +15,7 @@ from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.input_processor import PreparedRequest, Prompt
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, OutputStream
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
@@ -211,7 +212,7 @@ class AsyncEngine:
             EngineDeadError: the engine has failed, before or in this.
         """
         [thread, *_], generations = self._threads, self.cores[0].generations
-        if thread.core.is_separated and generations is None:
+        if thread.core.part(PrefillLinks) is not None and generations is None:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")

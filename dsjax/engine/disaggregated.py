@@ -20,7 +20,8 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.generations import Generations
-from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from dsjax.engine.engine import attachments_of
+from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.layout import Layout
@@ -28,13 +29,13 @@ from dsjax.engine.setup.loading import LoadedModel, PrefillSizes, load_model
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.engine.stream.leader import pulled_stream
 from dsjax.engine.tiers.page_files import lock_folder
-from dsjax.engine.transfer.leases import Keeper
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink
 from dsjax.engine.transfer.page_parcels import move_parcel
 from dsjax.engine.transfer.parcel_carrier import JaxCarrier
 from dsjax.engine.transfer.parcel_network import KeptParcels, ParcelServer, RemoteParcels
-from dsjax.engine.transfer.prefill_engine import Keepers, PrefillEngine
 from dsjax.engine.transfer.prefill_links import LocalLink
+from dsjax.engine.transfer.prefill_service import Keepers
+from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.meeting import Arrival
@@ -82,12 +83,13 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
     with _named_prefill(args):
         models = _load_alike(options, prefill, devices, show_progress=show_progress)
     for own, model in zip(options, models, strict=True):
+        config = own.scheduler_config(model.executor.limits)
         engine = PrefillEngine(
             model.executor,
-            own.scheduler_config(model.executor.limits),
+            config,
             timeout=args.transfer_timeout,
             async_scheduling=args.async_scheduling,
-            balancer=_balancer(own, model.executor),
+            attachments=attachments_of(config, eplb=own.eplb),
         )
         engine.start()
         prefills.append(engine)
@@ -150,11 +152,6 @@ def _load_alike(
     return found
 
 
-def _balancer(args: EngineArgs, executor: Executor) -> ExpertBalancer | None:
-    """What moves a prefill instance's experts after its own load, where that is asked for."""
-    return None if args.eplb is None else ExpertBalancer(args.eplb, executor)
-
-
 def load_prefill(
     args: EngineArgs,
     group: HostGroup | None = None,
@@ -175,15 +172,15 @@ def load_prefill(
     model = load_model(args, group, library=library, show_progress=show_progress)
     host = _host(args, group)
     parcels = ParcelServer(
-        lambda number: engine.leases.take(number), _carrier(host), model.page_space, host, args.transfer_timeout
+        lambda number: engine.buffers.take(number), _carrier(host), model.page_space, host, args.transfer_timeout
     )
+    config = args.scheduler_config(model.executor.limits)
     engine = PrefillEngine(
         model.executor,
-        args.scheduler_config(model.executor.limits),
+        config,
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
-        publisher=event_sink,
-        balancer=_balancer(args, model.executor),
+        attachments=attachments_of(config, eplb=args.eplb, sink=event_sink),
         keepers=_keepers(parcels.address, group),
     )
     if group is not None:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine_thread import CoreDriver
 from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_events import EventSink, EventSinks, SharedSink
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.routing import InstanceRouter
@@ -18,14 +21,14 @@ from dsjax.engine.text.input_processor import InputProcessor, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig
+from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, PageEventStream
+from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.engine.transfer.page_transfer import TRANSFER_SECONDS, PrefillLink
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
-if TYPE_CHECKING:  # they bring JAX in
+if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.elastic.generations import Generations
-    from dsjax.engine.experts.expert_balancer import ExpertBalancer
-    from dsjax.engine.transfer.prefill_engine import PrefillEngine
 
 ENGINE_END = ": "
 """Between an engine's name and the name of what it compiles, where there are several engines."""
@@ -87,27 +90,22 @@ class LLMEngine:
                 publisher = EventSinks((publisher, event_sink))
         if publisher is not None and beside:
             publisher = SharedSink(publisher, 1 + len(beside))
-        self.cores = [
-            EngineCore(
-                own,
-                replace(scheduler_config, pages_per_rank=own.limits.pages_per_rank) if index else scheduler_config,
-                async_scheduling=async_scheduling,
-                balancer=None if eplb is None else _balancer(eplb, own),
-                publisher=publisher,
-                prefills=links,
-                connect_prefill=connect_prefill,
-                local_tokens=local_prefill_tokens,
-                transfer_timeout=transfer_timeout,
-                first_rank=index * each,
+        self.cores = []
+        for index, (own, links) in enumerate([(executor, prefills), *beside]):
+            config = replace(scheduler_config, pages_per_rank=own.limits.pages_per_rank) if index else scheduler_config
+            parts = attachments_of(config, eplb=eplb, sink=publisher)
+            if links is not None:
+                parts.append(
+                    PrefillLinks(links, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
+                )
+            core = EngineCore(
+                own, config, async_scheduling=async_scheduling, attachments=parts, first_rank=index * each
             )
-            for index, (own, links) in enumerate([(executor, prefills), *beside])
-        ]
+            self.cores.append(core)
+        self._drivers = [CoreDriver(core, self._enter_change) for core in self.cores]
         self._router: InstanceRouter | None = None
         if beside:
             self._router = InstanceRouter([core.scheduler.ranks for core in self.cores])
-            accounts = [core.scheduler.incoming for core in self.cores if core.is_separated]
-            for account in accounts:
-                account.peers = accounts
             scheduler_config = min((core.scheduler.config for core in self.cores), key=lambda own: own.pages_per_rank)
         self.prefills = prefills or ()
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
@@ -181,8 +179,8 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give the outputs of the requests it changed, as their `output_kind` says."""
-        for core in self.cores:  # an interrupt while one waits loses nothing of what others have entered
-            self._entered += self._step(core)
+        for driver in self._drivers:  # an interrupt while one waits loses nothing of what others have entered
+            self._entered += driver.step()
         updates, self._entered = self._entered, []
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
@@ -193,15 +191,8 @@ class LLMEngine:
         """Whether any request waits, runs, or has an output to give."""
         return any(core.has_unfinished for core in self.cores) or bool(self._aborted or self._entered)
 
-    def _step(self, core: EngineCore) -> list[Update]:
-        # Who has nothing to do but to wait for pages must not keep the others from planning.
-        waits = not any(other.is_computing for other in self.cores if other is not core)
-        try:
-            return core.step(waits=waits)
-        except Exception as error:
-            updates = core.survive(error)
-            self.inputs.change(core.scheduler.config)
-            return updates
+    def _enter_change(self) -> None:
+        self.inputs.change(self.core.scheduler.config)
 
     def _end(self, completion_ids: Sequence[str]) -> None:
         for core in self.cores:
@@ -216,10 +207,9 @@ class LLMEngine:
         """
         generations = self._generations()
         wanted = generations.ask(mesh)
-        outputs, to_abort = self.outputs.process(self.core.change(lambda: generations.to(wanted)))
+        outputs, to_abort = self.outputs.process(self._drivers[0].change(lambda: generations.to(wanted)))
         self._end(to_abort)
         self._aborted += outputs
-        self.inputs.change(self.core.scheduler.config)
         if generations.failure is not None:
             raise generations.failure
 
@@ -262,7 +252,20 @@ class LLMEngine:
             core.shutdown()
 
 
-def _balancer(config: EplbConfig, executor: Executor) -> "ExpertBalancer":
-    from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
+def attachments_of(
+    config: SchedulerConfig, *, eplb: EplbConfig | None = None, sink: EventSink | None = None
+) -> list[Attachment]:
+    """The parts of a core that its configuration and these options ask for.
 
-    return ExpertBalancer(config, executor)
+    eplb: how experts are moved after their load; None: they stay where they are. sink: is told of pages; None: nobody wants to know.
+    """
+    parts: list[Attachment] = []
+    if config.host_pages_per_rank or config.disk_pages:
+        parts.append(OffloadAttachment(config))
+    if sink is not None:
+        parts.append(PageEventStream(sink))
+    if eplb is not None:
+        from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
+
+        parts.append(ExpertBalancer(eplb))
+    return parts

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.core import EngineCore
-from dsjax.engine.experts.eplb import RebalanceUnderWayError
+from dsjax.engine.experts.eplb import BalanceStats, RebalanceUnderWayError
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.stats import BalanceStats, StepStats
+from dsjax.engine.stats import StepStats
 from dsjax.engine.tiers.disk_tier import DiskCounts
-from dsjax.engine.transfer.incoming import TransferCounts
+from dsjax.engine.transfer.remote_prefill import TransferCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,13 +35,20 @@ class EngineState(NamedTuple):
     @classmethod
     def of(cls, core: EngineCore) -> EngineState:
         """Of one engine, between two steps. Without the experts' record and compilations."""
-        return cls(core.loads(), core.disk(), core.balance(), core.transfers())
+        parts = core.statistics()
+        return cls(core.loads(), parts.get("disk"), parts.get("balance"), parts.get("transfers"))
 
     @classmethod
     def after(cls, stats: StepStats) -> EngineState:
         """Of one engine, after a step."""
+        parts = stats.parts
         return cls(
-            stats.ranks, stats.disk, stats.balance, stats.transfers, stats.experts, stats.compilations_after_warm_up
+            stats.ranks,
+            parts.get("disk"),
+            parts.get("balance"),
+            parts.get("transfers"),
+            stats.experts,
+            stats.compilations_after_warm_up,
         )
 
     @classmethod
@@ -80,9 +87,11 @@ class Whole:
         return replace(
             stats,
             ranks=state.loads,
-            disk=state.disk,
-            balance=state.balance,
-            transfers=state.transfers,
+            parts={
+                name: value
+                for name, value in (("disk", state.disk), ("balance", state.balance), ("transfers", state.transfers))
+                if value is not None
+            },
             experts=state.experts,
             compilations_after_warm_up=state.compilations,
         )
@@ -99,7 +108,7 @@ def all_experts(found: Iterable[ExpertCounts | None]) -> ExpertCounts | None:
 
 
 def all_rebalances(found: Sequence[dict[str, Any] | RebalanceUnderWayError | None]) -> dict[str, Any] | None:
-    """What several engines move now, as `EngineCore.rebalance_experts` says it of one; None where they do not move experts.
+    """What several engines move now, as `rebalance_experts` says it of one; None where they do not move experts.
 
     An engine that is in the middle of a rebalance goes on with that.
 
@@ -120,9 +129,22 @@ def all_rebalances(found: Sequence[dict[str, Any] | RebalanceUnderWayError | Non
 def rebalance(core: EngineCore) -> dict[str, Any] | RebalanceUnderWayError | None:
     """What one engine moves now, for `all_rebalances`."""
     try:
-        return core.rebalance_experts()
+        return rebalance_experts(core)
     except RebalanceUnderWayError as error:
         return error
+
+
+def rebalance_experts(core: EngineCore) -> dict[str, Any] | None:
+    """Place a core's experts after the load of the window so far, between the next steps; what is to be moved. None where they cannot be
+    moved.
+
+    Raises:
+        RebalanceUnderWayError: a rebalance is under way.
+    """
+    from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy
+
+    balancer = core.part(ExpertBalancer)
+    return None if balancer is None else balancer.rebalance_now()
 
 
 def _present(found: Iterable[Any], combine: Callable[[list[Any]], Any]) -> Any:

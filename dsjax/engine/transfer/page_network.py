@@ -13,7 +13,7 @@ from dsjax.engine.contract.commands import int32s
 from dsjax.engine.transfer.page_channel import Channel, Listener, connected, split_address
 from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill, UnderWay
 from dsjax.engine.transfer.parcel_network import ParcelServer, RemoteParcels
-from dsjax.engine.transfer.prefill_engine import PrefillEngine, Receive
+from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
 
 if TYPE_CHECKING:
     from dsjax.engine.contract.executor import Progress
@@ -27,7 +27,7 @@ class PrefillServer:
     space: as of `Hello`. parcels: this process's, which ends with the engine.
     """
 
-    def __init__(self, engine: PrefillEngine, parcels: ParcelServer, space: dict[str, Any], host: str, port: int = 0):
+    def __init__(self, engine: PrefillEndpoint, parcels: ParcelServer, space: dict[str, Any], host: str, port: int = 0):
         self.engine, self._parcels = engine, parcels
         self.listener = Listener(lambda connection: _Client(self, connection), space, host, port)
 
@@ -44,9 +44,10 @@ class PrefillServer:
         room: where the decode engine is told beforehand (`bootstrap_room`); it may have asked already.
         """
         params = handoff(self.address, room)
-        end = (len(token_ids) - 1) // self.engine.core.scheduler.config.page_size
+        page_size = self.engine.page_size
+        end = (len(token_ids) - 1) // page_size
         if end:
-            tokens = int32s(token_ids[: end * self.engine.core.scheduler.config.page_size + 1])
+            tokens = int32s(token_ids[: end * page_size + 1])
             self.engine.post(Ask(params["transfer"], tokens, 0, end, salt, priority), None)
         return params
 
@@ -56,10 +57,7 @@ class PrefillServer:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first prompt, in all processes."""
-        core = self.engine.core
-        core.executor.warm_up(progress)
-        if core.generations is not None:
-            core.generations.has_warmed_up()
+        self.engine.warm_up(progress)
 
     def shutdown(self) -> None:
         """End the connections and the engine."""

@@ -112,10 +112,14 @@ async def _refresh_loads(serving: Any) -> None:
 
 def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
     """What each DP rank has to do, as it is between two steps of the engine."""
-    return [
-        {**load._asdict(), "host": None if load.host is None else load.host._asdict(), "hits": load.hits._asdict()}
-        for load in loads
-    ]
+    bodies = []
+    for load in loads:
+        body, host = load._asdict(), load.tiers.get("host")
+        del body["tiers"]
+        body["host"] = None if host is None else host._asdict()
+        body["hits"] = {tier: load.hits.get(tier, 0) for tier in ("device", "host", "disk")}
+        bodies.append(body)
+    return bodies
 
 
 def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:

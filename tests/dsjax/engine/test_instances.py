@@ -12,13 +12,12 @@ from dsjax.engine.async_engine import AsyncEngine, EngineDeadError
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.experts.eplb import RebalanceUnderWayError
+from dsjax.engine.experts.eplb import BalanceStats, RebalanceUnderWayError
 from dsjax.engine.instances import EngineState, Whole, all_experts, all_rebalances
 from dsjax.engine.schedule.page_events import AllBlocksCleared
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.stats import BalanceStats
 from dsjax.engine.tiers.disk_tier import DiskCounts
-from dsjax.engine.transfer.incoming import TransferCounts
+from dsjax.engine.transfer.remote_prefill import TransferCounts
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, output_kind=OutputKind.DELTA)
 

@@ -19,14 +19,15 @@ from quick_compilation import QUICK_COMPILATION
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import int32s
+from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stream.leader import Landings
-from dsjax.engine.transfer.leases import Keeper
 from dsjax.engine.transfer.page_channel import split_address
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
 from dsjax.engine.transfer.page_transfer import Ask, Failed, Offer, ParcelGoneError, PulledParcel, Release, UnderWay
 from dsjax.engine.transfer.parcel_network import KeptParcels, ParcelServer, RemoteParcels
-from dsjax.engine.transfer.prefill_engine import PrefillEngine
+from dsjax.engine.transfer.prefill_links import PrefillLinks
+from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
@@ -139,7 +140,7 @@ def alone(llm, given):
 def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(checkpoint, decode):
     given = prompts(8)
     expected = alone(decode, given)
-    incoming = decode.engine.core.scheduler.incoming
+    incoming = decode.engine.core.part(PrefillLinks).source
     process = PrefillProcess(checkpoint, transfer_timeout=60)
     try:
         # Prefill first: what it answers goes with the request.
@@ -213,9 +214,9 @@ def served(**fields):
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=0.5)
     carrier, space = FakeCarrier(), {"page_size": 4, **fields}
-    parcels = ParcelServer(engine.leases.take, carrier, space, "127.0.0.1", 0.5)
+    parcels = ParcelServer(engine.buffers.take, carrier, space, "127.0.0.1", 0.5)
     server = PrefillServer(engine, parcels, space, "127.0.0.1")
-    engine.leases.begin_anew([Keeper(parcels.address)])
+    engine.buffers.reset([Keeper(parcels.address)])
     engine.start()
     return server, carrier
 
@@ -261,19 +262,19 @@ def test_a_parcel_that_was_granted_and_not_taken_is_taken_back_when_decode_goes(
         link.pull(others[0].number, None, others[0].address)
     link.close()
     until(lambda: carrier.revoked and carrier.revoked == list(carrier.granted))
-    until(lambda: server.engine.num_jobs == server.engine.leases.num_kept == 0)
+    until(lambda: server.engine.num_jobs == server.engine.buffers.num_kept == 0)
     server.shutdown()
 
 
 def test_what_finds_no_room_in_parcels_is_said_to_be_under_way_again_and_again():
     server, carrier = served()
-    leases, told = server.engine.leases, []
-    leases.room = lambda rank: 0
+    buffers, told = server.engine.buffers, []
+    buffers.room = lambda rank: 0
     link, _ = linked(server, carrier, page_size=4)
     link.connect(told.append)
     link.send(Ask("a", int32s(range(33)), 0, 8))
     until(lambda: told.count(UnderWay(["a"])) > 4)  # half a second, which is all that leases have
-    del leases.room
+    del buffers.room
     until(lambda: sum(message.count for message in told if isinstance(message, Offer)) == 8)
     assert not any(isinstance(message, Failed) for message in told)
     link.close()
@@ -283,9 +284,9 @@ def test_what_finds_no_room_in_parcels_is_said_to_be_under_way_again_and_again()
 def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
     server, _ = served()
     server.prefill(list(range(33)))
-    until(lambda: server.engine.leases.pages_sent == 8)
-    until(lambda: server.engine.num_jobs == server.engine.leases.num_kept == 0)
-    assert server.engine.leases.expired
+    until(lambda: server.engine.buffers.pages_sent == 8)
+    until(lambda: server.engine.num_jobs == server.engine.buffers.num_kept == 0)
+    assert server.engine.buffers.expired
     server.shutdown()
 
 
@@ -393,7 +394,7 @@ def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_wh
     engine.turn(wait=False)
     engine.turn(wait=False)
     assert executor.dropped_parcels == [offer.number for offer in offers]
-    assert engine.leases.num_kept == engine.num_jobs == 0
+    assert engine.buffers.num_kept == engine.num_jobs == 0
 
 
 def test_a_parcel_has_come_when_it_has_come_in_every_process_of_its_rank():

@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec as P
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.load import load
 from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.engine.tiers.page_files import lock_folder
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
 
@@ -119,7 +121,7 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, mon
             assert found.keys() == wanted.keys()
             # Other meshes add in another order: float32 sums of a few dozen terms.
             assert all(abs(found[token].logprob - wanted[token].logprob) < 1e-4 for token in found)
-        found = [core.scheduler.incoming.counts for core in cores]
+        found = [core.part(PrefillLinks).source.transfer_counts for core in cores]
         assert sum(counts.completed for counts in found) >= 3
         assert sum(counts.given_up for counts in found) == 0
         assert sum(counts.pages for counts in found) > 40
@@ -140,8 +142,8 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, mon
         llm.shutdown()
     for engine in prefills:
         assert engine.error is None
-        assert engine.core.balance() is None or engine.core.balance().rebalances > 0
-        assert engine.num_jobs == engine.leases.num_kept == 0
+        assert engine.core.part(ExpertBalancer) is None or engine.core.part(ExpertBalancer).stats.rebalances > 0
+        assert engine.num_jobs == engine.buffers.num_kept == 0
         assert all(rank.pool.num_used == 0 for rank in engine.core.scheduler.ranks)
     assert all(rank.pool.num_used == 0 for core in cores for rank in core.scheduler.ranks)
     assert not [thread for thread in threading.enumerate() if thread.name == "dsjax-prefill"]
