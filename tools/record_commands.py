@@ -4,7 +4,8 @@
     python tools/record_commands.py                        # make them anew
     python tools/record_commands.py --full /tmp/commands   # every command in full, one file a stream, to diff two commits
 
-Scenarios (`tests/dsjax/engine/recorded_scenarios.py`) run on a virtual clock, in one thread and without JAX; all of them take seconds.
+Scenarios (`tests/dsjax/engine/recorded_scenarios.py`) run on a virtual clock and in one thread, and compute nothing. All of
+them together take seconds.
 """
 
 import argparse

@@ -289,6 +289,7 @@ class Engine:
             self._outcomes.append(line_of(kind, tokens))
 
     def _meanwhile(self) -> None:
+        self._run.pump()  # others' threads do not wait for this one
         late, self._late = self._late, []
         for function in late:
             function()
@@ -390,10 +391,14 @@ class Run:
                 return
         raise AssertionError("nothing moves any more")
 
-    def turn(self) -> None:
-        """A step of each engine."""
+    def pump(self) -> None:
+        """Move parcels that are due."""
         for executor in self.executors:
             executor.pump()
+
+    def turn(self) -> None:
+        """A step of each engine."""
+        self.pump()
         for prefill in self.prefills:
             prefill.turn()
         for engine in self.engines:

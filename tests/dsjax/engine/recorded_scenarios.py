@@ -266,6 +266,30 @@ def separated(run: Run, *, lost: bool = True) -> None:
     ))  # fmt: skip
 
 
+def two_prefills(run: Run) -> None:
+    """A crowd for which two prefill engines compute for long, by priority. Each is left alone for a while, twice."""
+    prefills = []
+    for number in range(2):
+        executor = make_executor(run, f"prefill-{number}", transfers=True, max_rows_prefill=1, max_chunk=4)
+        prefills.append(
+            make_prefill(
+                run, f"prefill-{number}", executor, make_config(executor, policy="priority", budget=8), timeout=3.0
+            )
+        )
+    executor = make_executor(run, "decode", num_ranks=2, transfers=True, pages_per_rank=29)
+    links = [ScriptedLink(prefill) for prefill in prefills]
+    engine = make_core(
+        run, "decode", executor, make_config(executor, policy="priority"), links=links, local_tokens=9, timeout=1.5
+    )
+    crowd = Crowd(10, longest=80, beginnings=6)
+    run.play(together(
+        crowd.arrivals(engine, 80, every=3, kinds=("greedy", "sampled", "penalised"), longest_output=12),
+        {turn: [links[turn // 20 % 2].fail] for turn in (40, 60, 120, 140)},
+        {turn: [lambda: run.clock.advance(1.1)] for turn in (64, 144, 146)},
+        {180: [put(executor, parcel_seconds=0.2)]},
+    ))  # fmt: skip
+
+
 def drafts(run: Run, *, asynchronous: bool = True) -> None:
     """Drafts by the number of running requests."""
     executor = make_executor(run, "engine", num_ranks=2, pages_per_rank=33)
@@ -338,7 +362,7 @@ def changed_mesh(run: Run) -> None:
     first = make_executor(run, "prefill", num_ranks=2, transfers=True)
     prefill = make_prefill(run, "prefill", first, make_config(first))
     first.lost_at_step = 45
-    later = make_executor(run, "prefill", num_ranks=1, transfers=True)
+    later = make_executor(run, "prefill", num_ranks=3, transfers=True)
     prefill.survive_with(later, make_config(later))
 
     def sized(ranks: int, pages: int) -> tuple[ScriptedExecutor, SchedulerConfig]:
@@ -402,6 +426,7 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         disk_tier,
         disk_alone,
         separated,
+        two_prefills,
         drafts,
         drafts_synchronous,
         balancing,

@@ -41,7 +41,7 @@ def test_a_command_that_differs_is_named():
     del lines[-1]
     text = difference("failed_launch", streams)
     assert "failed_launch, engine, command 200: recorded Step" in text
-    assert "now Flush 6" in text
+    assert "now Flush 7" in text
     assert "which is Flush()" in text
     assert text.count("\n") == 1, "the first one of each stream"
     lines[200] = None
