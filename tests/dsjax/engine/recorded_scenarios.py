@@ -363,6 +363,7 @@ def changed_mesh(run: Run) -> None:
     prefill = make_prefill(run, "prefill", first, make_config(first))
     first.lost_at_step = 45
     later = make_executor(run, "prefill", num_ranks=3, transfers=True)
+    later.keeps_elsewhere = {0, 1}
     prefill.survive_with(later, make_config(later))
 
     def sized(ranks: int, pages: int) -> tuple[ScriptedExecutor, SchedulerConfig]:
@@ -399,7 +400,14 @@ def changed_mesh(run: Run) -> None:
             for turn, kind in enumerate(MOVING, start=15)
         },
         {turn: [lambda: engine.executor.failing.append(Step)] for turn in (30, 33, 58, 96)},
-        {110: [lambda: engine.change(*sized(4, 25))], 125: [lambda: engine.change(*sized(1, 41))]},
+        {
+            110: [
+                *(lambda own=own: engine.add(f"before-{own}", [own] * 30, "greedy", 9, own) for own in range(9)),
+                lambda: engine.change(*sized(4, 25)),
+                *(lambda own=own: engine.add(f"after-{own}", [40 + own] * 30, "greedy", 9, own) for own in range(9)),
+            ],
+            125: [lambda: engine.change(*sized(1, 41))],
+        },
     ))  # fmt: skip
 
 
