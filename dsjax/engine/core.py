@@ -121,7 +121,7 @@ class EngineCore:
         """End a request; None where it is unknown or has ended. Its pages are free when no step has a row of it any more."""
         update = self.scheduler.abort(request_id, time.monotonic())
         for part in self.attachments:
-            part.planned()
+            part.send()
         return update
 
     def look(self) -> None:
@@ -129,7 +129,7 @@ class EngineCore:
         now = time.monotonic()
         for part in self.attachments:
             part.begin_step(now)
-            part.planned()
+            part.send()
 
     def step(
         self, meanwhile: Callable[[], None] | None = None, *, waits: bool = True, ahead: bool = True
@@ -285,6 +285,7 @@ class EngineCore:
             part.begin_step(began)
         plan = self.scheduler.schedule(began)
         for part in self.attachments:
+            part.send()
             part.planned()
         self._clear_dirty()  # pages of a request that was preempted or aborted
         planned = time.monotonic()

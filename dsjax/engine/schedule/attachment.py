@@ -45,7 +45,10 @@ class Attachment:
         """Enter what came from outside; a step may be planned next."""
 
     def planned(self) -> None:
-        """Send what was decided; a step was planned, or a request ended."""
+        """Take notice that a step was planned."""
+
+    def send(self) -> None:
+        """Send other processes what was decided: after a step was planned, and when a request was ended from outside."""
 
     def before_launch(self, num_under_way: int) -> None:
         """Launch commands that go before the step that is launched next. num_under_way: steps launched and not entered."""

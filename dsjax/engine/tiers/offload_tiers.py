@@ -220,7 +220,8 @@ class OffloadTiers(PageSource):
         self._readings[rank] = []
 
     def clear(self, rank: int) -> None:
-        """Forget every page, and delete those of the disk."""
+        """Forget every page, those that were about to be stored among them, and delete those of the disk."""
+        self._stores[rank] = []
         if self.host:
             self.host[rank].flush()
         if self.disk is not None:

@@ -120,14 +120,14 @@ class PrefillLinks(Attachment):
             self.links[found[-1].link].send(Release(found[-1].number))
         return found
 
-    def planned(self) -> None:
+    def send(self) -> None:
         """Send the prefill engines what the scheduler has for them."""
         for link, message in self.source.take_messages():
             self.links[link].send(message)
 
     def flush(self) -> None:
         """Have all prefill engines let no page be found that they have computed."""
-        self.planned()
+        self.send()
         for link in self.links:
             link.send(Forget())
 

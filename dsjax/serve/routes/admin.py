@@ -6,10 +6,10 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import Field
 
-from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.experts.eplb import RebalanceUnderWayError
 from dsjax.engine.instances import all_experts, all_rebalances, rebalance
 from dsjax.engine.text.outputs import EngineDeadError
+from dsjax.errors import ChangeUnderWayError
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError

@@ -22,15 +22,16 @@ from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine import attachments_of
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules
-from dsjax.engine.transfer.leases import Keeper
 from dsjax.engine.transfer.page_transfer import Ask, Failed
-from dsjax.engine.transfer.prefill_engine import PrefillEngine
-from dsjax.engine.transfer.prefill_links import LocalLink
+from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
+from dsjax.engine.transfer.send_buffers import Keeper
 
 VOCABULARY = 300
 
@@ -61,7 +62,7 @@ def make_config(executor: ScriptedExecutor, *, drafts=None, budget=16, **options
 
 def make_balancer(run: "Run", executor: ScriptedExecutor, **options) -> ExpertBalancer:
     """A balancer that decides at once: `Run` has its thread's work done where it is asked for."""
-    return ExpertBalancer(EplbConfig(**({"window_size": 3, "step_interval": 6} | options)), executor, run.clock)
+    return ExpertBalancer(EplbConfig(**({"window_size": 3, "step_interval": 6} | options)), run.clock)
 
 
 def make_core(
@@ -75,20 +76,31 @@ def make_core(
     links: "list[ScriptedLink] | None" = None,
     connect: "Callable[[str], ScriptedLink] | None" = None,
     timeout: float = 1.0,
+    local_tokens: int = 1,
     **options,
 ) -> "Engine":
     """An engine that decodes, and computes prompts itself or has them computed behind these links."""
-    core = EngineCore(
-        executor,
-        config,
-        balancer=balancer,
-        publisher=EventStream(run, name) if events else None,
-        prefills=links,
-        connect_prefill=connect,
-        transfer_timeout=timeout,
-        **options,
-    )
-    return Engine(run, name, core)
+    parts = attachments_of(config, sink=EventStream(run, name) if events else None)
+    if links is not None:
+        parts.append(PolledLinks(links, connect, local_tokens=local_tokens, timeout=timeout))
+    if balancer is not None:
+        parts.append(balancer)
+    return Engine(run, name, EngineCore(executor, config, attachments=parts, **options))
+
+
+class PolledLinks(PrefillLinks):
+    """Links of an executor that reports when it is looked at, since nothing runs beside it."""
+
+    def start(self, executor, config):
+        """Look at this executor from now on."""
+        self.executor = executor
+        super().start(executor, config)
+
+    def begin_step(self, now):
+        """Look at the executor, and hand on what there is."""
+        if not self.executor.limits.disk_pages:
+            self.executor.page_reports()
+        super().begin_step(now)
 
 
 def make_prefill(
@@ -107,15 +119,10 @@ def make_prefill(
         ranks = range(executor.limits.num_ranks)
         return [Keeper(f"host-{rank}:1", True) if rank in executor.keeps_elsewhere else Keeper() for rank in ranks]
 
-    engine = PrefillEngine(
-        executor,
-        config,
-        timeout=timeout,
-        balancer=balancer,
-        keepers=keepers,
-        publisher=EventStream(run, name) if events else None,
-    )
-    return Prefill(run, engine)
+    parts = attachments_of(config, sink=EventStream(run, name) if events else None)
+    if balancer is not None:
+        parts.append(balancer)
+    return Prefill(run, PrefillEngine(executor, config, timeout=timeout, attachments=parts, keepers=keepers))
 
 
 def make_request(name: str, tokens: list[int], kind: str, max_tokens: int, seed: int, now: float, **options) -> Request:
@@ -257,7 +264,7 @@ class Engine:
 
     def rebalance(self) -> None:
         """Move experts now."""
-        self._core.rebalance_experts()
+        self._core.part(ExpertBalancer).rebalance_now()
 
     def change(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
         """Go on with another executor."""
@@ -299,7 +306,7 @@ class Prefill:
     """An engine that computes prompts for others, by its verbs."""
 
     def __init__(self, run: "Run", engine: PrefillEngine):
-        self._run, self.engine = run, engine
+        self._run, self.engine, self._goes_on = run, engine, True
         run.prefills.append(self)
 
     @property
@@ -309,7 +316,7 @@ class Prefill:
 
     def turn(self) -> None:
         """Take what was said, and a step."""
-        self.engine.turn(wait=False)
+        self._goes_on = self._goes_on and self.engine.turn(wait=False)
 
     def hand(self, transfer: str, tokens: list[int]) -> None:
         """Have a prompt computed that its decode engine will name by this transfer."""
@@ -322,9 +329,10 @@ class Prefill:
         self.engine.follow(SimpleNamespace(after=lambda error: made, due=False))
 
     def end(self) -> None:
-        """End it."""
-        self.engine.core.finish()
-        self.engine.core.shutdown()
+        """End it, unless its decode engine has."""
+        if self._goes_on:
+            self.engine.core.finish()
+            self.engine.core.shutdown()
 
 
 class ScriptedLink:

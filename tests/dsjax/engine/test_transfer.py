@@ -290,7 +290,7 @@ def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_an
 
 
 def test_a_prompt_goes_to_the_prefill_engine_of_which_fewest_pages_are_awaited():
-    pair = Pair(prefills=2)
+    pair = Pair(prefills=2, pages=(33, 65))
     pair.prefill_runs = False
     for first, tokens, awaited in ((0, 60, [14, 0]), (100, 40, [14, 9]), (200, 30, [14, 16])):
         pair.add(f"{first}", range(first, first + tokens))
