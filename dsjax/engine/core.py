@@ -70,7 +70,6 @@ class EngineCore:
         async_scheduling: False plans a step only when the results of the one before are entered.
         balancer: moves experts between steps; None: they stay where they are.
         publisher: is given the events of pages; None: there are none.
-        first_rank: as of `Scheduler`.
         prefills: engines that compute prompts for this one, which closes them at its end; None: it computes all by itself.
             connect_prefill: gives further ones, by the address that a request names. local_tokens, transfer_timeout: as of
             `Incoming`.
@@ -93,7 +92,6 @@ class EngineCore:
         transfer_timeout: float = 30.0,
         leases: Leases | None = None,
         publisher: EventSink | None = None,
-        first_rank: int = 0,
     ):
         limits = executor.limits
         self.executor = executor
@@ -104,7 +102,6 @@ class EngineCore:
             page_events=publisher is not None,
             incoming=incoming,
             leases=leases,
-            first_rank=first_rank,
         )
         self._prefills: PrefillLinks | None = None
         self._connects = connect_prefill is not None  # to the prefill engine that a request names
@@ -133,11 +130,6 @@ class EngineCore:
         return self._balancer is not None and self._balancer.busy
 
     @property
-    def is_computing(self) -> bool:
-        """Whether a step is under way."""
-        return bool(self._under_way)
-
-    @property
     def is_separated(self) -> bool:
         """Whether prompts are computed elsewhere."""
         return self._prefills is not None
@@ -156,14 +148,13 @@ class EngineCore:
             self._prefills.send()
         return update
 
-    def step(
-        self, meanwhile: Callable[[], None] | None = None, *, waits: bool = True, ahead: bool = True
-    ) -> list[Update]:
+    def step(self, meanwhile: Callable[[], None] | None = None, *, ahead: bool = True) -> list[Update]:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
-        Returns at once where there is nothing to do. meanwhile: called once while the device computes. It may `add` and `abort`. waits:
-        for a moment, where all there is to do is to wait for pages. ahead: launch others than the one that it waits for. Without that, what
-        comes while it computes has a place in the step after it.
+        Returns at once where there is nothing to do, and waits for a moment where all there is to do is to wait for pages.
+
+        meanwhile: called once while the device computes. It may `add` and `abort`. ahead: launch the next step before the results of this
+        one are collected. Without that, what comes while it computes has a place in the step after it.
         """
         self._stats = None
         most = self._most_under_way if ahead else 1
@@ -172,9 +163,7 @@ class EngineCore:
         if not self._under_way:
             if self._balancer is not None:
                 self._balancer.idle()
-            if not waits:
-                pass
-            elif self.scheduler.waits_for_disk:
+            if self.scheduler.waits_for_disk:
                 self._enter_pages(DISK_WAIT)  # there is nothing else to do
             elif self.scheduler.waits_for_pages:
                 self._prefills.wake.wait(TRANSFER_WAIT)
@@ -273,7 +262,7 @@ class EngineCore:
         limits = new.executor.limits
         if self._publisher is not None:
             for rank in range(max(len(self.scheduler.ranks), limits.num_ranks)):
-                self._publisher.publish(self.scheduler.first_rank + rank, [AllBlocksCleared()])
+                self._publisher.publish(rank, [AllBlocksCleared()])
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, time.monotonic())
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._reported = _Totals(0, 0, 0)

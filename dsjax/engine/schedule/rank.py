@@ -2,7 +2,6 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Container
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -104,12 +103,9 @@ class Rank:
         self.arrivals = Arrivals(pool, incoming, index)
         self.departures = Departures(pool, leases, index)
 
-    def uncached(self, request: Request, coming: Container[bytes] = ()) -> int:
-        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised.
-
-        coming: names of pages that requests on their way here are to compute.
-        """
-        found = self.pool.count(self.readable(request), _Either(self.promised, coming) if coming else self.promised)
+    def uncached(self, request: Request) -> int:
+        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
+        found = self.pool.count(self.readable(request), self.promised)
         return len(request.token_ids) - found * self.pool.page_size
 
     def add(self, request: Request) -> None:
@@ -426,16 +422,6 @@ class Rank:
     def _set_backlog(self, request: Request, tokens: int) -> None:
         self.backlog += tokens - request.backlog
         request.backlog = tokens
-
-
-class _Either(NamedTuple):
-    """What is in one of two containers."""
-
-    first: Container[bytes]
-    second: Container[bytes]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.first or name in self.second
 
 
 def _computes(prompts: list[Request], index: int, name: bytes) -> bool:

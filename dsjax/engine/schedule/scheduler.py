@@ -38,8 +38,7 @@ class Scheduler:
     before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
 
     page_events: whether events of pages are collected, for `take_page_events`. incoming: what is asked of prefill sides. leases: of the
-    parcels that this engine computes for others. first_rank: the number of the first DP rank, where other engines have those before it:
-    requests, loads and events name ranks by such numbers.
+    parcels that this engine computes for others.
     """
 
     def __init__(
@@ -50,10 +49,8 @@ class Scheduler:
         page_events: bool = False,
         incoming: Incoming | None = None,
         leases: Leases | None = None,
-        first_rank: int = 0,
     ):
         self.config, self.incoming, self._leases = config, incoming, leases
-        self.first_rank = first_rank
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         self.ranks = [
@@ -74,7 +71,7 @@ class Scheduler:
             incoming.pools = [rank.pool for rank in self.ranks]
         if self.disk is not None:
             self.disk.tells_gone = page_events
-        self._router = Router(self.ranks, first_rank)
+        self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
 
@@ -127,7 +124,7 @@ class Scheduler:
         if self.disk is not None and self.disk.gone:
             gone, self.disk.gone = self.disk.gone, []
             self.events.removed(None, "disk", gone)
-        return [(self.first_rank + rank, events) for rank, events in self.events.take()]
+        return self.events.take()
 
     def take_page_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is told of once."""
@@ -145,7 +142,7 @@ class Scheduler:
         """What each rank has to do, and has room for."""
         return [
             RankLoad(
-                self.first_rank + index,
+                index,
                 len(rank.running),
                 len(rank.waiting),
                 rank.waiting_tokens,
@@ -184,14 +181,11 @@ class Scheduler:
 
     def rank_of(self, request: Request) -> Rank:
         """The rank that has a request."""
-        return self.ranks[request.rank - self.first_rank]
+        return self.ranks[request.rank]
 
     def _give(self, request: Request) -> None:
-        index = self._router.choose(request)
-        self.ranks[index].add(request)
-        request.rank = (
-            self.first_rank + index
-        )  # last: from now on a router over several engines counts it there, and no longer as coming
+        request.rank = self._router.choose(request)
+        self.ranks[request.rank].add(request)
 
     def abort(self, request_id: str, now: float = 0.0) -> Update | None:
         """End a request; None where it is unknown or has finished. Its pages are free when no step has a row of it any more."""
@@ -216,7 +210,6 @@ class Scheduler:
             page_events=self.events is not None,
             incoming=self.incoming,
             leases=self._leases,
-            first_rank=self.first_rank,
         )
         new._arrivals = self._arrivals
         refused: list[Update] = []

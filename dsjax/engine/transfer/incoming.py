@@ -85,8 +85,7 @@ class Incoming:
     The caller sends what `take_messages` gives, hands what comes to `receive`, and has `pools` of the ranks entered before the first step.
 
     Attributes:
-        awaited: of each prefill side, pages that were asked of it and have not come. peers: the decode engines of this process, this one
-            among them, whose pages a prefill side has to compute too; they have the same sides, and threads of their own.
+        awaited: of each prefill side, pages that were asked of it and have not come.
         waits: ("prefill", seconds from asking to the last page) of completed transfers. Whoever reads it empties it.
 
     Args:
@@ -105,7 +104,7 @@ class Incoming:
         self._pulling: dict[tuple[int, int], Transfer] = {}
         self._of: dict[Request, Transfer] = {}
         self._any = range(num_links)
-        self.awaited, self.peers = [0] * num_links, (self,)
+        self.awaited = [0] * num_links
         self._pauses = [Pause() for _ in range(num_links)]
         self._messages: list[tuple[int, ToPrefill]] = []
         self._prefix, self._numbers = os.urandom(6).hex(), itertools.count()
@@ -166,7 +165,7 @@ class Incoming:
 
     def ask(self, rank: int, request: Request, found: int, names: Sequence[bytes], now: float) -> None:
         """Have a prefill side compute the pages behind the `found` ones; `may_ask` has allowed it."""
-        link = min(self._links(request, now), key=lambda link: sum(peer.awaited[link] for peer in self.peers))
+        link = min(self._links(request, now), key=lambda link: self.awaited[link])
         rest = list(names[found:])
         handed, request.prefill_transfer = request.prefill_transfer, None
         if handed in self._transfers:  # of another request; nobody would hear any more of what that one awaits

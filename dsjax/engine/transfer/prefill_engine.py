@@ -31,7 +31,6 @@ from dsjax.engine.transfer.page_transfer import (
 if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.elastic.generations import Generations
     from dsjax.engine.experts.expert_balancer import ExpertBalancer
-    from dsjax.engine.transfer.prefill_links import LocalLink
 
 Receive = Callable[[ToDecode], None]
 Keepers = Callable[[Executor], Sequence[Keeper]]
@@ -116,7 +115,6 @@ class PrefillEngine:
         )  # ended transfers: who has the prompt may ask after the end
         self._inbox: queue.SimpleQueue[tuple[ToPrefill | None, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._links: set[LocalLink] = set()
         self._ended = False
         self._idle_steps = 0  # since something was computed, or said
         self._look_seconds = min(_LOOK_SECONDS, timeout / 4)
@@ -143,17 +141,6 @@ class PrefillEngine:
                 return
         if isinstance(message, Ask) and receive is not None:
             receive(Failed("", self._reason))
-
-    def enter_link(self, link: "LocalLink") -> None:
-        """A decode engine of this process is about to ask this one."""
-        with self._lock:
-            self._links.add(link)
-
-    def leave_link(self, link: "LocalLink") -> bool:
-        """It asks no more; whether no other one of this process does."""
-        with self._lock:
-            self._links.discard(link)
-            return not self._links
 
     def leave(self, receive: Receive) -> None:
         """Whoever asked with this `receive` is there no more: what it asked for is not wanted."""

@@ -106,7 +106,7 @@ class PrefillLinks:
 
 
 class LocalLink:
-    """A prefill engine of this process, as of `PrefillLink`. Each decode engine has a link of its own to it.
+    """Reaches a prefill engine of this process, which ends with the link.
 
     move: gives a parcel on another device.
     """
@@ -114,7 +114,6 @@ class LocalLink:
     def __init__(self, engine: "PrefillEngine", move: Callable[[Parcel, Any], Parcel] = lambda parcel, device: parcel):
         self.engine, self._move = engine, move
         self._receive: Callable[[ToDecode], None] = lambda message: None
-        engine.enter_link(self)
 
     def connect(self, receive: Callable[[ToDecode], None]) -> None:
         """Have its messages handed to `receive`."""
@@ -133,8 +132,5 @@ class LocalLink:
         self.engine.core.executor.warm_up(progress)
 
     def close(self) -> None:
-        """Ask nothing more. The last link that is closed ends the engine."""
-        if self.engine.leave_link(self):
-            self.engine.shutdown()
-        else:
-            self.engine.leave(self._receive)
+        """Ask nothing more; the prefill engine ends."""
+        self.engine.shutdown()

@@ -202,7 +202,7 @@ def test_prompts_that_begin_alike_are_asked_for_once_and_each_is_told_what_was_c
     pair.settle()
 
 
-def test_prefill_instances_share_the_prompts():
+def test_prefill_engines_share_the_prompts():
     pair = Pair(prefills=3)
     given = [[i] * 30 for i in range(9)]
     requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
@@ -248,7 +248,6 @@ def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_an
     first = Pair(prefills=prefills, pages=(65, 33))
     pairs = [first, Pair(engines=first.engines, pages=(65, 33))]
     for pair in pairs:
-        pair.incoming.peers = [one.incoming for one in pairs]
         pair.core.executor.parcels_take = 2
     given = prompts(18, seed=5)
     requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given) for pair in pairs]
@@ -272,72 +271,41 @@ def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_an
     assert not names[0] & names[1]
 
 
-def test_a_prompt_goes_to_the_prefill_engine_of_which_all_decode_engines_await_least():
-    first = Pair(prefills=2)
-    second = Pair(engines=first.engines)
-    first.incoming.peers = second.incoming.peers = [first.incoming, second.incoming]
-    first.prefill_runs = second.prefill_runs = False
-    first.add("long", range(60))
-    first.turn()
-    second.add("long", range(100, 140))
-    second.turn()
-    assert [pair.incoming.awaited for pair in (first, second)] == [[14, 0], [0, 9]]
-    second.add("next", range(200, 230))
-    second.turn()
-    assert second.incoming.awaited == [0, 16]
-    for pair in (first, second):
-        pair.prefill_runs = True
-        pair.run()
-    first.settle()
-    second.settle()
+def test_a_prompt_goes_to_the_prefill_engine_of_which_least_is_awaited():
+    pair = Pair(prefills=2)
+    pair.prefill_runs = False
+    awaited = []
+    for name, tokens in (("long", range(60)), ("short", range(100, 120)), ("next", range(200, 220))):
+        pair.add(name, tokens)
+        pair.turn()
+        awaited.append(list(pair.incoming.awaited))
+    assert awaited == [[14, 0], [14, 4], [14, 8]]
+    pair.prefill_runs = True
+    pair.run()
+    pair.settle()
 
 
-def test_prefill_engines_end_with_the_last_decode_engine():
-    first = Pair()
-    second = Pair(engines=first.engines)
-    first.engines[0].start()
-    first.core.shutdown()
-    assert first.engines[0]._thread.is_alive()
-    request = second.add("a", range(50))
-    second.prefill_runs = False
-    while second.core.has_unfinished:
-        second.engines[0].core.executor.move_parcels()
-        second.turn()
-        time.sleep(0.0005)
-    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
-    assert second.incoming.counts.completed == 1
-    second.core.shutdown()
-    assert not first.engines[0]._thread.is_alive()
-
-
-def test_a_decode_engine_that_dies_leaves_nothing_with_prefill_engines_and_the_last_one_ends_them():
-    first = Pair(decode={"max_rows_prefill": 1})
-    second = Pair(engines=first.engines)
-    [engine] = first.engines
+def test_a_decode_engine_that_dies_ends_its_prefill_engine_and_leaves_nothing_there():
+    pair = Pair(decode={"max_rows_prefill": 1})
+    [engine] = pair.engines
     deaths = []
-    for pair in (first, second):
-        pair.core.executor.parcels_take, pair.core.executor.fail_at_step = None, 2
-        listener = SimpleNamespace(
-            wants_stats=lambda: False, on_done=lambda updates, stats: None, on_death=deaths.append
-        )
-        thread = EngineThread(pair.core, listener)
-        pair.add("has its prompt computed", range(50))
-        thread.start()
-        while not pair.core.scheduler.incoming.num_under_way:
-            time.sleep(0.0005)
-        for _ in range(8):  # until parcels are kept
-            engine.core.executor.move_parcels()
-            engine.turn(wait=False)
-        assert engine.num_jobs
-        assert engine.leases.num_kept
-        if pair is second:
-            engine.start()
-        thread.add([Request("short", [1, 2], 2, SamplingParams(temperature=0), 6, 0)])
-        thread.join(60)
-        if pair is first:
-            engine.turn(wait=False)
-        assert engine.num_jobs == engine.leases.num_kept == 0
-    assert len(deaths) == 2
+    pair.core.executor.parcels_take, pair.core.executor.fail_at_step = None, 2
+    listener = SimpleNamespace(wants_stats=lambda: False, on_done=lambda updates, stats: None, on_death=deaths.append)
+    thread = EngineThread(pair.core, listener)
+    pair.add("has its prompt computed", range(50))
+    thread.start()
+    while not pair.core.scheduler.incoming.num_under_way:
+        time.sleep(0.0005)
+    for _ in range(8):  # until parcels are kept
+        engine.core.executor.move_parcels()
+        engine.turn(wait=False)
+    assert engine.num_jobs
+    assert engine.leases.num_kept
+    engine.start()
+    thread.add([Request("short", [1, 2], 2, SamplingParams(temperature=0), 6, 0)])
+    thread.join(60)
+    assert engine.num_jobs == engine.leases.num_kept == 0
+    assert len(deaths) == 1
     assert not engine._thread.is_alive()
     assert engine.error is None
 

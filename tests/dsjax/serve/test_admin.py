@@ -74,7 +74,7 @@ def test_a_server_without_balancing_says_how_to_get_it(server):
 
 def test_a_rebalance_is_begun_once_and_refused_in_its_middle(server, monkeypatch):
     found = {"layers": 1, "experts": 2, "bytes": 3, "exchanges": 1, "balancedness": {"before": 0.5, "after": 0.9}}
-    core = server.serving.engine.cores[0]
+    core = server.serving.engine.core
     monkeypatch.setattr(core, "rebalance_experts", lambda: found)
     assert admin(server, "/rebalance_experts").json() == found
 
