@@ -88,7 +88,7 @@ def experts(tokens: list[list[int]], **others) -> ExpertCounts:
 class NoEngine:
     """Metrics then show what the test fed them."""
 
-    async def state(self):
+    async def call(self, function):
         raise EngineDeadError("there is none")
 
 

@@ -83,8 +83,8 @@ class Load:
     @property
     def moved(self) -> tuple[int, int]:
         """Pages that went to host memory and the disk, and that came back."""
-        counts = [load.host for load in self.engine.core.loads() if load.host is not None]
-        counts += [self.engine.core.disk()] if self.engine.core.disk() is not None else []
+        counts = [load.tiers["host"] for load in self.engine.core.loads() if "host" in load.tiers]
+        counts += [counted for name, counted in self.engine.core.statistics().items() if name == "disk"]
         return sum(one.stored for one in counts), sum(one.fetched for one in counts)
 
 

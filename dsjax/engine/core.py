@@ -50,7 +50,6 @@ class EngineCore:
         async_scheduling: False plans a step only when the results of the one before are entered.
         attachments: the optional parts of this engine: offload tiers, remote prefill, balancing, page events. They are told of steps in
             this order, and those with a page source are asked for pages in this order.
-        first_rank: as of `Scheduler`.
 
     Attributes:
         generations: makes further executors; None: this one is all there is.
@@ -63,7 +62,6 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         attachments: Sequence[Attachment] = (),
-        first_rank: int = 0,
     ):
         limits = executor.limits
         self.executor = executor
@@ -75,7 +73,6 @@ class EngineCore:
             limits.num_ranks,
             source=_source_of(self.attachments),
             page_events=any(part.wants_page_events for part in self.attachments),
-            first_rank=first_rank,
         )
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
@@ -97,11 +94,6 @@ class EngineCore:
     def is_busy(self) -> bool:
         """Whether an attachment needs steps although no request is unfinished."""
         return any(part.busy for part in self.attachments)
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether a step is under way."""
-        return bool(self._under_way)
 
     @property
     def look_seconds(self) -> float | None:
@@ -131,16 +123,13 @@ class EngineCore:
             part.begin_step(now)
             part.send()
 
-    def step(
-        self, meanwhile: Callable[[], None] | None = None, *, waits: bool = True, ahead: bool = True
-    ) -> list[Update]:
+    def step(self, meanwhile: Callable[[], None] | None = None, *, ahead: bool = True) -> list[Update]:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
-        Returns at once where there is nothing to do.
+        Returns at once where there is nothing to do, and waits for a moment where all there is to do is to wait for pages.
 
         Args:
             meanwhile: called once while the device computes. It may `add` and `abort`.
-            waits: wait for a moment, where all there is to do is to wait for pages.
             ahead: launch the next step before the results of this one are collected. Without that, what comes while this one computes has
                 a place in the next.
         """
@@ -151,8 +140,7 @@ class EngineCore:
         if not self._under_way:
             for part in self.attachments:
                 part.idle()
-            if waits:
-                any(part.wait() for part in self.attachments)
+            any(part.wait() for part in self.attachments)
             return []
         if meanwhile is not None:
             meanwhile()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import IO
 
 import jax
 import msgspec
@@ -28,7 +26,6 @@ from dsjax.engine.setup.layout import Layout
 from dsjax.engine.setup.loading import LoadedModel, PrefillSizes, load_model
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.engine.stream.leader import pulled_stream
-from dsjax.engine.tiers.page_files import lock_folder
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink
 from dsjax.engine.transfer.page_parcels import move_parcel
 from dsjax.engine.transfer.parcel_carrier import JaxCarrier
@@ -47,66 +44,40 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Separated:
-    """Decode engines' models and the ways to the prefill engines, whose threads have started.
+    """The decode engine's model, with facts of both engines, and the link to the prefill engine, whose thread has started."""
 
-    Attributes:
-        first: the first decode engine's model, with facts of all. links: of it, one to each prefill engine.
-        beside: executor and links of each further one. lock: of the folder that has a folder for each decode engine's pages on the disk.
-    """
-
-    first: LoadedModel
-    links: list[LocalLink]
-    beside: list[tuple[Executor, list[LocalLink]]]
-    lock: IO[bytes] | None = None
+    decode: LoadedModel
+    link: LocalLink
 
 
 def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separated:
-    """Load the model for each decode engine and each prefill engine, on disjoint devices of this process.
-
-    Each kind reads the weights once and compiles its programs once: further engines copy the first one's weights from device to device,
-    and load its programs for their own.
+    """Load the model for the decode engine and the prefill engine, on disjoint devices of this process.
 
     Raises:
         UserError, MeshError: options, model or devices that do not go together; before weights are read.
     """
     decode, prefill = MeshSpec.parse(args.decode_mesh), MeshSpec.parse(args.prefill_mesh)
     devices = _devices(args)
-    _check_prefill(args, prefill.arrange(devices[-prefill.num_devices :]))
-    devices = iter(devices)
-    lock = None
-    if args.decode_instances > 1 and args.disk_cache is not None:
-        lock = lock_folder(args.disk_cache)
-    options = [decode_args(args, instance) for instance in range(args.decode_instances)]
-    decodes = _load_alike(options, decode, devices, is_later=False, show_progress=show_progress)
-    options = [prefill_args(args)] * args.prefill_instances
-    prefills = []
+    meshes = [
+        decode.arrange(devices[: decode.num_devices]),
+        prefill.arrange(devices[decode.num_devices : args.num_devices]),
+    ]
+    _check_prefill(args, meshes[1])
+    loaded = load_model(decode_args(args), mesh=meshes[0], show_progress=show_progress)
+    own = prefill_args(args)
     with _named_prefill(args):
-        models = _load_alike(options, prefill, devices, show_progress=show_progress)
-    for own, model in zip(options, models, strict=True):
-        config = own.scheduler_config(model.executor.limits)
-        engine = PrefillEngine(
-            model.executor,
-            config,
-            timeout=args.transfer_timeout,
-            async_scheduling=args.async_scheduling,
-            attachments=attachments_of(config, eplb=own.eplb),
-        )
-        engine.start()
-        prefills.append(engine)
-    links = [[LocalLink(engine, move_parcel) for engine in prefills] for _ in decodes]
-    beside = [(model.executor, own) for model, own in zip(decodes[1:], links[1:], strict=True)]
-    first = decodes[0]
-    tokens = ("cache_tokens", "host_cache_tokens", "disk_cache_tokens", "dp_ranks", "num_devices")
-    facts = replace(
-        first.facts,
-        mesh=str(decode) if args.decode_instances == 1 else f"{args.decode_instances} × {decode}",
-        prefill_meshes=[str(prefill)] * args.prefill_instances,
-        decode_instances=args.decode_instances,
-        prefill_sizes=PrefillSizes.of(models[0].facts),
-        max_model_len=min(model.facts.max_model_len for model in decodes),
-        **{name: sum(getattr(model.facts, name) for model in decodes) for name in tokens},
+        model = load_model(own, mesh=meshes[1], is_later=True, show_progress=show_progress)
+    config = own.scheduler_config(model.executor.limits)
+    engine = PrefillEngine(
+        model.executor,
+        config,
+        timeout=args.transfer_timeout,
+        async_scheduling=args.async_scheduling,
+        attachments=attachments_of(config, eplb=own.eplb),
     )
-    return Separated(replace(first, facts=facts), links[0], beside, lock)
+    engine.start()
+    facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
+    return Separated(replace(loaded, facts=facts), LocalLink(engine, move_parcel))
 
 
 def _check_prefill(args: EngineArgs, mesh: Mesh) -> None:
@@ -124,32 +95,6 @@ def _named_prefill(args: EngineArgs) -> Iterator[None]:
         raise UserError(
             f"of --prefill-mesh {args.prefill_mesh}, whose own values have --prefill- before an option's name: {error}"
         ) from error
-
-
-def _load_alike(
-    options: Sequence[EngineArgs],
-    spec: MeshSpec,
-    devices: Iterator[jax.Device],
-    *,
-    is_later: bool = True,
-    show_progress: bool = False,
-) -> list[LoadedModel]:
-    """One model for each of these options, which differ in nothing that weights or programs depend on, on the next devices."""
-    library, found = ProgramLibrary(), []
-    for own in options:
-        mesh = spec.arrange(list(itertools.islice(devices, spec.num_devices)))
-        first = found[0] if found else None
-        model = load_model(
-            own,
-            mesh=mesh,
-            is_later=is_later or first is not None,
-            weights_of=first,
-            library=library,
-            show_progress=show_progress,
-        )
-        library.pages[str(spec)] = model.executor.limits.pages_per_rank  # programs have the cache's size in them
-        found.append(model)
-    return found
 
 
 def load_prefill(
@@ -286,11 +231,8 @@ def _devices(args: EngineArgs) -> list[jax.Device]:
     """Enough of them, by process and id."""
     found = sorted(jax.devices(), key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
     if len(found) < args.num_devices:
-        decode, prefill = (
-            f"{count} × " if count > 1 else "" for count in (args.decode_instances, args.prefill_instances)
-        )
         raise UserError(
-            f"{decode}--decode-mesh {args.decode_mesh} and {prefill}--prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "
+            f"--decode-mesh {args.decode_mesh} and --prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "
             f"found {len(found)} of platform {found[0].platform!r}; use smaller meshes, or set JAX_PLATFORMS=cpu to emulate them in "
             "a fresh process"
         )

@@ -3,7 +3,6 @@
 A block is a page; its hash is the last 64 bits of the page's name, as an unsigned integer, which is how vLLM cuts its own.
 """
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -75,26 +74,6 @@ class EventSinks:
         """End each."""
         for sink in self._sinks:
             sink.close()
-
-
-class SharedSink:
-    """One sink for several engines, whose threads tell it of their own ranks one at a time. The last one that ends, ends it."""
-
-    def __init__(self, sink: EventSink, engines: int):
-        self._sink, self._left = sink, engines
-        self._lock = threading.Lock()
-
-    def publish(self, rank: int, events: Sequence[Event]) -> None:
-        """Pass these on."""
-        with self._lock:
-            self._sink.publish(rank, events)
-
-    def close(self) -> None:
-        """One engine ends."""
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                self._sink.close()
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -141,13 +141,9 @@ class Rank:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.loads: PageLoads | NoLoads = NO_LOADS
 
-    def uncached(self, request: Request, coming: Container[bytes] = ()) -> int:
-        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised.
-
-        coming: names of pages that requests on their way here are to compute.
-        """
-        promised = _Either(self.promised, coming) if coming else self.promised
-        cached = self.pool.count(self.readable(request), promised, self.loads)
+    def uncached(self, request: Request) -> int:
+        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
+        cached = self.pool.count(self.readable(request), self.promised, self.loads)
         return len(request.token_ids) - cached * self.pool.page_size
 
     def add(self, request: Request) -> None:
@@ -467,16 +463,6 @@ class Rank:
     def _set_backlog(self, request: Request, tokens: int) -> None:
         self.backlog += tokens - request.backlog
         request.backlog = tokens
-
-
-class _Either(NamedTuple):
-    """What is in one of two containers."""
-
-    first: Container[bytes]
-    second: Container[bytes]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.first or name in self.second
 
 
 def _computes(prompts: list[Request], index: int, name: bytes) -> bool:

@@ -59,7 +59,7 @@ class Request:
         dp_rank: number of the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
         rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
-        rank: number of its DP rank (`Scheduler.first_rank`), for the whole life of the request, unless the mesh changes; -1 before.
+        rank: number of its DP rank, for the whole life of the request, unless the mesh changes; -1 before.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
         admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
             was preempted may come back to the same slot with other pages.

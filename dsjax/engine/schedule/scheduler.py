@@ -36,8 +36,7 @@ class Scheduler:
 
     Args:
         source: where pages are beside the devices; None: nowhere. page_events: whether events of pages are collected, for
-            `take_page_events`. first_rank: the number of the first DP rank, where other engines have those before it: requests, loads and
-            events name ranks by such numbers.
+            `take_page_events`.
 
     Attributes:
         pages: the loads of all ranks from the source; None without one.
@@ -50,10 +49,8 @@ class Scheduler:
         *,
         source: PageSource | None = None,
         page_events: bool = False,
-        first_rank: int = 0,
     ):
         self.config, self.source = config, source
-        self.first_rank = first_rank
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         self.ranks = [
             Rank(
@@ -71,7 +68,7 @@ class Scheduler:
             self.pages = SourcedPages(source, [rank.pool for rank in self.ranks], self.events)
             for rank, loads in zip(self.ranks, self.pages.ranks, strict=True):
                 rank.loads = loads
-        self._router = Router(self.ranks, first_rank)
+        self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
 
@@ -103,7 +100,7 @@ class Scheduler:
         """(rank's number, events) of pages, of the ranks that have any; each is given once."""
         if self.events is None:
             return []
-        return [(self.first_rank + rank, events) for rank, events in self.events.take()]
+        return self.events.take()
 
     def take_page_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is told of once."""
@@ -113,7 +110,7 @@ class Scheduler:
         """What each rank has to do, and has room for."""
         return [
             RankLoad(
-                self.first_rank + index,
+                index,
                 len(rank.running),
                 len(rank.waiting),
                 rank.waiting_tokens,
@@ -153,14 +150,11 @@ class Scheduler:
 
     def rank_of(self, request: Request) -> Rank:
         """The rank that has a request."""
-        return self.ranks[request.rank - self.first_rank]
+        return self.ranks[request.rank]
 
     def _give(self, request: Request) -> None:
-        index = self._router.choose(request)
-        self.ranks[index].add(request)
-        request.rank = (
-            self.first_rank + index
-        )  # last: from now on a router over several engines counts it there, and no longer as coming
+        request.rank = self._router.choose(request)
+        self.ranks[request.rank].add(request)
 
     def abort(self, request_id: str, now: float = 0.0) -> Update | None:
         """End a request; None where it is unknown or has finished. Its pages are free when no step has a row of it any more."""
@@ -184,7 +178,6 @@ class Scheduler:
             num_ranks,
             source=self.source,
             page_events=self.events is not None,
-            first_rank=self.first_rank,
         )
         new._arrivals = self._arrivals
         refused: list[Update] = []

@@ -35,8 +35,6 @@ _OF_THE_HOST = (
     "kv_events_config",
     "prefill_mesh",
     "decode_mesh",
-    "prefill_instances",
-    "decode_instances",
     *(f"prefill_{name}" for name in PREFILLS_OWN),
     "local_prefill_tokens",
     "transfer_timeout",
@@ -176,12 +174,6 @@ class EngineArgs:
         None, "devices that compute prompts for those of --decode-mesh, which make the tokens; both in place of --mesh"
     )
     decode_mesh: str | None = option(None, "devices that make tokens; with --prefill-mesh")
-    prefill_instances: int = option(1, "engines that compute prompts, each on a --prefill-mesh of its own", least=1)
-    decode_instances: int = option(
-        1,
-        "engines that make tokens, each on a --decode-mesh of its own; each steps by itself, and requests are routed over all ranks",
-        least=1,
-    )
     prefill_max_num_seqs: int | None = option(
         None,
         "most prompts under way on a DP rank of --prefill-mesh; default: as --max-num-seqs, or 256 over all ranks of that mesh, at least 8 "
@@ -282,8 +274,7 @@ class EngineArgs:
 
         if not self.separated:
             return MeshSpec.parse(self.mesh).num_devices
-        decode, prefill = (MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
-        return self.decode_instances * decode + self.prefill_instances * prefill
+        return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
     @property
     def executor_options(self) -> dict[str, Any]:

@@ -241,7 +241,7 @@ class PageEventStream(Attachment):
         """Say of every DP rank of the mesh before, and of this one, that nothing can be found."""
         if self._scheduler is not None:
             for rank in range(max(len(self._scheduler.ranks), executor.limits.num_ranks)):
-                self._sink.publish(self._scheduler.first_rank + rank, [AllBlocksCleared()])
+                self._sink.publish(rank, [AllBlocksCleared()])
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """Tell of this scheduler's pages."""
