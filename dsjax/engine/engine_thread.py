@@ -116,12 +116,12 @@ class EngineThread:
 
     """
 
-    def __init__(self, core: EngineCore, listener: Listener):
+    def __init__(self, core: EngineCore, listener: Listener, name: str = "dsjax-engine"):
         self.core, self._listener = core, listener
         self._driver = CoreDriver(core, listener.on_change)
         self._num_idle = 0  # steps in a row that computed nothing
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="dsjax-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Requests and tokens that were sent here, and of those taken by the thread; each pair has one writer.
         self._queued = self._taken = (0, 0)
         # Of the thread: what to do between steps, and whether to end.

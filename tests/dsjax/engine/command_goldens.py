@@ -7,8 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 from recorded_engines import record
+from recorded_executor import Line
 from recorded_scenarios import SCENARIOS
-from scripted_executor import Line
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "commands"
 

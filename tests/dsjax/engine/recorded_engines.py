@@ -3,7 +3,7 @@
 When a constructor of the engine changes, this file changes; the scenarios and the goldens do not.
 
 Everything is one thread on a virtual clock: time passes by what a step takes and between turns, and the disk, the parcels and the links are
-scripted (`scripted_executor.py`).
+scripted (`recorded_executor.py`).
 """
 
 import time
@@ -15,7 +15,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
-from scripted_executor import Clock, DeviceLostError, LaunchFailedError, Line, ScriptedExecutor, line_of
+from recorded_executor import Clock, DeviceLostError, LaunchFailedError, Line, ScriptedExecutor, line_of
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.contract.executor import ExecutorLimits
@@ -95,6 +95,10 @@ class PolledLinks(PrefillLinks):
         """Look at this executor from now on."""
         self.executor = executor
         super().start(executor, config)
+
+    def wait(self):
+        """Wait for nothing: whoever could be waited for has its turn next."""
+        return bool(self.source.num_under_way)
 
     def begin_step(self, now):
         """Look at the executor, and hand on what there is."""
@@ -278,7 +282,7 @@ class Engine:
         """A step of it."""
         ahead = self._core.has_unfinished
         try:
-            self._core.step(self._meanwhile, waits=False, ahead=ahead)
+            self._core.step(self._meanwhile, ahead=ahead)
         except DeviceLostError as error:
             self._core.survive(error)
         except LaunchFailedError:

@@ -18,7 +18,7 @@ from recorded_engines import (
     make_executor,
     make_prefill,
 )
-from scripted_executor import ScriptedExecutor
+from recorded_executor import ScriptedExecutor
 
 from dsjax.engine.contract.commands import Copy, FetchPages, PlacePages, PullPages, ReadPages, Step, StorePages
 from dsjax.engine.schedule.request import Request
@@ -31,10 +31,13 @@ Actions = dict[int, list[Callable[[], object]]]
 
 
 class Crowd:
-    """Prompts that begin alike and requests for them, drawn from a seed."""
+    """Prompts that begin alike and requests for them, drawn from a seed.
 
-    def __init__(self, seed: int, longest: int = 60, beginnings: int = 3):
-        self._draw = random.Random(seed)
+    first_rank: the first DP rank that requests may name; the engine chooses itself where it has no such rank.
+    """
+
+    def __init__(self, seed: int, longest: int = 60, beginnings: int = 3, first_rank: int = 0):
+        self._draw, self._first_rank = random.Random(seed), first_rank
         self._longest, self._last = longest, []
         self._beginnings = [[self._draw.randrange(VOCABULARY) for _ in range(longest)] for _ in range(beginnings)]
 
@@ -72,7 +75,7 @@ class Crowd:
             if number % 4 == 3:
                 options["priority"] = draw.randrange(-2, 3)
             if number % 11 == 4:
-                options["dp_rank"] = number % 2
+                options["dp_rank"] = self._first_rank + number % 2
             arguments = name, prompt, kind, tokens, seed
             many = 3 if number % 9 == 5 else 1  # n: completions of one prompt
             for place in range(many):
@@ -128,9 +131,8 @@ def plain(
         make_config(executor, policy=policy, **config),
         events=True,
         async_scheduling=asynchronous,
-        first_rank=2 * (policy == "fcfs"),
     )
-    crowd = Crowd(1)
+    crowd = Crowd(1, first_rank=2 * (policy == "fcfs"))
     run.play(together(
         crowd.arrivals(engine, 24 * ranks, every=1 / ranks, longest_output=40),
         sessions(engine, crowd, range(5, 60, 11)),

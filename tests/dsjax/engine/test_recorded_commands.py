@@ -11,8 +11,8 @@ from typing import get_args
 
 import pytest
 from command_goldens import GOLDENS, difference, parsed, path_of, streams_of, text_of
+from recorded_executor import line_of
 from recorded_scenarios import SCENARIOS
-from scripted_executor import line_of
 
 from dsjax.engine.contract.commands import Command, Flush, Score, encode
 
