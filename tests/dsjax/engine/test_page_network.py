@@ -146,8 +146,8 @@ def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_
         # Prefill first: what it answers goes with the request.
         requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
         assert run(decode, requests) == expected
-        assert incoming.counts.completed == len(given)
-        assert incoming.counts.given_up == 0
+        assert incoming.transfer_counts.completed == len(given)
+        assert incoming.transfer_counts.given_up == 0
         assert process.is_empty() is True
 
         # Both at once, each side told of the same room: decode asks first, then prefill does.
@@ -159,7 +159,7 @@ def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_
                 assert process.ask(tokens=given[step - 2], room=98 + step) == rooms[step - 2][2]
 
         assert run(decode, rooms, tell) == expected
-        assert incoming.counts.completed == 2 * len(given)
+        assert incoming.transfer_counts.completed == 2 * len(given)
         assert process.is_empty() is True
 
         # Aborted at some moments; nothing of it stays.

@@ -75,8 +75,9 @@ def test_a_server_without_balancing_says_how_to_get_it(server):
 
 def test_a_rebalance_is_begun_once_and_refused_in_its_middle(server, monkeypatch):
     found = {"layers": 1, "experts": 2, "bytes": 3, "exchanges": 1, "balancedness": {"before": 0.5, "after": 0.9}}
-    balancer = ExpertBalancer(EplbConfig())
-    monkeypatch.setattr(server.serving.engine.core, "attachments", [balancer])
+    core, balancer = server.serving.engine.core, ExpertBalancer(EplbConfig())
+    balancer.start(core.executor, core.scheduler.config)
+    monkeypatch.setattr(core, "attachments", [balancer])
     monkeypatch.setattr(balancer, "rebalance_now", lambda: found)
     assert admin(server, "/rebalance_experts").json() == found
 
