@@ -27,7 +27,7 @@ from dsjax.engine.transfer.page_transfer import (
 from dsjax.errors import UserError
 from dsjax.hosts.wire import keep_alive, receive_frame, send_frame
 
-VERSION = 3
+VERSION = 4
 """Of the messages. It changes whenever an older side could misunderstand a newer one."""
 
 _log = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Prefill's answer. carrier: the address that granted parcels are pulled from. error: why there is no connection."""
+    """Prefill's answer. transport: the address that granted parcels are pulled from. error: why there is no connection."""
 
-    carrier: str = ""
+    transport: str = ""
     error: str = ""
 
 
@@ -105,7 +105,7 @@ class Listener:
     """An address at which processes of the other side greet this one, and connections to those that may come.
 
     Args:
-        serve: makes what stands behind a connection, whose `channel` is started then. space: as of `Hello`. carrier: as of `Welcome`.
+        serve: makes what stands behind a connection, whose `channel` is started then. space: as of `Hello`. transport: as of `Welcome`.
         port: 0: a free one.
 
     Attributes:
@@ -113,9 +113,14 @@ class Listener:
     """
 
     def __init__(
-        self, serve: Callable[[socket.socket], Any], space: dict[str, Any], host: str, port: int = 0, carrier: str = ""
+        self,
+        serve: Callable[[socket.socket], Any],
+        space: dict[str, Any],
+        host: str,
+        port: int = 0,
+        transport: str = "",
     ):
-        self._serve, self._space, self._carrier = serve, plain(space), carrier
+        self._serve, self._space, self._transport = serve, plain(space), transport
         try:
             self._listener = socket.create_server(
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -151,7 +156,7 @@ class Listener:
         try:
             connection.settimeout(_CONNECT_SECONDS)
             error = self._objection(read(connection))
-            write(connection, Welcome(self._carrier, error))
+            write(connection, Welcome(self._transport, error))
             if error:
                 connection.close()
                 return
@@ -194,7 +199,7 @@ def connected(address: str, space: dict[str, Any]) -> tuple[socket.socket, str]:
     except BaseException:
         connection.close()
         raise
-    return connection, answer.carrier
+    return connection, answer.transport
 
 
 def write(connection: socket.socket, message: Any) -> None:

@@ -89,10 +89,16 @@ class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
 
 
 class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
-    """The parcel can be pulled now, once, by the number of this grant. grant: 0: it is not kept any more."""
+    """The parcel can be pulled now, once, by the number of this grant.
+
+    Attributes:
+        grant: 0 where the parcel is not kept any more.
+        ticket: what the transport of the process that pulls needs beside the number (`Transport.publish`).
+    """
 
     number: int
     grant: int
+    ticket: bytes = b""
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -14,8 +15,9 @@ from typing import Any
 
 from dsjax.engine.transfer.page_channel import Channel, Listener, connected
 from dsjax.engine.transfer.page_transfer import Granted, Parcel, ParcelGoneError, Take, Taken
-from dsjax.engine.transfer.parcel_carrier import ParcelCarrier, Shapes
+from dsjax.engine.transfer.transport import Shapes, Transport
 
+_log = logging.getLogger(__name__)
 _MOST_DROPPED = 4096
 
 
@@ -76,14 +78,14 @@ class ParcelServer:
     def __init__(
         self,
         take: Callable[[int], Parcel],
-        carrier: ParcelCarrier,
+        transport: Transport,
         space: dict[str, Any],
         host: str,
         timeout: float,
     ):
-        self.take, self.carrier, self.timeout = take, carrier, timeout
+        self.take, self.transport, self.timeout = take, transport, timeout
         self.grants = itertools.count(1)
-        self.listener = Listener(lambda connection: _Puller(self, connection), space, host, carrier=carrier.address)
+        self.listener = Listener(lambda connection: _Puller(self, connection), space, host, transport=transport.address)
 
     @property
     def address(self) -> str:
@@ -106,27 +108,31 @@ class _Puller:
     def _receive(self, message: Any) -> None:
         self._drain(time.monotonic() - self._server.timeout)
         if isinstance(message, Take):
-            self.channel.send(Granted(message.number, self._grant(message.number)))
-        elif isinstance(message, Taken):
-            self._granted.pop(message.grant, None)
+            self.channel.send(self._grant(message.number))
+        elif isinstance(message, Taken) and message.grant in self._granted:
+            _, parcel = self._granted.pop(message.grant)
+            self._server.transport.withdraw(message.grant, parcel, pulled=True)
 
-    def _grant(self, number: int) -> int:
-        """The number of a grant; 0: there is none."""
+    def _grant(self, number: int) -> Granted:
         server = self._server
         try:
             parcel = server.take(number)
         except ParcelGoneError:
-            return 0
+            return Granted(number, 0)
         grant = next(server.grants)
-        server.carrier.grant(grant, parcel)
+        try:
+            ticket = server.transport.publish(grant, parcel)
+        except Exception:  # of whatever carries it; the other side computes these pages by itself
+            _log.exception("A parcel of pages could not be published.")
+            return Granted(number, 0)
         self._granted[grant] = time.monotonic(), parcel
-        return grant
+        return Granted(number, grant, ticket)
 
     def _drain(self, before: float) -> None:
         for grant, (since, parcel) in list(self._granted.items()):
             if since < before:
                 del self._granted[grant]
-                self._server.carrier.revoke(grant, parcel)
+                self._server.transport.withdraw(grant, parcel, pulled=False)
 
     def _leave(self) -> None:
         self._drain(float("inf"))
@@ -140,8 +146,8 @@ class RemoteParcels:
         space: as of `Hello`. shapes: of a parcel's arrays. timeout: seconds after which a process that does not answer is given up.
     """
 
-    def __init__(self, carrier: ParcelCarrier, space: dict[str, Any], shapes: Shapes, timeout: float):
-        self._carrier, self._space, self._shapes, self._timeout = carrier, space, shapes, timeout
+    def __init__(self, transport: Transport, space: dict[str, Any], shapes: Shapes, timeout: float):
+        self._transport, self._space, self._shapes, self._timeout = transport, space, shapes, timeout
         self._keepers: dict[str, Future[_Keeper]] = {}
         self._lock = threading.Lock()
 
@@ -152,9 +158,9 @@ class RemoteParcels:
             ParcelGoneError: it is not kept any more, or its process cannot be reached.
         """
         keeper = self._keeper(address)
-        grant = keeper.ask(number, self._timeout)
+        granted = keeper.ask(number, self._timeout)
         found: Future[Parcel] = Future()
-        arguments = keeper.carrier, grant, device, found
+        arguments = keeper.transport, granted, device, found
         threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
         try:
             parcel = found.result(self._timeout)
@@ -162,7 +168,7 @@ class RemoteParcels:
             raise ParcelGoneError(f"{address} does not send parcel {number}") from None
         except Exception as error:  # of whatever carries it
             raise ParcelGoneError(f"parcel {number} could not be pulled from {address}: {error}") from error
-        keeper.channel.send(Taken(grant))
+        keeper.channel.send(Taken(granted.grant))
         return parcel
 
     def close(self) -> None:
@@ -193,11 +199,11 @@ class RemoteParcels:
             if self._keepers.get(address) is found:
                 del self._keepers[address]
         if keeper is not None:
-            self._carrier.forget(keeper.carrier)
+            self._transport.disconnect(keeper.transport)
 
-    def _pull(self, carrier: str, grant: int, device: Any, found: Future[Parcel]) -> None:
+    def _pull(self, peer: str, granted: Granted, device: Any, found: Future[Parcel]) -> None:
         try:
-            found.set_result(self._carrier.pull(carrier, grant, self._shapes, device))
+            found.set_result(self._transport.pull(peer, granted.grant, granted.ticket, self._shapes, device))
         except BaseException as error:
             found.set_exception(error)
 
@@ -207,36 +213,36 @@ class _Keeper:
 
     def __init__(self, address: str, space: dict[str, Any], lost: Callable[[_Keeper], None]):
         self._address, self._tell_lost, self.is_lost = address, lost, False
-        self._asked: dict[int, Future[int]] = {}
-        connection, self.carrier = connected(address, space)
+        self._asked: dict[int, Future[Granted]] = {}
+        connection, self.transport = connected(address, space)
         self.channel = Channel(connection, self._receive, self._lost)
         self.channel.start()
 
-    def ask(self, number: int, timeout: float) -> int:
+    def ask(self, number: int, timeout: float) -> Granted:
         """The grant of a parcel."""
-        granted = self._asked[number] = Future()
+        answer = self._asked[number] = Future()
         self.channel.send(Take(number))
         try:
-            grant = 0 if self.is_lost else granted.result(timeout)
+            granted = Granted(number, 0) if self.is_lost else answer.result(timeout)
         except FutureTimeoutError:
             raise ParcelGoneError(f"{self._address} does not answer") from None
         finally:
             self._asked.pop(number, None)
-        if not grant:
+        if not granted.grant:
             raise ParcelGoneError(f"parcel {number} is not kept any more at {self._address}")
-        return grant
+        return granted
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, Granted):
-            self._answer(message.number, message.grant)
+            self._answer(message)
 
     def _lost(self) -> None:
         self.is_lost = True
         for number in list(self._asked):
-            self._answer(number, 0)
+            self._answer(Granted(number, 0))
         self._tell_lost(self)
 
-    def _answer(self, number: int, grant: int) -> None:
-        granted = self._asked.get(number)
-        if granted is not None and not granted.done():
-            granted.set_result(grant)
+    def _answer(self, granted: Granted) -> None:
+        answer = self._asked.get(granted.number)
+        if answer is not None and not answer.done():
+            answer.set_result(granted)
