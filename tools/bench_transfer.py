@@ -89,6 +89,18 @@ class OtherProcess:
         self._process.wait()
 
 
+def between_processes(args, shapes, device) -> dict[str, float]:
+    """Seconds in which a parcel is asked for, published and pulled, by transport."""
+    others = {backend: OtherProcess(backend, shapes, device) for backend in args.backends.split(",")}
+    rounds = {backend: [] for backend in others}
+    for _ in range(args.rounds):
+        for backend, other in others.items():
+            rounds[backend].append(seconds(other.pull))
+    for other in others.values():
+        other.close()
+    return {backend: statistics.median(took) for backend, took in rounds.items()}
+
+
 def measure_bytes(args, console: Console) -> None:
     import jax
     import numpy as np
@@ -106,18 +118,15 @@ def measure_bytes(args, console: Console) -> None:
     parcel = {name: jax.device_put(np.zeros(*own), devices[1]) for name, own in shapes.items()}
     table = Table("what", "ms", "GB/s", title=f"a parcel of {PARCEL_PAGES} pages, {size / 1e6:.2f} MB ({args.model})")
 
-    def row(what, took):
+    def row(what, took, size=size):
         table.add_row(what, f"{1e3 * took:.3f}", f"{size / took / 1e9:.2f}")
 
     row("from device to device", seconds(lambda: move_parcel(parcel, devices[0])))
-    others = {backend: OtherProcess(backend, shapes, devices[0]) for backend in args.backends.split(",")}
-    rounds = {backend: [] for backend in others}
-    for _ in range(args.rounds):
-        for backend, other in others.items():
-            rounds[backend].append(seconds(other.pull))
-    for backend, other in others.items():
-        row(f"from another process by {backend}, asked for, published and pulled", statistics.median(rounds[backend]))
-        other.close()
+    large = {"latent": ((1, PARCEL_PAGES, round(args.chunk_mb * 1e6) // PARCEL_PAGES), np.dtype(np.uint8))}
+    for own in (shapes, large):
+        mb = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in own.values()) / 1e6
+        for backend, took in between_processes(args, own, devices[0]).items():
+            row(f"from another process by {backend}, {mb:.2f} MB", took, 1e6 * mb)
 
     pages = range(1, 1 + PARCEL_PAGES)
     kept = []
@@ -254,6 +263,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=5, help="times that each transport has its turn; the median is shown"
     )
+    parser.add_argument("--chunk-mb", type=float, default=18.3, help="size of a second parcel; default: V3's")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
