@@ -59,6 +59,7 @@ class Backend(NamedTuple):
 
 BACKENDS = {
     "jax": Backend("dsjax.engine.transfer.jax_transport:JaxTransport"),
+    "nixl": Backend("dsjax.engine.transfer.nixl.nixl_transport:NixlTransport", "nixl_cu13", "nixl"),
 }
 """Transports by the option's value. The two sides must use the same one."""
 

@@ -16,6 +16,7 @@ import pytest
 from drafting_checkpoint import write_drafting_checkpoint
 from fake_executor import FakeExecutor
 from quick_compilation import QUICK_COMPILATION
+from transports import EACH_BACKEND
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import int32s
@@ -93,14 +94,20 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module", params=EACH_BACKEND)
+def backend(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def decode(checkpoint):
+def decode(checkpoint, backend):
     llm = LLM(
         str(checkpoint),
         mesh="dp=2",
         disaggregation_mode="decode",
         local_prefill_tokens=1,
         transfer_timeout=60,
+        disaggregation_transfer_backend=backend,
         **SIZES,
         **OPTIONS,
     )
@@ -136,11 +143,13 @@ def alone(llm, given):
     return found
 
 
-def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(checkpoint, decode):
+def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(
+    checkpoint, decode, backend
+):
     given = prompts(8)
     expected = alone(decode, given)
     incoming = decode.engine.core.scheduler.incoming
-    process = PrefillProcess(checkpoint, transfer_timeout=60)
+    process = PrefillProcess(checkpoint, transfer_timeout=60, disaggregation_transfer_backend=backend)
     try:
         # Prefill first: what it answers goes with the request.
         requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
@@ -236,6 +245,15 @@ def until(true, seconds=60):
     while not true() and time.monotonic() < deadline:
         time.sleep(0.005)
     assert true()
+
+
+def test_sides_that_move_pages_by_different_transports_are_told_so(decode, backend, caplog):
+    server, _ = served(disaggregation_transfer_backend="mooncake")
+    [tokens] = prompts(1)
+    expected = alone(decode, [tokens])
+    assert run(decode, [("0", tokens, handoff(server.address))]) == expected
+    assert f"disaggregation_transfer_backend ('mooncake' here, '{backend}' there)" in caplog.text
+    server.shutdown()
 
 
 def test_sides_whose_pages_differ_are_told_in_what():
