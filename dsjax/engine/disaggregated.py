@@ -28,10 +28,10 @@ from dsjax.engine.setup.loading import LoadedModel, PrefillSizes, load_model
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.engine.stream.leader import pulled_stream
 from dsjax.engine.tiers.page_files import lock_folder
+from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.leases import Keeper
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink
 from dsjax.engine.transfer.page_parcels import move_parcel
-from dsjax.engine.transfer.parcel_network import KeptParcels, ParcelServer, RemoteParcels
 from dsjax.engine.transfer.prefill_engine import Keepers, PrefillEngine
 from dsjax.engine.transfer.prefill_links import LocalLink
 from dsjax.engine.transfer.transport import Transport, open_transport
@@ -174,7 +174,7 @@ def load_prefill(
     args, library = replace(args, disaggregation_mode="prefill"), ProgramLibrary()
     model = load_model(args, group, library=library, show_progress=show_progress)
     host, space = _host(args, group), _space(args, model)
-    parcels = ParcelServer(
+    parcels = ChunkServer(
         lambda number: engine.leases.take(number), _transport(args, host), space, host, args.transfer_timeout
     )
     engine = PrefillEngine(
@@ -208,21 +208,21 @@ class FollowersParcels:
 
     def __init__(self, args: EngineArgs, group: HostGroup):
         self._args, self._group = args, group
-        self._kept = KeptParcels(args.transfer_timeout / 2)
-        self._server: ParcelServer | None = None
-        self._parcels: RemoteParcels | None = None
+        self._kept = FollowerSendBuffers(args.transfer_timeout / 2)
+        self._server: ChunkServer | None = None
+        self._parcels: RemoteChunks | None = None
 
     def join(self, loaded: LoadedModel) -> None:
         """Take part in the transfers of another generation, with its executor."""
         args, group = self._args, self._group
         own = group.options.process_id
         if args.disaggregation_mode == "prefill":
-            self._kept = kept = KeptParcels(args.transfer_timeout / 2)
+            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2)
             if self._server is None:
                 host = _host(args, group)
                 take = lambda number: self._kept.take(number)  # noqa: E731
                 transport, space = _transport(args, host), _space(args, loaded)
-                self._server = ParcelServer(take, transport, space, host, args.transfer_timeout)
+                self._server = ChunkServer(take, transport, space, host, args.transfer_timeout)
                 group.store.set(_address_key(own, os.getpid()), self._server.address.encode())
             loaded.executor.send_parcels(kept.ready, kept.drop)
             return
@@ -265,9 +265,9 @@ def _address_key(process_id: int, pid: int) -> str:
     return f"dsjax/parcels/{process_id}/{pid}"
 
 
-def _remote_parcels(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteParcels:
+def _remote_parcels(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteChunks:
     transport = _transport(args, _host(args, group))
-    return RemoteParcels(transport, _space(args, loaded), loaded.executor.parcel_shapes, args.transfer_timeout)
+    return RemoteChunks(transport, _space(args, loaded), loaded.executor.parcel_shapes, args.transfer_timeout)
 
 
 def _transport(args: EngineArgs, host: str) -> Transport:
@@ -275,7 +275,7 @@ def _transport(args: EngineArgs, host: str) -> Transport:
 
 
 def _space(args: EngineArgs, loaded: LoadedModel) -> dict[str, Any]:
-    """What both sides must have alike (`Hello.space`): what pages' values depend on, and by what they are moved."""
+    """What both sides must have alike (`Greeting.space`): what pages' values depend on, and by what they are moved."""
     return loaded.page_space | {"disaggregation_transfer_backend": args.disaggregation_transfer_backend}
 
 

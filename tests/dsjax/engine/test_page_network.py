@@ -22,11 +22,11 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stream.leader import Landings
+from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.leases import Keeper
 from dsjax.engine.transfer.page_channel import split_address
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
 from dsjax.engine.transfer.page_transfer import Ask, Failed, Offer, ParcelGoneError, PulledParcel, Release, UnderWay
-from dsjax.engine.transfer.parcel_network import KeptParcels, ParcelServer, RemoteParcels
 from dsjax.engine.transfer.prefill_engine import PrefillEngine
 from dsjax.errors import UserError
 
@@ -225,7 +225,7 @@ def served(**fields):
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=0.5)
     transport, space = FakeTransport(), {"page_size": 4, **fields}
-    parcels = ParcelServer(engine.leases.take, transport, space, "127.0.0.1", 0.5)
+    parcels = ChunkServer(engine.leases.take, transport, space, "127.0.0.1", 0.5)
     server = PrefillServer(engine, parcels, space, "127.0.0.1")
     engine.leases.begin_anew([Keeper(parcels.address)])
     engine.start()
@@ -234,7 +234,7 @@ def served(**fields):
 
 def linked(server, transport, **space):
     """The way to a server, and what comes from it but for what is under way, which may be said any number of times."""
-    link = RemoteLink(server.address, RemoteParcels(transport, space, {}, 5), space)
+    link = RemoteLink(server.address, RemoteChunks(transport, space, {}, 5), space)
     found = []
     link.connect(lambda message: None if isinstance(message, UnderWay) else found.append(message))
     return link, found
@@ -317,7 +317,7 @@ def transfer_threads():
 def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_keeps_no_thread(caplog):
     before = transfer_threads()  # some of another test's may still be ending
     nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
-    link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteParcels(FakeTransport(), {}, {}, 5), {})
+    link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteChunks(FakeTransport(), {}, {}, 5), {})
     found = []
     link.connect(found.append)
     for name in "abc":
@@ -356,7 +356,7 @@ def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
     until(lambda: sum(message.count for message in found) == 8)
     link.pull(found[0].number, None, found[0].address)
     [client], [puller] = server.listener._clients, server._parcels.listener._clients
-    for channel in (client.channel, puller.channel, link._channel, link._parcels._keeper(found[0].address).channel):
+    for channel in (client.channel, puller.channel, link._channel, link._parcels._connection(found[0].address).channel):
         assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()
@@ -365,14 +365,14 @@ def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
 def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another(monkeypatch):
     tried, limit = [], threading.Event()
 
-    def connected(address, space):
+    def connect_to(address, space):
         tried.append(address)
         if address == "gone:1":
             limit.wait(5)
         raise OSError("no route")
 
-    monkeypatch.setattr("dsjax.engine.transfer.parcel_network.connected", connected)
-    parcels = RemoteParcels(FakeTransport(), {}, {}, 5)
+    monkeypatch.setattr("dsjax.engine.transfer.chunk_network.connect_to", connect_to)
+    parcels = RemoteChunks(FakeTransport(), {}, {}, 5)
     with ThreadPoolExecutor(2) as threads:
         pulls = [threads.submit(parcels.pull, "gone:1", number, None) for number in (1, 2)]
         until(lambda: tried)
@@ -387,7 +387,7 @@ def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_ano
 
 
 def test_a_parcel_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
-    kept = KeptParcels(timeout=5)
+    kept = FollowerSendBuffers(timeout=5)
     timer = threading.Timer(0.05, kept.ready, (3, {"tokens": []}))
     timer.start()
     assert kept.take(3) == {"tokens": []}
