@@ -248,13 +248,14 @@ def main() -> None:
     parser.add_argument("--more", type=int, default=3, help="threads or open files, most that counts as flat")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--disaggregation-transfer-backend", default="jax", help="what moves the pages: jax, nixl")
     parser.add_argument("--prefill", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.prefill:
         serve_prefill(json.loads(args.prefill))
         return
     own = {"model": args.model, "mesh": args.prefill_mesh, "disaggregation_mode": "prefill"}
-    prefill = PrefillProcess({**own, **SIZES, **TRANSFER})
+    prefill = PrefillProcess({**own, **SIZES, **transfer_options(args)})
     try:
         with tempfile.TemporaryDirectory(prefix="dsjax-soak-") as folder:
             found = run(args, folder, prefill)
@@ -268,6 +269,11 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     if not all(claim["holds"] for claim in found["claims"].values()):
         sys.exit(1)
+
+
+def transfer_options(args: argparse.Namespace) -> dict:
+    """Give the options of a transfer, which both sides have alike."""
+    return {**TRANSFER, "disaggregation_transfer_backend": args.disaggregation_transfer_backend}
 
 
 def run(args: argparse.Namespace, folder: str, prefill: PrefillProcess) -> dict:
@@ -293,7 +299,7 @@ def run(args: argparse.Namespace, folder: str, prefill: PrefillProcess) -> dict:
     )
     tiers = {"cache_tokens": 2048, "host_cache_bytes": 2 << 20, "disk_cache": folder, "disk_cache_bytes": 8 << 20}
     say("loading the decode engine and compiling its programs")
-    llm = LLM(args.model, mesh=args.mesh, disaggregation_mode="decode", **tiers, **SIZES, **TRANSFER)
+    llm = LLM(args.model, mesh=args.mesh, disaggregation_mode="decode", **tiers, **SIZES, **transfer_options(args))
     try:
         llm.warm_up()
         say("waiting for the prefill process")
