@@ -30,6 +30,7 @@ from dsjax.engine.stream.leader import pulled_stream
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink
 from dsjax.engine.transfer.page_parcels import move_parcel
+from dsjax.engine.transfer.page_transfer import ParcelPort
 from dsjax.engine.transfer.prefill_links import LocalLink
 from dsjax.engine.transfer.prefill_service import Keepers
 from dsjax.engine.transfer.send_buffers import Keeper
@@ -167,12 +168,12 @@ class FollowersParcels:
                 transport, space = _transport(args, host), _space(args, loaded)
                 self._server = ChunkServer(take, transport, space, host, args.transfer_timeout)
                 group.store.set(_address_key(own, os.getpid()), self._server.address.encode())
-            loaded.executor.send_parcels(kept.ready, kept.drop)
+            loaded.executor.extension(ParcelPort).send_parcels(kept.ready, kept.drop)
             return
         if self._parcels is None:
             self._parcels = _remote_parcels(args, loaded, group)
         pull, writer = self._parcels.pull, StreamWriter(group, pulled_stream(own))
-        loaded.executor.pull_parcels(
+        loaded.executor.extension(ParcelPort).pull_parcels(
             lambda source, number, device: pull(source.address, number, device),
             lambda parcel: writer.put(msgspec.msgpack.encode(parcel)) and None,
         )
@@ -186,7 +187,7 @@ def _keepers(own: str, group: HostGroup | None) -> Keepers:
             return [Keeper(own)] * executor.limits.num_ranks
         this = group.options.process_id
         members = {member.process_id: member for member in group.present}
-        firsts = [processes[0] for processes in executor.processes_of_ranks]
+        firsts = [processes[0] for processes in executor.extension(ParcelPort).processes_of_ranks]
         found = {first: own if first == this else _address_of(members[first], group) for first in set(firsts)}
         return [Keeper(found[first], first != this) for first in firsts]
 
@@ -210,7 +211,9 @@ def _address_key(process_id: int, pid: int) -> str:
 
 def _remote_parcels(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteChunks:
     transport = _transport(args, _host(args, group))
-    return RemoteChunks(transport, _space(args, loaded), loaded.executor.parcel_shapes, args.transfer_timeout)
+    return RemoteChunks(
+        transport, _space(args, loaded), loaded.executor.extension(ParcelPort).parcel_shapes, args.transfer_timeout
+    )
 
 
 def _transport(args: EngineArgs, host: str) -> Transport:
