@@ -26,7 +26,6 @@ ENGINE = ("", "elastic", "setup", "stream", "transfer", "tiers", "experts", "dev
 """The engine's rooms, the front first: each may import those behind it, never those before it."""
 
 DEBTS = {
-    "elastic.follower -> disaggregated",
     "schedule.request -> text.logit_rules",
     "text.input_processor -> transfer.page_channel",
 }
