@@ -286,6 +286,18 @@ class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_expe
     physical_to_logical: bytes
 
 
+class Custom(msgspec.Struct, frozen=True, array_like=True, tag="custom"):
+    """Do what a page source asks for that is not this program's own (`--page-source`).
+
+    Attributes:
+        source: its name, by which a part of the executor has registered. ranks, names: for each rank what the two have agreed on.
+    """
+
+    source: str
+    ranks: list[bytes]
+    names: list[bytes] = []
+
+
 Command = (
     Step
     | Copy
@@ -303,6 +315,7 @@ Command = (
     | ReadLoads
     | StageExperts
     | PlaceExperts
+    | Custom
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -72,7 +72,7 @@ class ExecutorLimits:
 
     Attributes:
         disk_pages: that the disk has room for, of all ranks together; disk_page_bytes: that each takes there.
-        transfers: whether pages go to other engines, or come from them.
+        transfers: whether pages go to other engines, or come from them. moves_pages: whether they go anywhere beside the devices.
     """
 
     max_rows_decode: int
@@ -87,6 +87,7 @@ class ExecutorLimits:
     disk_pages: int = 0
     disk_page_bytes: int = 0
     transfers: bool = False
+    moves_pages: bool = False
 
     @property
     def max_pages(self) -> int:

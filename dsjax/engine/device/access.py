@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.commands import Command
+from dsjax.engine.contract.commands import Command, Custom
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.programs import Programs
@@ -90,6 +90,7 @@ class CommandTable:
 
     def __init__(self):
         self._handlers: dict[type, Handler] = {}
+        self._custom: dict[str, Handler] = {}
 
     def add(self, kind: type[Command], handler: Handler) -> None:
         """Have commands of a kind carried out so.
@@ -101,33 +102,44 @@ class CommandTable:
             raise ValueError(f"two parts of the executor carry out {kind.__name__}, expected one")
         self._handlers[kind] = handler
 
+    def add_custom(self, source: str, handler: Handler) -> None:
+        """Have `Custom` commands of a page source carried out so.
+
+        Raises:
+            ValueError: another part has this source.
+        """
+        if source in self._custom:
+            raise ValueError(f"two parts of the executor carry out commands of {source!r}, expected one")
+        self._custom[source] = handler
+
     def launch(self, command: Command) -> Pending:
         """A command with its inputs laid out and sent.
 
         Raises:
             ValueError: no part of the executor carries it out.
         """
-        handler = self._handlers.get(type(command))
+        kind = type(command)
+        handler = self._custom.get(command.source) if kind is Custom else self._handlers.get(kind)
         if handler is None:
-            raise ValueError(
-                f"no part of this executor carries out {type(command).__name__}; it was made without the option that asks for it"
-            )
+            what = f"commands of {command.source!r}" if kind is Custom else kind.__name__
+            raise ValueError(f"no part of this executor carries out {what}; it was made without the option that asks for it")
         pending = Pending(command, handler)
         pending.running = handler.execute(pending, command)
         return pending
 
 
-class DevicePart(Protocol):
+class DevicePart:
     """A part of an executor that moves pages or experts. It is made from a `DeviceAccess` before the first command."""
 
     def register(self, table: CommandTable) -> None:
-        """Add the commands that it carries out."""
+        """Add the commands that the part carries out."""
 
     def rehearse(self, run: Callable[[Command], Any]) -> None:
         """Run what has to be tried once all programs are compiled; `run` launches a command and collects it."""
 
     def close(self) -> None:
-        """Finish what goes on beside commands, and end its threads."""
+        """Finish what goes on beside commands, and end the part's threads."""
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """What the part offers to those who know of it by this type; None: nothing of the kind."""
+        return None

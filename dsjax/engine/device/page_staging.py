@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     make: Callable[[], PagesOnTheWay]
 
 
-class PageStore(Protocol):
+class PageStore:
     """Where pages lie that are named by numbers in `FetchPages`: slots of host memory, or pages that have landed."""
 
     def take(self, wanted: Layout, places: Layout) -> tuple[list[Piece], Layout]:
@@ -34,6 +34,7 @@ class PageStore(Protocol):
 
         wanted: of each rank the numbers of a `FetchPages`. places: of each rank those of them that nobody has taken yet.
         """
+        raise NotImplementedError(f"{type(self).__name__} stores pages and does not say how they are sent")
 
     def forget(self, rank: int, number: int) -> None:
         """Keep a page no longer that has landed, or is about to."""

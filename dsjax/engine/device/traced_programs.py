@@ -139,7 +139,7 @@ class TracedPrograms:
                     work["drafting step", shape, count] = (f"{name}, then {count} drafts", lower)
         work["allocate",] = ("allocation", self._lower_allocate)
         work["admit",] = ("admission", self._lower_admit)
-        if self._limits.host_pages_per_rank or self._limits.disk_pages or self._limits.transfers:
+        if self._limits.moves_pages:
             work["take pages",] = ("pages out of the cache", self._lower_take_pages)
             work["put pages",] = ("pages into the cache", self._lower_put_pages)
         work["clear",] = ("clearing pages", self._lower_clear)

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from dsjax.config import ModelConfig
 from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts
 from dsjax.engine.device import expert_programs
-from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.expert_programs import ExpertLayers, expert_layers, pack_moves, pack_slots
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.model.parameter_counts import parameter_counts
@@ -29,7 +29,7 @@ Reload = Callable[[list[str], LayerPlacements], Mapping[str, Array]]
 _log = logging.getLogger(__name__)
 
 
-class ExpertExchange:
+class ExpertExchange(DevicePart):
     """Moves experts of one executor, whose parameters and state it changes.
 
     Args:
@@ -57,9 +57,6 @@ class ExpertExchange:
     def extension(self, kind: type) -> Any:
         """Where experts are, for the balancer."""
         return self if kind is ExpertMover else None
-
-    def close(self) -> None:
-        """End nothing: the part has no threads."""
 
     @property
     def slots(self) -> ExpertSlots:

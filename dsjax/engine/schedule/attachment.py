@@ -27,6 +27,9 @@ class Attachment:
     wants_page_events: bool = False
     statistics_name: str = ""
 
+    def __init__(self, source: PageSource | None = None):
+        self.source = source
+
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin with an executor: the first one, or one that was made anew. What the one before was asked for is void.
 

@@ -108,6 +108,10 @@ class EngineArgs:
     disk_cache_bytes: int = option(
         0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
     )
+    page_source: str | None = option(
+        None,
+        "module of a further page source, such as my_package.kept_pages: a place where pages of the cache exist beside the devices",
+    )
     kv_events_config: str | dict[str, Any] | None = option(
         None,
         "publish which pages are stored and removed, as vLLM does: JSON such as "

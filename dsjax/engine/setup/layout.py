@@ -133,4 +133,6 @@ def _limits(args: EngineArgs, step: Step, sizes: ExecutorLimits, pool: Pool | No
                 else " or use a mesh of more devices"
             )
         )
-    return replace(sizes, pages_per_rank=pages, **tier_sizes.below(args, step))
+    tiers = tier_sizes.below(args, step)
+    moves = sizes.transfers or args.page_source is not None or any(tiers.values())
+    return replace(sizes, pages_per_rank=pages, moves_pages=moves, **tiers)

@@ -33,6 +33,7 @@ from dsjax.engine.setup import tier_sizes
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, dispatch_method, weights_format
 from dsjax.engine.setup.layout import Layout
+from dsjax.engine.setup.page_source_module import import_page_source
 from dsjax.engine.setup.memory import check_device_memory, check_host_memory
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
@@ -226,6 +227,7 @@ def load_model(
             num_drafts=layout.num_drafts,
             experts_per_exchange=layout.per_exchange,
             parts=_parts(
+                args,
                 limits,
                 layout.per_exchange,
                 lambda paths, placements: load(
@@ -260,7 +262,11 @@ def load_model(
 
 
 def _parts(
-    limits: ExecutorLimits, per_exchange: int, reload: Reload, disk: Callable[[Shapes], DiskPages] | None
+    args: EngineArgs,
+    limits: ExecutorLimits,
+    per_exchange: int,
+    reload: Reload,
+    disk: Callable[[Shapes], DiskPages] | None,
 ) -> list[PartMaker]:
     """The optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
     parts: list[PartMaker] = []
@@ -268,6 +274,8 @@ def _parts(
         parts.append(PageParcels)
     if limits.host_pages_per_rank or disk is not None:
         parts.append(partial(HostPages, disk=disk))
+    if args.page_source is not None:
+        parts.append(import_page_source(args.page_source).device_part)
     if per_exchange:
         parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
     return parts

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.engine.contract.commands import Command, DropPages, StorePages, names_of
-from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import PagesOnTheWay
-from dsjax.engine.device.page_staging import Layout, PageStaging, Piece, cut, packed
+from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, Piece, cut, packed
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.page_files import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
@@ -39,7 +39,7 @@ class _Leaving(NamedTuple):
     taken: PagesOnTheWay
 
 
-class HostPages:
+class HostPages(DevicePart, PageStore):
     """Slots of host memory, of every DP rank that this process has devices of; and the disk below, where there is one.
 
     A page leaves by a program that gathers it and a copy to the host that nobody waits for, until a later command needs it. It
@@ -76,9 +76,6 @@ class HostPages:
     def extension(self, kind: type) -> Any:
         """What came of the disk, for the offload tiers of the scheduler."""
         return self if kind is PageReporter else None
-
-    def rehearse(self, run: Callable[[Command], Any]) -> None:
-        """Try nothing: no program here has to be run before it is needed."""
 
     def _store(self, _: Pending, command: StorePages) -> Running:
         """Copy pages to slots, and write them to the disk."""

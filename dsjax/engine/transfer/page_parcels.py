@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.engine.contract.commands import Command, DropParcels, PullPages, SendPages
-from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import MOVED_PAGES
-from dsjax.engine.device.page_staging import Layout, PageStaging, Piece
+from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, Piece
 from dsjax.engine.transfer.page_transfer import Parcel, ParcelGoneError, ParcelPort, Pull, PulledParcel, Source
 
 PULLERS = 2
@@ -46,7 +46,7 @@ def move_parcel(parcel: Parcel, device: jax.Device) -> Parcel:
     return jax.block_until_ready({name: jax.device_put(array, device) for name, array in parcel.items()})
 
 
-class PageParcels:
+class PageParcels(DevicePart, PageStore):
     """Pages go to parcels by the program that takes pages to host memory; a thread waits until they are there, and offers them.
 
     A parcel is one device's part of what that program gives: the arrays of ``describe_moved`` for one DP rank, on one of its devices; with
@@ -84,9 +84,6 @@ class PageParcels:
     def extension(self, kind: type) -> Any:
         """The way to other engines, for the scheduler's part in transfers."""
         return self if kind is ParcelPort else None
-
-    def rehearse(self, run: Callable[[Command], Any]) -> None:
-        """Try nothing: no program here has to be run before it is needed."""
 
     @property
     def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
