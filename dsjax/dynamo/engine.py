@@ -107,10 +107,7 @@ class DsjaxEngine(Worker):
                 f"{context.id()}~{self._count}",  # a request that comes back after a migration has its old id
                 [{"prompt_token_ids": read.token_ids}],
                 read.params,
-                priority=read.priority,
-                cache_salt=read.cache_salt,
-                dp_rank=read.dp_rank,
-                prefill=read.prefill,
+                read.options,
             )
         except (UserError, TypeError) as error:
             raise InvalidArgument(str(error)) from error

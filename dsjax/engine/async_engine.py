@@ -9,7 +9,7 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.engine_thread import EngineThread, Stepper
-from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.input_processor import PreparedRequest, Prompt
@@ -104,14 +104,9 @@ class AsyncEngine:
         request_id: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        session: str | None = None,
-        dp_rank: int | None = None,
-        prefill: Mapping[str, str] | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> OutputStream:
-        """Check all prompts, then queue them all. Keywords as of `LLMEngine.add_request`.
+        """Check all prompts, then queue them all.
 
         Raises:
             UserError: one of them cannot be; none is queued.
@@ -123,17 +118,7 @@ class AsyncEngine:
 
         def prepare() -> list[PreparedRequest]:
             return [
-                self._inputs.prepare(
-                    id_,
-                    prompt,
-                    params,
-                    arrival_time=arrival_time,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    session=session,
-                    dp_rank=dp_rank,
-                    prefill=prefill,
-                )
+                self._inputs.prepare(id_, prompt, params, options, arrival_time)
                 for id_, prompt in zip(ids, prompts, strict=True)
             ]
 

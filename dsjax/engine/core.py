@@ -136,9 +136,10 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        if request.prefill is not None and self._connects:
-            request.prefill_link = self._prefills.number_of(request.prefill["address"])
-            request.prefill_transfer = request.prefill["transfer"]
+        prefill = request.options.prefill
+        if prefill is not None and self._connects:
+            request.prefill_link = self._prefills.number_of(prefill["address"])
+            request.prefill_transfer = prefill["transfer"]
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Update | None:

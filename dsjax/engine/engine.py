@@ -1,7 +1,7 @@
 """`LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dsjax.engine.contract.executor import Executor, Progress
@@ -9,6 +9,7 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import InputProcessor, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
@@ -93,34 +94,16 @@ class LLMEngine:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        session: str | None = None,
-        dp_rank: int | None = None,
-        prefill: Mapping[str, str] | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Queue a request.
-
-        priority: lower runs first, with the scheduling policy `priority`. cache_salt: pages are shared only with requests
-        of the same salt. session: requests of one session go to one DP rank. dp_rank: the DP rank that it runs on, if the mesh has it.
-        prefill: what `PrefillServer.prefill` gave where another process computes the prompt.
 
         Raises:
             UserError: something in the request cannot be; nothing of it stays behind.
             ValueError: the id is taken by an unfinished request.
         """
-        prepared = self.inputs.prepare(
-            request_id,
-            prompt,
-            params or SamplingParams(),
-            arrival_time=time.monotonic(),
-            priority=priority,
-            cache_salt=cache_salt,
-            session=session,
-            dp_rank=dp_rank,
-            prefill=prefill,
-        )
+        params = params or SamplingParams()
+        prepared = self.inputs.prepare(request_id, prompt, params, options, time.monotonic())
         self.outputs.add(prepared)
         for request in prepared.completions:
             self.core.add(request)

@@ -14,6 +14,7 @@ from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.schedule.page_events import EventSink
+from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.step_writer import clear_command
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.text.input_processor import Prompt
@@ -160,9 +161,7 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         try:
             for request_id, prompt, param, place in zip(ids, prompts, params, priorities, strict=True):
-                self.engine.add_request(
-                    request_id, prompt, param, priority=place, cache_salt=cache_salt, session=session
-                )
+                self.engine.add_request(request_id, prompt, param, RequestOptions(place, cache_salt, session))
             while self.engine.has_unfinished():
                 outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
         except BaseException:

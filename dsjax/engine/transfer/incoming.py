@@ -178,12 +178,8 @@ class Incoming:
         for name in rest:
             self._expected.setdefault((rank, name), transfer)
         tokens = request.token_ids[: len(names) * self.pools[rank].page_size + 1]
-        self._messages.append(
-            (
-                link,
-                Ask(transfer.name, int32s(tokens), found, len(names), request.cache_salt, request.priority),
-            )
-        )
+        salt, priority = request.options.cache_salt, request.options.priority
+        self._messages.append((link, Ask(transfer.name, int32s(tokens), found, len(names), salt, priority)))
         self._count(asked=1)
         self.awaits(rank, request, rest[0])
 

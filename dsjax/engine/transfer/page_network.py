@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.commands import int32s
-from dsjax.engine.transfer.page_channel import Channel, Listener, connected, split_address
+from dsjax.engine.transfer.page_channel import Channel, Listener, connected
 from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill, UnderWay
 from dsjax.engine.transfer.parcel_network import ParcelServer, RemoteParcels
 from dsjax.engine.transfer.prefill_engine import PrefillEngine, Receive

@@ -14,7 +14,7 @@ from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.schedule.page_events import EventSink
-from dsjax.engine.schedule.request import FinishReason, Request, Status
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.transfer.leases import Keeper, Leases, Sending
 from dsjax.engine.transfer.page_transfer import (
@@ -278,10 +278,18 @@ class PrefillEngine:
             return
         sending = Sending(ask.transfer, ask.first, ask.end)
         params = SamplingParams(temperature=0, max_tokens=1)
+        options = RequestOptions(ask.priority, ask.salt)
         request = Request(
-            ask.transfer, tokens, len(tokens), params, max_tokens=1, seed=0, arrival_time=time.monotonic()
+            ask.transfer,
+            tokens,
+            len(tokens),
+            params,
+            max_tokens=1,
+            seed=0,
+            arrival_time=time.monotonic(),
+            options=options,
+            sending=sending,
         )
-        request.priority, request.cache_salt, request.sending = ask.priority, ask.salt, sending
         self._jobs[ask.transfer] = _Job(request, sending, receive)
         try:
             self.core.add(request)

@@ -9,6 +9,7 @@ from tiny_tokenizer import BOS, EOS, tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams
 from dsjax.engine.engine import LLMEngine
+from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.input_processor import PromptError
 from dsjax.errors import UserError
@@ -251,8 +252,9 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind(prompt, params, err
 def test_a_prefill_engine_that_cannot_be_is_refused_before_the_engine_connects_to_it(prefill, message):
     engine = make_engine()
     with pytest.raises(UserError, match=message):
-        engine.add_request("r", [1], SamplingParams(), prefill=prefill)
-    engine.add_request("r", [1], SamplingParams(n=2), prefill={"address": "[::1]:90", "transfer": "a"})
+        engine.add_request("r", [1], SamplingParams(), RequestOptions(prefill=prefill))
+    options = RequestOptions(prefill={"address": "[::1]:90", "transfer": "a"})
+    engine.add_request("r", [1], SamplingParams(n=2), options)
 
 
 def test_a_request_id_in_use_is_refused():

@@ -15,7 +15,7 @@ from dsjax.engine.contract.commands import int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine_thread import EngineThread
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Release
 from dsjax.engine.transfer.prefill_engine import PrefillEngine
@@ -384,7 +384,7 @@ def test_two_requests_that_were_handed_the_same_transfer_both_get_their_own_page
 def test_an_engine_that_reaches_its_own_prefill_engines_alone_ignores_which_one_a_request_names():
     pair = Pair()
     prefill = {"address": "127.0.0.1:1", "transfer": "room-7"}
-    request = pair.add("a", list(range(50)), prefill=prefill)
+    request = pair.add("a", list(range(50)), options=RequestOptions(prefill=prefill))
     pair.run()
     assert request.output_token_ids == expected_tokens(list(range(50)), 6)
     assert pair.incoming.counts.completed == 1

@@ -241,9 +241,9 @@ def forms_given(server, monkeypatch) -> list:
     seen = []
     submit = server.engine.submit
 
-    async def watched(request_id, prompts, params, **options):
+    async def watched(request_id, prompts, params, options):
         seen.append(params.structured_outputs)
-        return await submit(request_id, prompts, params, **options)
+        return await submit(request_id, prompts, params, options)
 
     monkeypatch.setattr(server.engine, "submit", watched)
     return seen
@@ -411,9 +411,9 @@ def test_sampling_fields_reach_the_engine(start, monkeypatch):
     seen = []
     submit = server.engine.submit
 
-    async def watched(request_id, prompts, params, **options):
+    async def watched(request_id, prompts, params, options):
         seen.append(params)
-        return await submit(request_id, prompts, params, **options)
+        return await submit(request_id, prompts, params, options)
 
     monkeypatch.setattr(server.engine, "submit", watched)
     fields = {
