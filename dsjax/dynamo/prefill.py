@@ -17,7 +17,7 @@ from dsjax.engine.transfer.page_network import PrefillServer
 from dsjax.errors import UserError
 from dsjax.hosts.wire import split_address
 from dsjax.serve.metrics_families import Registry, exposition
-from dsjax.serve.metrics_prefill import add_prefill_metrics
+from dsjax.serve.metrics_parts import add_prefill_metrics
 from dsjax.serve.startup_screen import warm_up_bar
 from dsjax.serve.watchdog import Watchdog
 

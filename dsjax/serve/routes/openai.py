@@ -26,9 +26,9 @@ from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.completions import CompletionAnswer, CompletionRequest
 from dsjax.serve.guards import beginning_with, request_id_of
-from dsjax.serve.openai_fields import warning_headers
 from dsjax.serve.responses_answer import ResponsesAnswer, ResponsesEvents
 from dsjax.serve.responses_request import ResponsesRequest
+from dsjax.serve.sampling_fields import warning_headers
 from dsjax.serve.schemas import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
 from dsjax.serve.serving import Serving, followed
 
