@@ -73,7 +73,7 @@ def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[int]]:
     """Tokens of each request. They run on the first and the last DP rank, so that the caches are short of room on any mesh."""
     from dsjax.engine.schedule.request import RequestOptions
 
-    found, ranks = {}, (0, llm.engine.num_ranks - 1)
+    found, ranks = {}, (0, llm.parts.num_ranks - 1)
     for place in order:
         tokens, params = requests[place]
         options = RequestOptions(dp_rank=ranks[place % 2], prefill=prefill(tokens))
@@ -134,7 +134,7 @@ def separated(directory: str, layout: str, requests, other: str):
 
     llm = LLM(directory, decode_mesh=layout, prefill_mesh=other, **APART, **SIZES, **OPTIONS)
     few_programs(llm.executor)
-    [prefill] = llm.engine.prefill_engines
+    [prefill] = llm.parts.prefill_engines
     few_programs(prefill.core.executor)
     return twice_apart(llm, requests)
 

@@ -138,6 +138,8 @@ def resident_bytes() -> int:
 
 def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expected) -> dict:
     """Run the traffic; give what was found."""
+    from dsjax.engine.schedule.request import RequestOptions
+
     rng, core = random.Random(args.seed), llm.engine.core
     began = time.monotonic()
     end, next_flush, life = began + 60 * args.minutes, began + 7.0, args.kill_seconds

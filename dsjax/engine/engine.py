@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
+"""`EngineParts`: what a loaded engine is made of. `LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,15 +28,10 @@ ENGINE_END = ": "
 """Between an engine's name and the name of what it compiles, where prompts have an engine of their own."""
 
 
-class LLMEngine:
-    """The engine without threads: `LLM.generate` and the tests drive it; the server drives its parts.
+class EngineParts:
+    """A loaded engine before anybody drives it: its core, what makes requests of prompts, and what makes text of tokens.
 
-    ::
-
-        engine.add_request("a", "def main(", SamplingParams(temperature=0))
-        while engine.has_unfinished():
-            for output in engine.step():
-                ...
+    `LLMEngine` drives it in the caller's thread, `AsyncEngine` in a thread of its own.
 
     Args:
         eos_token_ids: tokens that end a completion unless it ignores them.
@@ -47,6 +42,10 @@ class LLMEngine:
         prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
         event_sink: is given them too, in the engine's thread.
         stream_interval: as of `EngineArgs`.
+
+    Attributes:
+        core: scheduler and executor. inputs, outputs: they may belong to another thread than the core.
+        prefills: links to the engines of this process that compute prompts for this one.
     """
 
     def __init__(
@@ -84,9 +83,53 @@ class LLMEngine:
             local_tokens=local_prefill_tokens,
             transfer_timeout=transfer_timeout,
         )
-        self.prefills = prefills or ()
+        self.prefills = tuple(prefills or ())
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer, stream_interval)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of DP ranks of the mesh."""
+        return len(self.core.scheduler.ranks)
+
+    @property
+    def prefill_engines(self) -> "list[PrefillEngine]":
+        """Engines of this process that compute prompts for this one."""
+        return [link.engine for link in self.prefills]
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every shape before the first request.
+
+        Where prompts have an engine of their own, a label begins with the engine's name, up to `ENGINE_END`.
+        """
+
+        def of(kind: str) -> Progress | None:
+            if progress is None or not self.prefills:
+                return progress
+            return lambda done, total, label: progress(done, total, f"{kind} engine{ENGINE_END}{label}")
+
+        self.core.executor.warm_up(of("decode"))
+        for link in self.prefills:
+            link.warm_up(of("prefill"))
+        if self.core.generations is not None:
+            self.core.generations.has_warmed_up()
+
+
+class LLMEngine:
+    """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it.
+
+    ::
+
+        engine = LLMEngine(EngineParts(executor, tokenizer, config))
+        engine.add_request("a", "def main(", SamplingParams(temperature=0))
+        while engine.has_unfinished():
+            for output in engine.step():
+                ...
+    """
+
+    def __init__(self, parts: EngineParts):
+        self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
+        self.tokenizer, self.prefills = parts.tokenizer, parts.prefills
         self._aborted: list[RequestOutput] = []
 
     def add_request(
@@ -107,11 +150,6 @@ class LLMEngine:
         self.outputs.add(prepared)
         for request in prepared.completions:
             self.core.add(request)
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of DP ranks of the mesh."""
-        return len(self.core.scheduler.ranks)
 
     def abort(self, request_id: str) -> None:
         """End a request; the next `step` gives its last output. No-op if it has ended."""
@@ -162,31 +200,9 @@ class LLMEngine:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
         return self.core.generations
 
-    @property
-    def prefill_engines(self) -> "list[PrefillEngine]":
-        """Engines of this process that compute prompts for this one."""
-        return [link.engine for link in self.prefills]
-
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it."""
         return self.core.flush_prefix_cache()
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape before the first request.
-
-        Where prompts have an engine of their own, a label begins with the engine's name, up to `ENGINE_END`.
-        """
-
-        def of(kind: str) -> Progress | None:
-            if progress is None or not self.prefills:
-                return progress
-            return lambda done, total, label: progress(done, total, f"{kind} engine{ENGINE_END}{label}")
-
-        self.core.executor.warm_up(of("decode"))
-        for link in self.prefills:
-            link.warm_up(of("prefill"))
-        if self.core.generations is not None:
-            self.core.generations.has_warmed_up()
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from dsjax.engine.async_engine import OutputStream
+from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.errors import ApiError, to_api_error
 

@@ -4,8 +4,8 @@ import asyncio
 import time
 from typing import Any
 
-from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds

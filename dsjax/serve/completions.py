@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from dsjax.engine.async_engine import OutputStream
 from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dsjax.engine.async_engine import AsyncEngine, OutputStream
+from dsjax.engine.async_engine import EngineClient
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
+from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.text.input_processor import Prompt
 from dsjax.serve.errors import ApiError
@@ -51,7 +52,7 @@ class QueueGate:
     What waits is counted in the engine, and on the way from this gate to the engine. `reject` is told of each refusal.
     """
 
-    def __init__(self, engine: AsyncEngine, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
+    def __init__(self, engine: EngineClient, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
         self._engine = engine
         self._reject = reject
         self._most_requests = options.max_queued_requests
@@ -112,7 +113,7 @@ class Serving:
         on_phase: told of each phase that the server enters.
     """
 
-    engine: AsyncEngine
+    engine: EngineClient
     model_names: Sequence[str]
     model_root: str
     max_model_len: int

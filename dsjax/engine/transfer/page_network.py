@@ -14,6 +14,7 @@ from dsjax.engine.transfer.page_channel import Channel, Listener, connected
 from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill, UnderWay
 from dsjax.engine.transfer.parcel_network import ParcelServer, RemoteParcels
 from dsjax.engine.transfer.prefill_engine import PrefillEngine, Receive
+from dsjax.hosts.wire import split_address
 
 if TYPE_CHECKING:
     from dsjax.engine.contract.executor import Progress

@@ -8,7 +8,7 @@ from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import BOS, EOS, tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.input_processor import PromptError
@@ -19,7 +19,7 @@ def make_engine(tokenizer=None, eos=(), stream_interval=1, **executor_options) -
     executor = FakeExecutor(**executor_options)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     tokenizer = tokenizer or tiny_tokenizer()
-    return LLMEngine(executor, tokenizer, config, eos_token_ids=eos, stream_interval=stream_interval)
+    return LLMEngine(EngineParts(executor, tokenizer, config, eos_token_ids=eos, stream_interval=stream_interval))
 
 
 def finish(engine: LLMEngine) -> dict:
