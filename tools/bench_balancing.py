@@ -158,7 +158,9 @@ class Bench:
         options, engine, core = self.options, self.llm.engine, self.llm.engine.core
         window = min(options.window, interval)
         config = self.config | {"step_interval": interval if on else 10**9, "window_size": window}
-        balancer = core._balancer = ExpertBalancer(EplbConfig.parse(config), self.llm.executor)
+        balancer = ExpertBalancer(EplbConfig.parse(config))
+        balancer.start(self.llm.executor, core.scheduler.config)
+        core.attachments = [part for part in core.attachments if not isinstance(part, ExpertBalancer)] + [balancer]
         run, rng = Run(name, self.bound), random.Random(7)
         prompts = texts(self.llm.tokenizer, rng)
         live, last, number = set(), {}, 0

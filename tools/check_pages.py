@@ -101,7 +101,7 @@ def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes
         hits = [load.hits for load in llm.engine.core.loads()]
     finally:
         llm.shutdown()
-    host, disk = sum(h.host for h in hits), sum(h.disk for h in hits)
+    host, disk = (sum(own.get(tier, 0) for own in hits) for tier in ("host", "disk"))
     said = f"{host} tokens from host memory, {disk} from the disk"
     return made, said, host > 0 and disk > 0
 
@@ -120,7 +120,7 @@ def twice_apart(llm, requests, prefill=lambda tokens: None):
             llm.engine.step()
         llm.engine.abort(ABORTED)
         second = play(llm, requests, forward[::-1], prefill)
-        counts = llm.engine.core.transfers()
+        counts = llm.engine.core.statistics()["transfers"]
     finally:
         llm.shutdown()
     # Requests of one beginning on one rank share what is transferred, but none has nothing to be transferred.

@@ -24,6 +24,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from dsjax.engine.transfer.prefill_links import PrefillLinks
+
 ROOT, BEGAN = Path(__file__).parents[1], time.monotonic()
 sys.path.insert(0, str(ROOT))
 SIZES = {"max_num_seqs": 8, "max_model_len": 512, "prefill_chunk": 64, "max_num_batched_tokens": 128}
@@ -107,7 +109,7 @@ def serve_prefill(options: dict) -> None:
     for line in sys.stdin:
         tokens, engine = json.loads(line).get("tokens"), server.engine
         pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
-        kept = {"jobs": engine.num_jobs, "parcels": engine.leases.num_kept, "pages": pages}
+        kept = {"jobs": engine.num_jobs, "parcels": engine.buffers.num_kept, "pages": pages}
         print(json.dumps(server.prefill(tokens) if tokens else kept), flush=True)
 
 
@@ -181,7 +183,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
         if now > next_word:
             next_word = now + WORD_SECONDS
             seen = ", ".join(f"{count} {what}" for what, count in counts.items())
-            under = f"{len(under_way)} requests and {core.scheduler.incoming.num_under_way} transfers under way"
+            under = f"{len(under_way)} requests and {core.part(PrefillLinks).source.num_under_way} transfers under way"
             say(
                 f"{seen}; {len(wrong)} wrong; {under}; {samples[-1][1] / 1e6:.0f} MB, {samples[-1][2]} threads, {samples[-1][3]} files"
             )
@@ -197,7 +199,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
     middle, last = samples[third : 2 * third] or samples, samples[-third:]
     growth = sum(s[1] for s in last) / len(last) / (sum(s[1] for s in middle) / len(middle)) - 1
     loads = core.loads()
-    incoming = core.scheduler.incoming
+    incoming = core.part(PrefillLinks).source
     claims = {
         "wrong answers": (len(wrong), 0, not wrong),
         "answers": (counts["completed"], "> 0", counts["completed"] > 0),
@@ -219,7 +221,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
     return {
         "counts": dict(counts),
         "transfers": incoming.counts._asdict(),
-        "hits": [load.hits._asdict() for load in loads],
+        "hits": [load.hits for load in loads],
         "prefill starts": prefill.starts,
         "samples of seconds, resident bytes, threads, open files": [(round(s[0] - began, 1), *s[1:]) for s in samples],
         "threads": Counter(thread.name for thread in threading.enumerate()),
@@ -248,13 +250,14 @@ def main() -> None:
     parser.add_argument("--more", type=int, default=3, help="threads or open files, most that counts as flat")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--disaggregation-transfer-backend", default="jax", help="what moves the pages: jax, nixl")
     parser.add_argument("--prefill", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.prefill:
         serve_prefill(json.loads(args.prefill))
         return
     own = {"model": args.model, "mesh": args.prefill_mesh, "disaggregation_mode": "prefill"}
-    prefill = PrefillProcess({**own, **SIZES, **TRANSFER})
+    prefill = PrefillProcess({**own, **SIZES, **transfer_options(args)})
     try:
         with tempfile.TemporaryDirectory(prefix="dsjax-soak-") as folder:
             found = run(args, folder, prefill)
@@ -268,6 +271,11 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     if not all(claim["holds"] for claim in found["claims"].values()):
         sys.exit(1)
+
+
+def transfer_options(args: argparse.Namespace) -> dict:
+    """Give the options of a transfer, which both sides have alike."""
+    return {**TRANSFER, "disaggregation_transfer_backend": args.disaggregation_transfer_backend}
 
 
 def run(args: argparse.Namespace, folder: str, prefill: PrefillProcess) -> dict:
@@ -293,7 +301,7 @@ def run(args: argparse.Namespace, folder: str, prefill: PrefillProcess) -> dict:
     )
     tiers = {"cache_tokens": 2048, "host_cache_bytes": 2 << 20, "disk_cache": folder, "disk_cache_bytes": 8 << 20}
     say("loading the decode engine and compiling its programs")
-    llm = LLM(args.model, mesh=args.mesh, disaggregation_mode="decode", **tiers, **SIZES, **TRANSFER)
+    llm = LLM(args.model, mesh=args.mesh, disaggregation_mode="decode", **tiers, **SIZES, **transfer_options(args))
     try:
         llm.warm_up()
         say("waiting for the prefill process")

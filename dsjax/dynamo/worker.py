@@ -174,5 +174,5 @@ def snapshot(load: RankLoad) -> ComponentSnapshot:
         kv_total_blocks=load.usable_pages,
         gpu_cache_usage=load.used_pages / load.usable_pages if load.usable_pages else 0.0,
         dp_rank=load.rank,
-        kv_cache_hit_rate=sum(load.hits) / load.queried if load.queried else None,
+        kv_cache_hit_rate=sum(load.hits.values()) / load.queried if load.queried else None,
     )

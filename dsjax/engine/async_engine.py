@@ -16,6 +16,7 @@ from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.input_processor import PreparedRequest, Prompt
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
@@ -172,7 +173,7 @@ class ThreadedEngine:
             EngineDeadError: the engine has failed, before or in this.
         """
         thread, generations = self._thread, self.core.generations
-        if self.core.is_separated and generations is None:
+        if self.core.part(PrefillLinks) is not None and generations is None:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import msgspec
@@ -18,20 +19,21 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.generations import Generations
-from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from dsjax.engine.engine import attachments_of
+from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.layout import Layout
 from dsjax.engine.setup.loading import LoadedModel, PrefillSizes, load_model
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.engine.stream.leader import pulled_stream
-from dsjax.engine.transfer.leases import Keeper
+from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink
 from dsjax.engine.transfer.page_parcels import move_parcel
-from dsjax.engine.transfer.parcel_carrier import JaxCarrier
-from dsjax.engine.transfer.parcel_network import KeptParcels, ParcelServer, RemoteParcels
-from dsjax.engine.transfer.prefill_engine import Keepers, PrefillEngine
 from dsjax.engine.transfer.prefill_links import LocalLink
+from dsjax.engine.transfer.prefill_service import Keepers
+from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.errors import UserError
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.meeting import Arrival
@@ -66,12 +68,13 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
     own = prefill_args(args)
     with _named_prefill(args):
         model = load_model(own, mesh=meshes[1], is_later=True, show_progress=show_progress)
+    config = own.scheduler_config(model.executor.limits)
     engine = PrefillEngine(
         model.executor,
-        own.scheduler_config(model.executor.limits),
+        config,
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
-        balancer=_balancer(own, model.executor),
+        attachments=attachments_of(config, eplb=own.eplb),
     )
     engine.start()
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
@@ -95,11 +98,6 @@ def _named_prefill(args: EngineArgs) -> Iterator[None]:
         ) from error
 
 
-def _balancer(args: EngineArgs, executor: Executor) -> ExpertBalancer | None:
-    """Make what moves a prefill engine's experts after its own load, where that is asked for."""
-    return None if args.eplb is None else ExpertBalancer(args.eplb, executor)
-
-
 def load_prefill(
     args: EngineArgs,
     group: HostGroup | None = None,
@@ -118,30 +116,30 @@ def load_prefill(
     """
     args, library = replace(args, disaggregation_mode="prefill"), ProgramLibrary()
     model = load_model(args, group, library=library, show_progress=show_progress)
-    host = _host(args, group)
-    parcels = ParcelServer(
-        lambda number: engine.leases.take(number), _carrier(host), model.page_space, host, args.transfer_timeout
+    host, space = _host(args, group), _space(args, model)
+    parcels = ChunkServer(
+        lambda number: engine.buffers.take(number), _transport(args, host), space, host, args.transfer_timeout
     )
+    config = args.scheduler_config(model.executor.limits)
     engine = PrefillEngine(
         model.executor,
-        args.scheduler_config(model.executor.limits),
+        config,
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
-        publisher=event_sink,
-        balancer=_balancer(args, model.executor),
+        attachments=attachments_of(config, eplb=args.eplb, sink=event_sink),
         keepers=_keepers(parcels.address, group),
     )
     if group is not None:
         engine.follow(Generations(args, group, model, library))
-    server = PrefillServer(engine, parcels, model.page_space, host, port)
+    server = PrefillServer(engine, parcels, space, host, port)
     engine.start()
     return server
 
 
 def remote_links(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None = None) -> Callable[[str], RemoteLink]:
     """What gives the link to a prefill engine at an address, for a model that was loaded with ``transfers``."""
-    parcels = _remote_parcels(args, loaded, group)
-    return lambda address: RemoteLink(address, parcels, loaded.page_space)
+    parcels, space = _remote_parcels(args, loaded, group), _space(args, loaded)
+    return lambda address: RemoteLink(address, parcels, space)
 
 
 class FollowersParcels:
@@ -153,20 +151,21 @@ class FollowersParcels:
 
     def __init__(self, args: EngineArgs, group: HostGroup):
         self._args, self._group = args, group
-        self._kept = KeptParcels(args.transfer_timeout / 2)
-        self._server: ParcelServer | None = None
-        self._parcels: RemoteParcels | None = None
+        self._kept = FollowerSendBuffers(args.transfer_timeout / 2)
+        self._server: ChunkServer | None = None
+        self._parcels: RemoteChunks | None = None
 
     def join(self, loaded: LoadedModel) -> None:
         """Take part in the transfers of another generation, with its executor."""
         args, group = self._args, self._group
         own = group.options.process_id
         if args.disaggregation_mode == "prefill":
-            self._kept = kept = KeptParcels(args.transfer_timeout / 2)
+            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2)
             if self._server is None:
                 host = _host(args, group)
                 take = lambda number: self._kept.take(number)  # noqa: E731
-                self._server = ParcelServer(take, _carrier(host), loaded.page_space, host, args.transfer_timeout)
+                transport, space = _transport(args, host), _space(args, loaded)
+                self._server = ChunkServer(take, transport, space, host, args.transfer_timeout)
                 group.store.set(_address_key(own, os.getpid()), self._server.address.encode())
             loaded.executor.send_parcels(kept.ready, kept.drop)
             return
@@ -209,13 +208,18 @@ def _address_key(process_id: int, pid: int) -> str:
     return f"dsjax/parcels/{process_id}/{pid}"
 
 
-def _remote_parcels(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteParcels:
-    carrier = _carrier(_host(args, group))
-    return RemoteParcels(carrier, loaded.page_space, loaded.executor.parcel_shapes, args.transfer_timeout)
+def _remote_parcels(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteChunks:
+    transport = _transport(args, _host(args, group))
+    return RemoteChunks(transport, _space(args, loaded), loaded.executor.parcel_shapes, args.transfer_timeout)
 
 
-def _carrier(host: str) -> JaxCarrier:
-    return JaxCarrier(jax.local_devices()[0], host)
+def _transport(args: EngineArgs, host: str) -> Transport:
+    return open_transport(args.disaggregation_transfer_backend, jax.local_devices()[0], host)
+
+
+def _space(args: EngineArgs, loaded: LoadedModel) -> dict[str, Any]:
+    """What both sides must have alike (`Greeting.space`): what pages' values depend on, and by what they are moved."""
+    return loaded.page_space | {"disaggregation_transfer_backend": args.disaggregation_transfer_backend}
 
 
 def _host(args: EngineArgs, group: HostGroup | None) -> str:

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine_thread import CoreDriver
 from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -15,14 +18,14 @@ from dsjax.engine.text.input_processor import InputProcessor, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig
+from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, PageEventStream
+from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.engine.transfer.page_transfer import TRANSFER_SECONDS, PrefillLink
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
-if TYPE_CHECKING:  # they bring JAX in
+if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.elastic.generations import Generations
-    from dsjax.engine.experts.expert_balancer import ExpertBalancer
-    from dsjax.engine.transfer.prefill_engine import PrefillEngine
 
 ENGINE_END = ": "
 """Between an engine's name and the name of what it compiles, where prompts have an engine of their own."""
@@ -72,17 +75,12 @@ class EngineParts:
             publisher = EventPublisher(kv_events, executor.limits.num_ranks)
             if event_sink is not None:
                 publisher = EventSinks((publisher, event_sink))
-        self.core = EngineCore(
-            executor,
-            scheduler_config,
-            async_scheduling=async_scheduling,
-            balancer=None if eplb is None else _balancer(eplb, executor),
-            publisher=publisher,
-            prefills=prefills,
-            connect_prefill=connect_prefill,
-            local_tokens=local_prefill_tokens,
-            transfer_timeout=transfer_timeout,
-        )
+        attachments = attachments_of(scheduler_config, eplb=eplb, sink=publisher)
+        if prefills is not None:
+            attachments.append(
+                PrefillLinks(prefills, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
+            )
+        self.core = EngineCore(executor, scheduler_config, async_scheduling=async_scheduling, attachments=attachments)
         self.prefills = tuple(prefills or ())
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer, stream_interval)
@@ -130,6 +128,7 @@ class LLMEngine:
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
         self.tokenizer, self.prefills = parts.tokenizer, parts.prefills
+        self._driver = CoreDriver(self.core, lambda: self.inputs.change(self.core.scheduler.config))
         self._aborted: list[RequestOutput] = []
 
     def add_request(
@@ -160,11 +159,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give the outputs of the requests it changed, as their `output_kind` says."""
-        try:
-            updates = self.core.step()
-        except Exception as error:
-            updates = self.core.survive(error)
-            self.inputs.change(self.core.scheduler.config)
+        updates = self._driver.step()
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         aborted, self._aborted = self._aborted, []
@@ -186,10 +181,9 @@ class LLMEngine:
         """
         generations = self._generations()
         wanted = generations.ask(mesh)
-        outputs, to_abort = self.outputs.process(self.core.change(lambda: generations.to(wanted)))
+        outputs, to_abort = self.outputs.process(self._driver.change(lambda: generations.to(wanted)))
         self._end(to_abort)
         self._aborted += outputs
-        self.inputs.change(self.core.scheduler.config)
         if generations.failure is not None:
             raise generations.failure
 
@@ -209,7 +203,20 @@ class LLMEngine:
         self.core.shutdown()
 
 
-def _balancer(config: EplbConfig, executor: Executor) -> "ExpertBalancer":
-    from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
+def attachments_of(
+    config: SchedulerConfig, *, eplb: EplbConfig | None = None, sink: EventSink | None = None
+) -> list[Attachment]:
+    """The parts of a core that its configuration and these options ask for.
 
-    return ExpertBalancer(config, executor)
+    eplb: how experts are moved after their load; None: they stay where they are. sink: is told of pages; None: nobody wants to know.
+    """
+    parts: list[Attachment] = []
+    if config.host_pages_per_rank or config.disk_pages:
+        parts.append(OffloadAttachment(config))
+    if sink is not None:
+        parts.append(PageEventStream(sink))
+    if eplb is not None:
+        from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
+
+        parts.append(ExpertBalancer(eplb))
+    return parts

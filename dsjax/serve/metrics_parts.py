@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dsjax.engine.contract.executor import ExpertCounts
-from dsjax.engine.stats import BalanceStats, DraftCounts
+from dsjax.engine.experts.eplb import BalanceStats
+from dsjax.engine.stats import DraftCounts
 from dsjax.serve.metrics_families import Counter, Gauge, Labels, Registry, Total
 from sharding.balancing import balancedness_of_ranks
 
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.elastic.generations import Generations
-    from dsjax.engine.transfer.prefill_engine import PrefillEngine
+    from dsjax.engine.prefill_engine import PrefillEngine
 
 _Samples = Iterable[tuple[Labels, float]]
 
@@ -247,7 +248,7 @@ def add_prefill_metrics(registry: Registry, model_name: str, engines: Sequence[P
         f"{name}_kept_pages",
         "Pages that it keeps for decode engines, which have not taken them yet.",
         labels,
-        each(lambda engine: engine.leases.num_pages_kept),
+        each(lambda engine: engine.buffers.num_pages_kept),
     )
     Total(
         registry,

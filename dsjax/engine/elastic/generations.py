@@ -19,7 +19,6 @@ import jax
 from jax.sharding import Mesh
 
 from dsjax.engine.contract.executor import Executor, ExecutorAround
-from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -28,7 +27,7 @@ from dsjax.engine.setup.loading import EngineFacts, LoadedModel, load_model
 from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
-from dsjax.errors import UserError
+from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup

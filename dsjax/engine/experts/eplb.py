@@ -87,3 +87,32 @@ class EplbConfig:
 
 
 _wrong = partial(wrong_field, FLAG)
+
+
+@dataclass(frozen=True)
+class BalanceStats:
+    """Experts that follow the load: totals since the start, and the last window.
+
+    Attributes:
+        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums
+            over layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
+        rank_tokens: that each rank of an EP group computed in the last window, over all layers.
+        rebalances: that were carried out to their end; failures: that were given up.
+        layers_changed, experts_moved, bytes_moved: bytes of experts that reached another slot, on all devices of an EP group.
+        exchanges: commands that moved something; exchange_seconds: in them. rebalance_seconds: from decisions to ends; steps go on.
+        layers_left: of the rebalance under way.
+    """
+
+    windows: int = 0
+    balancedness: float = 1.0
+    layer_balancedness: float = 1.0
+    rank_tokens: tuple[int, ...] = ()
+    rebalances: int = 0
+    failures: int = 0
+    layers_changed: int = 0
+    experts_moved: int = 0
+    bytes_moved: int = 0
+    exchanges: int = 0
+    exchange_seconds: float = 0.0
+    rebalance_seconds: float = 0.0
+    layers_left: int = 0

@@ -12,8 +12,6 @@ from dsjax.hosts.wire import split_address
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
     import numpy as np
 
-    from dsjax.engine.transfer.leases import Sending
-
 
 class Status(enum.Enum):
     """Where a request stands."""
@@ -127,14 +125,8 @@ class Request:
         admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
             was preempted may come back to the same slot with other pages.
         pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
-        held_pages: of a waiting request, cached pages that are kept for it: what it lacks is on its way from below, or has come.
-        is_arriving: whether it is on its way.
-        ignores_disk: it has waited too long for the disk, and goes on without.
-        num_host_pages, num_disk_pages: that have come for it from below. num_prefill_pages: from a prefill side.
-        computes_prompt: no prefill side is asked for it, since a transfer for it was given up.
-        prefill_link, prefill_transfer: the prefill engine that its options name, as a link's number, and the transfer there; None: any,
-            and a new one.
-        sending: where this engine computes it for another one, what is to be sent.
+        held_pages: cached pages that are held for a waiting request while pages that it lacks are loaded from a source.
+        is_loading: whether a waiting request need not be looked at before a source has brought what it lacks.
         num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
             writes them any more. All later ones are this request's alone.
         page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
@@ -172,15 +164,7 @@ class Request:
     admissions: int = 0
     pages: list[int] = field(default_factory=list)
     held_pages: list[int] = field(default_factory=list)
-    is_arriving: bool = False
-    ignores_disk: bool = False
-    num_host_pages: int = 0
-    num_disk_pages: int = 0
-    num_prefill_pages: int = 0
-    computes_prompt: bool = False
-    sending: "Sending | None" = None
-    prefill_link: int | None = None
-    prefill_transfer: str | None = None
+    is_loading: bool = False
     num_sealed_pages: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     num_promised: int = 0
@@ -208,15 +192,13 @@ class Request:
         self.max_tokens = max_tokens
         self.max_total_tokens = self.num_prompt_tokens + max_tokens
 
-    def void(self) -> None:
-        """Forget where it ran and what was computed: all below the scheduler is made anew. Its tokens and what was told of it stay."""
+    def reset(self) -> None:
+        """Forget where the request ran and what was computed, since the executor is made anew. Its tokens and its statistics stay."""
         if self.status is Status.RUNNING:
             self.num_preemptions += 1
         self.status = Status.WAITING
         self.rank = self.slot = -1
-        self.pages, self.held_pages, self.is_arriving, self.num_sealed_pages = [], [], False, 0
-        self.ignores_disk, self.num_host_pages, self.num_disk_pages = False, 0, 0
-        self.num_prefill_pages, self.computes_prompt = 0, False
+        self.pages, self.held_pages, self.is_loading, self.num_sealed_pages = [], [], False, 0
         self.num_promised = self.backlog = 0
         self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
         self.drafts, self.must_leave, self.num_clean_pages = (), False, None

@@ -11,6 +11,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.side_options import PREFILLS_OWN, check_sides, check_sizes
 from dsjax.engine.tiers.event_publisher import KvEventsConfig
 from dsjax.engine.transfer.page_transfer import TRANSFER_SECONDS
+from dsjax.engine.transfer.transport import BACKENDS
 from dsjax.errors import UserError
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
@@ -39,6 +40,7 @@ _OF_THE_HOST = (
     "local_prefill_tokens",
     "transfer_timeout",
     "disaggregation_mode",
+    "disaggregation_transfer_backend",
     "transfer_host",
 )
 """Options that change which commands an executor gets, and not what it makes of them; or that are another engine's."""
@@ -207,6 +209,11 @@ class EngineArgs:
         "agg",
         "agg: prompts are computed here; decode: in other processes, whose addresses come with the requests; prefill: for other processes",
         ("agg", "prefill", "decode"),
+    )
+    disaggregation_transfer_backend: str = option(
+        "jax",
+        "what moves pages between processes: JAX's transfer server, or NVIDIA's NIXL (pip install 'dsjax[nixl]'); the same on both sides",
+        tuple(BACKENDS),
     )
     transfer_host: str | None = option(
         None, "address of this host from which others pull pages; default: that by which the host's name is known"

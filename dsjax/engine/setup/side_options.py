@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dsjax.engine.transfer.transport import FLAG, check_installed
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,6 +97,12 @@ def check_sides(args: EngineArgs) -> None:
         _check_transfers(args, f"--disaggregation-mode {args.disaggregation_mode}")
         if args.disaggregation_mode == "prefill":
             _check_prefills_alone(args)
+        check_installed(args.disaggregation_transfer_backend)
+    elif args.disaggregation_transfer_backend != type(args).disaggregation_transfer_backend:
+        raise UserError(
+            f"{FLAG} {args.disaggregation_transfer_backend} moves pages between processes, and no others are told of here; leave it out, "
+            "or give --disaggregation-mode too (dsjax dynamo)"
+        )
     if args.prefill_mesh is None and args.decode_mesh is None:
         _check_no_sides(args)
         return

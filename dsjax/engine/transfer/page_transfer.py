@@ -58,7 +58,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     Attributes:
         first, count: which pages of the transfer it has, in their order.
         cached: tokens, from the prompt's first one on, that prefill had cached and did not compute for this transfer.
-        address: of the process that keeps the parcel, as `ParcelServer` has it; empty in one process.
+        address: of the process that keeps the parcel, as `ChunkServer` has it; empty in one process.
     """
 
     transfer: str
@@ -82,23 +82,29 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
+class PullRequest(msgspec.Struct, frozen=True, array_like=True, tag="pull_request"):
     """A process of the decode side is about to pull a parcel, from the process that keeps it."""
 
     number: int
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
-    """The parcel can be pulled now, once, by the number of this grant. grant: 0: it is not kept any more."""
+class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_response"):
+    """The parcel can be pulled now, once, by the number of this pull.
+
+    Attributes:
+        pull: 0 where the parcel is not kept any more.
+        ticket: what the transport of the process that pulls needs beside the number (`Transport.publish`).
+    """
 
     number: int
-    grant: int
+    pull: int
+    ticket: bytes = b""
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """What was granted has been pulled."""
+class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
+    """The pull of this number is over: the parcel has come."""
 
-    grant: int
+    pull: int
 
 
 ToPrefill = Ask | Cancel | Release | Forget

@@ -1,14 +1,15 @@
 """What only an administrator may do. `Keys` has checked the key before a request comes here."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
 
-from dsjax.engine.core import ChangeUnderWayError
+from dsjax.engine.core import EngineCore
 from dsjax.engine.experts.eplb import RebalanceUnderWayError
 from dsjax.engine.text.outputs import EngineDeadError
+from dsjax.errors import ChangeUnderWayError
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
@@ -98,7 +99,7 @@ def admin_routes(serving: Serving) -> APIRouter:
     async def rebalance_experts() -> Rebalance:
         """Place experts after the load since the last window began, between the next steps, whether or not that pays."""
         try:
-            found = await serving.ask(lambda core: core.rebalance_experts())
+            found = await serving.ask(_rebalance)
         except RebalanceUnderWayError as error:
             raise ApiError(409, str(error), code="rebalance_under_way") from error
         if found is None:
@@ -133,3 +134,11 @@ def admin_routes(serving: Serving) -> APIRouter:
         }
 
     return router
+
+
+def _rebalance(core: EngineCore) -> dict[str, Any] | None:
+    """What a core's balancer begins to move now; None where experts stay where they are."""
+    from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy
+
+    balancer = core.part(ExpertBalancer)
+    return None if balancer is None else balancer.rebalance_now()

@@ -48,7 +48,8 @@ def status_routes(serving: Serving) -> APIRouter:
     @router.get("/get_load", responses=errors(503))
     async def get_load() -> Load:
         """What each DP rank has to do."""
-        loads, disk = await serving.ask(lambda core: (core.loads(), core.disk()))
+        loads, parts = await serving.ask(lambda core: (core.loads(), core.statistics()))
+        disk = parts.get("disk")
         return {"ranks": load_bodies(loads), "disk": None if disk is None else disk._asdict()}
 
     @router.get("/server_info", response_model=ServerInfo, responses=errors(503))
@@ -104,19 +105,23 @@ async def _refresh_loads(serving: Any) -> None:
     if getattr(serving, "front_ends", None) is not None:
         await serving.front_ends.gather()
     with contextlib.suppress(EngineDeadError, TimeoutError):
-        call = serving.engine.call(lambda core: (core.loads(), core.disk(), core.balance()))
-        loads, disk, balance = await asyncio.wait_for(call, _LOADS_SECONDS)
+        call = serving.engine.call(lambda core: (core.loads(), core.statistics()))
+        loads, parts = await asyncio.wait_for(call, _LOADS_SECONDS)
         serving.metrics.show_loads(loads)
-        serving.metrics.show_disk(disk)
-        serving.metrics.show_balance(balance)  # experts may have moved since, without a step
+        serving.metrics.show_disk(parts.get("disk"))
+        serving.metrics.show_balance(parts.get("balance"))  # experts may have moved since, without a step
 
 
 def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
     """What each DP rank has to do, as it is between two steps of the engine."""
-    return [
-        {**load._asdict(), "host": None if load.host is None else load.host._asdict(), "hits": load.hits._asdict()}
-        for load in loads
-    ]
+    bodies = []
+    for load in loads:
+        body, host = load._asdict(), load.tiers.get("host")
+        del body["tiers"]
+        body["host"] = None if host is None else host._asdict()
+        body["hits"] = {tier: load.hits.get(tier, 0) for tier in ("device", "host", "disk")}
+        bodies.append(body)
+    return bodies
 
 
 def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:

@@ -140,7 +140,7 @@ class FakeExecutor:
         """A whole step of a scheduler that has no core around it."""
         if scheduler is not None and (dirty := scheduler.take_dirty()):
             self.launch(clear_command(dirty))
-        for moves in self._writer.moves(plan):
+        for moves in plan.page_commands:
             self.launch(moves)
         copies = self._writer.copies(plan)
         if copies is not None:
@@ -207,11 +207,11 @@ class FakeExecutor:
     def pull_parcels(self, pull, report) -> None:
         self._pull_by, self._report = pull, report
 
-    def move_parcels(self, reports: PageReports | None = None) -> None:
-        """Offer what is ready, and pull what was asked for."""
+    def move_parcels(self, *, pulls: bool = False) -> None:
+        """Offer what is ready; `pulls`: and pull what was asked for."""
         work, self._parcel_work = self._parcel_work, deque()
         for polls, kind, what in work:
-            if self.parcels_take is None or polls < self.parcels_take or (kind == "pull" and reports is None):
+            if self.parcels_take is None or polls < self.parcels_take or (kind == "pull" and not pulls):
                 self._parcel_work.append([polls + 1, kind, what])
             elif kind == "offer":
                 self._offer(*what)
@@ -231,7 +231,6 @@ class FakeExecutor:
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         found, self._found = self._found, None
         reports = PageReports([], [], found)
-        self.move_parcels(reports)
         if self.disk_takes is None:
             return reports
         later = deque()

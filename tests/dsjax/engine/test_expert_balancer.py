@@ -16,7 +16,7 @@ from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
 from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, Step
 from dsjax.engine.contract.executor import ExpertSlots
 from dsjax.engine.experts.eplb import EplbConfig, RebalanceUnderWayError
-from dsjax.engine.experts.expert_balancer import LayerChange, decide
+from dsjax.engine.experts.expert_balancer import ExpertBalancer, LayerChange, decide
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.expert_location import ExpertLocation
@@ -51,7 +51,7 @@ def expected(checkpoint):
 
 
 def stats(llm):
-    return llm.engine.core._balancer.stats
+    return llm.engine.core.part(ExpertBalancer).stats
 
 
 def test_tokens_are_the_same_while_experts_move_beneath_them(llm, expected):
@@ -118,7 +118,7 @@ def test_in_bf16_each_token_is_the_one_that_a_device_whose_experts_stay_finds_be
 def test_nothing_is_compiled_and_memory_returns(llm):
     llm.engine.flush_prefix_cache()
     generate(llm, TOKENS)
-    llm.engine.core.rebalance_experts()
+    llm.engine.core.part(ExpertBalancer).rebalance_now()
     while llm.engine.has_unfinished():
         llm.engine.step()
     compiled, rebalances = llm.executor.programs.compiled, stats(llm).rebalances
@@ -126,7 +126,7 @@ def test_nothing_is_compiled_and_memory_returns(llm):
     llm.engine.flush_prefix_cache()
     generate(llm, TOKENS)
     assert stats(llm).rebalances > rebalances
-    llm.engine.core.rebalance_experts()
+    llm.engine.core.part(ExpertBalancer).rebalance_now()
     while llm.engine.has_unfinished():
         llm.engine.step()
     assert llm.executor.programs.compiled == compiled
@@ -140,7 +140,7 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
     """
     monkeypatch.setattr("dsjax.engine.setup.layout.experts_per_exchange", lambda args, step: 2)
     one = load(checkpoint, "dp=1")
-    executor, balancer, rng = one.executor, one.engine.core._balancer, np.random.default_rng(2)
+    executor, balancer, rng = one.executor, one.engine.core.part(ExpertBalancer), np.random.default_rng(2)
     launch, behind = executor.launch, []
 
     def launched(command):
@@ -182,7 +182,7 @@ def start(llm, tokens: int = TOKENS, **params) -> None:
 def until_it_moves(llm) -> dict:
     """Outputs that came until a rebalance was in its middle."""
     found = {}
-    while not llm.engine.core._balancer.busy:
+    while not llm.engine.core.part(ExpertBalancer).busy:
         found |= {output.request_id: output for output in llm.engine.step()}
         assert llm.engine.has_unfinished()
     return found
@@ -226,14 +226,14 @@ def test_a_server_drains_and_ends_in_the_middle(checkpoint, expected):
         engine = AsyncEngine(draining.parts)
         engine.start()
         stream = await engine.submit("all", prompts(), params)
-        while not await engine.call(lambda core: core._balancer.busy):
+        while not await engine.call(lambda core: core.part(ExpertBalancer).busy):
             assert engine.num_unfinished
         found = {}
         async for index, output in stream:
             found[index] = list(output.outputs[0].token_ids)
         assert not engine.num_unfinished
         await engine.submit("cut", prompts(), params)
-        while not await engine.call(lambda core: core._balancer.busy):
+        while not await engine.call(lambda core: core.part(ExpertBalancer).busy):
             assert engine.num_unfinished
         await engine.shutdown()
         assert not engine.running
@@ -267,10 +267,10 @@ def test_a_second_rebalance_is_refused_in_the_middle_of_one(llm, expected):
     start(llm)
     until_it_moves(llm)
     with pytest.raises(RebalanceUnderWayError, match=r"under way, with [12] layers left|ask again"):
-        llm.engine.core.rebalance_experts()
+        llm.engine.core.part(ExpertBalancer).rebalance_now()
     found = finish(llm)
     assert [list(found[number].token_ids) for number in range(8)] == [list(tokens) for tokens in expected]
-    asked = llm.engine.core.rebalance_experts()
+    asked = llm.engine.core.part(ExpertBalancer).rebalance_now()
     assert asked["balancedness"]["after"] >= asked["balancedness"]["before"]
     finish(llm)
     assert not stats(llm).layers_left
@@ -278,11 +278,11 @@ def test_a_second_rebalance_is_refused_in_the_middle_of_one(llm, expected):
 
 def test_an_idle_engine_carries_a_rebalance_to_its_end(llm):
     generate(llm, 6)
-    asked = llm.engine.core.rebalance_experts()
+    asked = llm.engine.core.part(ExpertBalancer).rebalance_now()
     assert asked["layers"]
     assert llm.engine.has_unfinished()
     finish(llm)
-    balancer = llm.engine.core._balancer
+    balancer = llm.engine.core.part(ExpertBalancer)
     assert not balancer.busy
     slots = llm.executor.expert_slots
     after = rank_loads(balancer.load(), slots.physical_to_logical, slots.ranks)

@@ -9,10 +9,12 @@ from drafting_checkpoint import write_drafting_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.load import load
 from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.engine.tiers.page_files import lock_folder
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 from sharding import MeshError
 
@@ -109,7 +111,7 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, mon
             assert found.keys() == wanted.keys()
             # Other meshes add in another order: float32 sums of a few dozen terms.
             assert all(abs(found[token].logprob - wanted[token].logprob) < 1e-4 for token in found)
-        counts = core.scheduler.incoming.counts
+        counts = core.part(PrefillLinks).source.transfer_counts
         assert counts.completed >= 3
         assert counts.given_up == 0
         assert counts.pages > 40
@@ -127,8 +129,9 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, mon
     finally:
         llm.shutdown()
     assert engine.error is None
-    assert engine.core.balance() is None or engine.core.balance().rebalances > 0
-    assert engine.num_jobs == engine.leases.num_kept == 0
+    balancer = engine.core.part(ExpertBalancer)
+    assert balancer is None or balancer.stats.rebalances > 0
+    assert engine.num_jobs == engine.buffers.num_kept == 0
     assert all(rank.pool.num_used == 0 for side in (core, engine.core) for rank in side.scheduler.ranks)
     assert not [thread for thread in threading.enumerate() if thread.name == "dsjax-prefill"]
 

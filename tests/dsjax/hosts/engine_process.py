@@ -61,7 +61,7 @@ def main() -> None:
             continue
         config = args.scheduler_config(loaded.executor.limits)
         engine = LLMEngine(EngineParts(loaded.executor, None, config, eplb=args.eplb))
-        balance = engine.core.balance()
+        balance = engine.core.statistics().get("balance")
         found.append(
             {
                 "greedy": [
@@ -69,8 +69,10 @@ def main() -> None:
                     for each in ([PROMPTS, OTHERS, PROMPTS] if options else [PROMPTS])
                 ],
                 "sampled": continuations(engine, PROMPTS[:2], SAMPLED) if sampled else None,
-                "rebalances": balance and engine.core.balance().rebalances,
-                "fetched": [load.host and load.host.fetched for load in engine.core.loads()],
+                "rebalances": balance and balance.rebalances,
+                "fetched": [
+                    load.tiers["host"].fetched if "host" in load.tiers else None for load in engine.core.loads()
+                ],
             }
         )
         loaded.executor._put(End())

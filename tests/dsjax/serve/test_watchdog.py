@@ -84,7 +84,7 @@ SCRIPT = """
 import sys
 from live_server import *
 from dsjax.serve.options import ServeOptions
-from dsjax.engine.transfer.prefill_engine import PrefillEngine
+from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.transfer.prefill_links import LocalLink
 separated = sys.argv[1] == "the prefill engine"
 executor = FakeExecutor(step_seconds=0 if separated else 1000, transfers=separated)
