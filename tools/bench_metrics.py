@@ -15,8 +15,7 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import RankLoad, StepStats
-from dsjax.serve.metrics import Metrics
-from dsjax.serve.metrics_requests import BETWEEN_TOKENS_SECONDS
+from dsjax.serve.metrics import BETWEEN_TOKENS_SECONDS, Metrics
 
 STEPS = 30
 

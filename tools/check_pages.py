@@ -71,13 +71,13 @@ def few_programs(executor) -> None:
 
 def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[int]]:
     """Tokens of each request. They run on the first and the last DP rank, so that the caches are short of room on any mesh."""
-    found, ranks = {}, (0, llm.engine.num_ranks - 1)
+    from dsjax.engine.schedule.request import RequestOptions
+
+    found, ranks = {}, (0, llm.parts.num_ranks - 1)
     for place in order:
         tokens, params = requests[place]
-        handed = prefill(tokens)
-        llm.engine.add_request(
-            f"{place}", {"prompt_token_ids": tokens}, params, dp_rank=ranks[place % 2], prefill=handed
-        )
+        options = RequestOptions(dp_rank=ranks[place % 2], prefill=prefill(tokens))
+        llm.engine.add_request(f"{place}", {"prompt_token_ids": tokens}, params, options)
     while llm.engine.has_unfinished():
         for output in llm.engine.step():
             if output.finished and output.request_id != ABORTED:
@@ -108,12 +108,14 @@ def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes
 
 def twice_apart(llm, requests, prefill=lambda tokens: None):
     """Both rounds' tokens, with an aborted request and empty caches between; what was transferred, and whether it was all."""
+    from dsjax.engine.schedule.request import RequestOptions
+
     try:
         forward = range(len(requests))
         first = play(llm, requests, forward, prefill)
         llm.engine.flush_prefix_cache()
         tokens, params = requests[0]
-        llm.engine.add_request(ABORTED, {"prompt_token_ids": tokens}, params, prefill=prefill(tokens))
+        llm.engine.add_request(ABORTED, {"prompt_token_ids": tokens}, params, RequestOptions(prefill=prefill(tokens)))
         for _ in range(3):
             llm.engine.step()
         llm.engine.abort(ABORTED)
@@ -132,7 +134,7 @@ def separated(directory: str, layout: str, requests, other: str):
 
     llm = LLM(directory, decode_mesh=layout, prefill_mesh=other, **APART, **SIZES, **OPTIONS)
     few_programs(llm.executor)
-    [prefill] = llm.engine.prefill_engines
+    [prefill] = llm.parts.prefill_engines
     few_programs(prefill.core.executor)
     return twice_apart(llm, requests)
 

@@ -140,6 +140,8 @@ def resident_bytes() -> int:
 
 def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expected) -> dict:
     """Run the traffic; give what was found."""
+    from dsjax.engine.schedule.request import RequestOptions
+
     rng, core = random.Random(args.seed), llm.engine.core
     began = time.monotonic()
     end, next_flush, life = began + 60 * args.minutes, began + 7.0, args.kill_seconds
@@ -154,7 +156,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
             counts["asked of prefill"] += said is not None
             if rng.random() < args.abandon_share and prefill.ask(tokens=[*tokens, number % 200 + 20]) is not None:
                 counts["abandoned"] += 1  # nobody takes what is computed of this one, as when a decode side dies
-            llm.engine.add_request(f"{number}", {"prompt_token_ids": tokens}, params, prefill=said)
+            llm.engine.add_request(f"{number}", {"prompt_token_ids": tokens}, params, RequestOptions(prefill=said))
             under_way[f"{number}"] = index, rng.randrange(0, 60) if rng.random() < args.abort_share else -1
         if prefill.ready_since is not None and now > max(began, prefill.ready_since) + life and now < end:
             prefill.kill()

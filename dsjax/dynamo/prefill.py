@@ -13,11 +13,11 @@ from rich.console import Console
 from dsjax.dynamo.translation import Chunk, Chunks, translate
 from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.core import EngineCore
-from dsjax.engine.transfer.page_channel import split_address
 from dsjax.engine.transfer.page_network import PrefillServer
 from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
 from dsjax.serve.metrics_families import Registry, exposition
-from dsjax.serve.metrics_prefill import add_prefill_metrics
+from dsjax.serve.metrics_parts import add_prefill_metrics
 from dsjax.serve.startup_screen import warm_up_bar
 from dsjax.serve.watchdog import Watchdog
 
@@ -78,7 +78,8 @@ class DsjaxPrefillEngine(Worker):
         if context.is_stopped():
             yield {**last, "finish_reason": "cancelled"}
             return
-        params = server.prefill(read.token_ids, salt=read.cache_salt, priority=read.priority, room=read.room)
+        salt, priority = read.options.cache_salt, read.options.priority
+        params = server.prefill(read.token_ids, salt=salt, priority=priority, room=read.room)
         yield {**last, "disaggregated_params": params}
 
     def _check(self, token_ids: list[int]) -> None:

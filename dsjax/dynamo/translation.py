@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
-from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 Chunk = dict[str, Any]
@@ -45,17 +45,14 @@ class Translated:
     """A request as `AsyncEngine.submit` takes it.
 
     Attributes:
-        dp_rank: what the router has chosen; None: nothing.
-        prefill: address and transfer of the prefill worker that computes the prompt; None: nobody does.
+        options: the DP rank that the router has chosen, if any, the priority and the salt, and who computes the prompt where a prefill
+            worker does.
         room: the number by which both sides know a request that was sent to both at once.
     """
 
     token_ids: list[int]
     params: SamplingParams
-    dp_rank: int | None
-    cache_salt: str | None
-    priority: int
-    prefill: dict[str, str] | None = None
+    options: RequestOptions
     room: int | None = None
 
 
@@ -99,7 +96,10 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
     priority, rank = -int(routing.get("priority", 0)), None if rank is None else int(rank)
     bootstrap = _given(request.get("bootstrap_info"))
     return Translated(
-        token_ids, params, rank, salt, priority, _prefill(request, bootstrap), bootstrap.get("bootstrap_room")
+        token_ids,
+        params,
+        RequestOptions(priority, salt, dp_rank=rank, prefill=_prefill(request, bootstrap)),
+        bootstrap.get("bootstrap_room"),
     )
 
 

@@ -63,7 +63,7 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
         config,
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
-        attachments=attachments_of(config, eplb=own.eplb),
+        attachments=attachments_of(config, eplb=own.eplb, page_source=own.page_source),
     )
     engine.start()
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
@@ -115,7 +115,7 @@ def load_prefill(
         config,
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
-        attachments=attachments_of(config, eplb=args.eplb, sink=event_sink),
+        attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
         keepers=keepers_of(parcels.address, group),
     )
     if group is not None:

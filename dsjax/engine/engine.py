@@ -1,7 +1,7 @@
-"""`LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
+"""`EngineParts`: what a loaded engine is made of. `LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dsjax.engine.contract.executor import Executor, Progress
@@ -12,7 +12,9 @@ from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.page_source_module import import_page_source
 from dsjax.engine.text.input_processor import InputProcessor, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import RequestOutput
@@ -30,15 +32,10 @@ ENGINE_END = ": "
 """Between an engine's name and the name of what it compiles, where prompts have an engine of their own."""
 
 
-class LLMEngine:
-    """The engine without threads: `LLM.generate` and the tests drive it; the server drives its parts.
+class EngineParts:
+    """A loaded engine before anybody drives it: its core, what makes requests of prompts, and what makes text of tokens.
 
-    ::
-
-        engine.add_request("a", "def main(", SamplingParams(temperature=0))
-        while engine.has_unfinished():
-            for output in engine.step():
-                ...
+    `LLMEngine` drives it in the caller's thread, `AsyncEngine` in a thread of its own.
 
     Args:
         eos_token_ids: tokens that end a completion unless it ignores them.
@@ -48,7 +45,11 @@ class LLMEngine:
         kv_events: where events of pages are published; None: nowhere.
         prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
         event_sink: is given them too, in the engine's thread.
-        stream_interval: as of `EngineArgs`.
+        stream_interval, page_source: as in `EngineArgs`.
+
+    Attributes:
+        core: scheduler and executor. inputs, outputs: they may belong to another thread than the core.
+        prefills: links to the engines of this process that compute prompts for this one.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class LLMEngine:
         transfer_timeout: float = TRANSFER_SECONDS,
         event_sink: EventSink | None = None,
         stream_interval: int = 1,
+        page_source: str | None = None,
     ):
         self.tokenizer = tokenizer
         publisher = event_sink
@@ -75,16 +77,60 @@ class LLMEngine:
             publisher = EventPublisher(kv_events, executor.limits.num_ranks)
             if event_sink is not None:
                 publisher = EventSinks((publisher, event_sink))
-        parts = attachments_of(scheduler_config, eplb=eplb, sink=publisher)
+        attachments = attachments_of(scheduler_config, eplb=eplb, sink=publisher, page_source=page_source)
         if prefills is not None:
-            parts.append(
+            attachments.append(
                 PrefillLinks(prefills, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
             )
-        self.core = EngineCore(executor, scheduler_config, async_scheduling=async_scheduling, attachments=parts)
-        self._driver = CoreDriver(self.core, lambda: self.inputs.change(self.core.scheduler.config))
-        self.prefills = prefills or ()
+        self.core = EngineCore(executor, scheduler_config, async_scheduling=async_scheduling, attachments=attachments)
+        self.prefills = tuple(prefills or ())
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer, stream_interval)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of DP ranks of the mesh."""
+        return len(self.core.scheduler.ranks)
+
+    @property
+    def prefill_engines(self) -> "list[PrefillEngine]":
+        """Engines of this process that compute prompts for this one."""
+        return [link.engine for link in self.prefills]
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every shape before the first request.
+
+        Where prompts have an engine of their own, a label begins with the engine's name, up to `ENGINE_END`.
+        """
+
+        def of(kind: str) -> Progress | None:
+            if progress is None or not self.prefills:
+                return progress
+            return lambda done, total, label: progress(done, total, f"{kind} engine{ENGINE_END}{label}")
+
+        self.core.executor.warm_up(of("decode"))
+        for link in self.prefills:
+            link.warm_up(of("prefill"))
+        if self.core.generations is not None:
+            self.core.generations.has_warmed_up()
+
+
+class LLMEngine:
+    """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it.
+
+    ::
+
+        engine = LLMEngine(EngineParts(executor, tokenizer, config))
+        engine.add_request("a", "def main(", SamplingParams(temperature=0))
+        while engine.has_unfinished():
+            for output in engine.step():
+                ...
+    """
+
+    def __init__(self, parts: EngineParts):
+        self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
+        self.tokenizer, self.prefills = parts.tokenizer, parts.prefills
+        self._driver = CoreDriver(self.core, lambda: self.inputs.change(self.core.scheduler.config))
         self._aborted: list[RequestOutput] = []
 
     def add_request(
@@ -92,42 +138,19 @@ class LLMEngine:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        session: str | None = None,
-        dp_rank: int | None = None,
-        prefill: Mapping[str, str] | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Queue a request.
-
-        priority: lower runs first, with the scheduling policy `priority`. cache_salt: pages are shared only with requests
-        of the same salt. session: requests of one session go to one DP rank. dp_rank: the DP rank that it runs on, if the mesh has it.
-        prefill: what `PrefillServer.prefill` gave where another process computes the prompt.
 
         Raises:
             UserError: something in the request cannot be; nothing of it stays behind.
             ValueError: the id is taken by an unfinished request.
         """
-        prepared = self.inputs.prepare(
-            request_id,
-            prompt,
-            params or SamplingParams(),
-            arrival_time=time.monotonic(),
-            priority=priority,
-            cache_salt=cache_salt,
-            session=session,
-            dp_rank=dp_rank,
-            prefill=prefill,
-        )
+        params = params or SamplingParams()
+        prepared = self.inputs.prepare(request_id, prompt, params, options, time.monotonic())
         self.outputs.add(prepared)
         for request in prepared.completions:
             self.core.add(request)
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of DP ranks of the mesh."""
-        return len(self.core.scheduler.ranks)
 
     def abort(self, request_id: str) -> None:
         """End a request; the next `step` gives its last output. No-op if it has ended."""
@@ -173,31 +196,9 @@ class LLMEngine:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
         return self.core.generations
 
-    @property
-    def prefill_engines(self) -> "list[PrefillEngine]":
-        """Engines of this process that compute prompts for this one."""
-        return [link.engine for link in self.prefills]
-
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it."""
         return self.core.flush_prefix_cache()
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape before the first request.
-
-        Where prompts have an engine of their own, a label begins with the engine's name, up to `ENGINE_END`.
-        """
-
-        def of(kind: str) -> Progress | None:
-            if progress is None or not self.prefills:
-                return progress
-            return lambda done, total, label: progress(done, total, f"{kind} engine{ENGINE_END}{label}")
-
-        self.core.executor.warm_up(of("decode"))
-        for link in self.prefills:
-            link.warm_up(of("prefill"))
-        if self.core.generations is not None:
-            self.core.generations.has_warmed_up()
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""
@@ -205,7 +206,11 @@ class LLMEngine:
 
 
 def attachments_of(
-    config: SchedulerConfig, *, eplb: EplbConfig | None = None, sink: EventSink | None = None
+    config: SchedulerConfig,
+    *,
+    eplb: EplbConfig | None = None,
+    sink: EventSink | None = None,
+    page_source: str | None = None,
 ) -> list[Attachment]:
     """The parts of a core that its configuration and these options ask for.
 
@@ -214,6 +219,8 @@ def attachments_of(
     parts: list[Attachment] = []
     if config.host_pages_per_rank or config.disk_pages:
         parts.append(OffloadAttachment(config))
+    if page_source is not None:
+        parts.append(import_page_source(page_source).attachment())
     if sink is not None:
         parts.append(PageEventStream(sink))
     if eplb is not None:

@@ -12,8 +12,9 @@ import numpy as np
 from dsjax.engine.contract.commands import Score, int32s
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.elastic.joining import host_options, join_group
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.page_events import EventSink
+from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.step_writer import clear_command
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.text.input_processor import Prompt
@@ -94,7 +95,7 @@ class LLM:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
-        self.engine = LLMEngine(
+        self.parts = EngineParts(
             loaded.executor,
             self.tokenizer,
             self.args.scheduler_config(loaded.executor.limits),
@@ -109,7 +110,9 @@ class LLM:
             transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,
             stream_interval=self.args.stream_interval,
+            page_source=self.args.page_source,
         )
+        self.engine = LLMEngine(self.parts)
         self._facts = loaded.facts
         self._generations = None if self.args.separated else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
@@ -160,9 +163,7 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         try:
             for request_id, prompt, param, place in zip(ids, prompts, params, priorities, strict=True):
-                self.engine.add_request(
-                    request_id, prompt, param, priority=place, cache_salt=cache_salt, session=session
-                )
+                self.engine.add_request(request_id, prompt, param, RequestOptions(place, cache_salt, session))
             while self.engine.has_unfinished():
                 outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
         except BaseException:
@@ -221,7 +222,7 @@ class LLM:
 
     def warm_up(self, progress=None) -> None:
         """Compile every program now, so that no request waits for it."""
-        self.engine.warm_up(progress)
+        self.parts.warm_up(progress)
 
     def shutdown(self) -> None:
         """Free the devices' memory."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from dsjax.errors import UserError
 from dsjax.hosts.options import HostOptions
 
 MAGIC = b"dsjaxmt3"
@@ -144,3 +145,15 @@ def _machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Divide `HOST:PORT` into host and port.
+
+    Raises:
+        UserError: it is none.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"{address!r} is no address of a prefill engine, expected HOST:PORT")
+    return host.strip("[]"), int(port)

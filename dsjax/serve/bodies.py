@@ -14,12 +14,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from dsjax.engine.async_engine import OutputStream
+from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.logs import CONNECTION_SEND
 
 Answer = TypeVar("Answer")
+
+CONNECTION_SEND = "connection_send"
+"""Key in a scope's state of the connection's own `send`, which no middleware sees."""
 
 
 class StrictModel(BaseModel):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dsjax.engine.text.detokenizer import num_undecided
+from dsjax.engine.text.output_processor import num_undecided
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import ToolCallParser
 

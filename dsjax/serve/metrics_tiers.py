@@ -204,3 +204,28 @@ class TierMetrics:
             ("model_name", "operation"),
             failures,
         )
+
+
+def add_load_metrics(registry: Registry, ranks: Sequence[Labels], loads: Callable[[], Sequence[RankLoad]]) -> None:
+    """Add gauges of what each DP rank has to do, and of the pages of its cache; read at the scrape."""
+
+    def gauge(name: str, documentation: str, value: Callable[[RankLoad], float]) -> None:
+        def read() -> Iterable[tuple[Labels, float]]:
+            found = {load.rank: load for load in loads()}
+            for rank, labels in enumerate(ranks):
+                yield labels, value(found[rank]) if rank in found else 0.0
+
+        Gauge(registry, name, documentation, ("model_name", "engine"), read)
+
+    gauge("vllm:num_requests_running", "Requests that hold a slot and pages.", lambda load: load.running)
+    gauge("vllm:num_requests_waiting", "Requests in the queue of a rank.", lambda load: load.waiting)
+    gauge(
+        "vllm:kv_cache_usage_perc",
+        "Share of the latent cache's pages that requests hold; 1 is all.",
+        lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0,
+    )
+    gauge("dsjax_rank_waiting_tokens", "Tokens of the requests in the queue.", lambda load: load.waiting_tokens)
+    gauge("dsjax_rank_cost", "What the next request would find: routing takes the lowest.", lambda load: load.cost)
+    gauge("dsjax_rank_pages", "Pages of the latent cache.", lambda load: load.usable_pages)
+    gauge("dsjax_rank_pages_used", "Pages that requests hold.", lambda load: load.used_pages)
+    gauge("dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages)

@@ -6,12 +6,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dsjax.engine.async_engine import AsyncEngine, OutputStream
+from dsjax.engine.async_engine import EngineClient
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.text.input_processor import Prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
@@ -29,15 +31,8 @@ if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not
 Answer = TypeVar("Answer")
 
 
-class Place(NamedTuple):
-    """Where a client wants its request to run: beside others of its session, or on the DP rank of a number, which wins."""
-
-    session: str | None = None
-    dp_rank: int | None = None
-
-
-Submit = Callable[[str, Sequence[Prompt], SamplingParams, Place], Awaitable[OutputStream]]
-"""Called with the answer's id, prompts, parameters and place."""
+Submit = Callable[[str, Sequence[Prompt], SamplingParams, RequestOptions], Awaitable[OutputStream]]
+"""Called with the answer's id, prompts, parameters, and what the headers say of where it is to run."""
 
 _CHARACTERS_PER_TOKEN = 4
 _RETRY_SECONDS = 2
@@ -57,7 +52,7 @@ class QueueGate:
     What waits is counted in the engine, and on the way from this gate to the engine. `reject` is told of each refusal.
     """
 
-    def __init__(self, engine: AsyncEngine, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
+    def __init__(self, engine: EngineClient, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
         self._engine = engine
         self._reject = reject
         self._most_requests = options.max_queued_requests
@@ -118,7 +113,7 @@ class Serving:
         on_phase: told of each phase that the server enters.
     """
 
-    engine: AsyncEngine
+    engine: EngineClient
     model_names: Sequence[str]
     model_root: str
     max_model_len: int
@@ -201,21 +196,15 @@ class Serving:
             raise ApiError(400, reason, param="priority")
 
         async def submit(
-            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, place: Place
+            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, place: RequestOptions
         ) -> OutputStream:
             if place.dp_rank is not None and place.dp_rank >= self.engine.num_ranks:
                 most = self.engine.num_ranks - 1
                 reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
                 raise ApiError(400, reason, param="X-Data-Parallel-Rank")
-            return await self.engine.submit(
-                f"{answer_id}~{new_id()[:8]}",  # clients may give an id twice
-                prompts,
-                params,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-                session=place.session,
-                dp_rank=place.dp_rank,
-            )
+            options = RequestOptions(body.priority or 0, body.cache_salt, place.session, place.dp_rank)
+            # Clients may give an id twice.
+            return await self.engine.submit(f"{answer_id}~{new_id()[:8]}", prompts, params, options)
 
         with self.gate.through(texts, body.n):
             yield submit

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsjax.engine.text.detokenizer import find_first, num_undecided
+from dsjax.engine.text.output_processor import find_first, num_undecided
 from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
 from dsjax.engine.text.tokenizer import Tokenizer
 

@@ -122,7 +122,9 @@ class CommandTable:
         handler = self._custom.get(command.source) if kind is Custom else self._handlers.get(kind)
         if handler is None:
             what = f"commands of {command.source!r}" if kind is Custom else kind.__name__
-            raise ValueError(f"no part of this executor carries out {what}; it was made without the option that asks for it")
+            raise ValueError(
+                f"no part of this executor carries out {what}; it was made without the option that asks for it"
+            )
         pending = Pending(command, handler)
         pending.running = handler.execute(pending, command)
         return pending

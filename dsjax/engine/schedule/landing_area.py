@@ -5,11 +5,32 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-
-from dsjax.engine.schedule.page_source import PageLoad, PageSource
+from typing import NamedTuple, Protocol
 
 MOST_LANDED = 128
 """Pages of a rank that have landed, or are about to, and have not gone to the cache."""
+
+
+class PageLoad(NamedTuple):
+    """A page that can be sent to the device now.
+
+    Attributes:
+        number: by which `FetchPages` names it: a slot of the source, or the number under which it has landed.
+        tier: the name of the place that it comes from, for statistics.
+    """
+
+    number: int
+    tier: str
+
+
+class PageBringer(Protocol):
+    """Who brings a page: a `PageSource`."""
+
+    def loaded(self, rank: int, name: bytes) -> None:
+        """Take notice that a page goes to the device."""
+
+    def load_failed(self, rank: int, name: bytes, number: int) -> None:
+        """Take notice that a page could not be had."""
 
 
 @dataclass(slots=True)
@@ -23,7 +44,7 @@ class LandingPage:
 
     number: int
     since: float
-    source: PageSource
+    source: PageBringer
     tier: str
     patience: float | None
     here: bool = False
@@ -61,7 +82,7 @@ class LandingArea:
         """A page that has landed or is about to; None where there is none of this name."""
         return self._pages.get(name)
 
-    def count(self, source: PageSource) -> int:
+    def count(self, source: PageBringer) -> int:
         """Number of pages that one source brings or has brought."""
         return sum(page.source is source for page in self._pages.values())
 
@@ -77,7 +98,7 @@ class LandingArea:
         page.source.loaded(rank, name)
         return PageLoad(page.number, page.tier)
 
-    def expect(self, name: bytes, source: PageSource, tier: str, now: float, patience: float | None = None) -> int:
+    def expect(self, name: bytes, source: PageBringer, tier: str, now: float, patience: float | None = None) -> int:
         """The number under which a page will land. There is room for it."""
         number = self.first_number + self._numbers
         self._numbers = (self._numbers + 1) % 2**30

@@ -189,7 +189,7 @@ class RankEvents:
                 first, last = places[start], places[index - 1] + 1
                 parent = names[first - 1] if first else None
                 tokens = request.token_ids[first * size : last * size]
-                self._events.computed(self._rank, names[first:last], parent, tokens, request.cache_salt)
+                self._events.computed(self._rank, names[first:last], parent, tokens, request.options.cache_salt)
                 start = index
 
     def removed(self, tier: str, names: Iterable[bytes]) -> None:

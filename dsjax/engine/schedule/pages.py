@@ -195,7 +195,7 @@ def extend_hashes(request: Request, page_size: int) -> list[bytes]:
     """
     hashes, tokens = request.page_hashes, request.token_ids
     if len(hashes) < len(tokens) // page_size:
-        parent = hashes[-1] if hashes else _root(request.cache_salt)
+        parent = hashes[-1] if hashes else _root(request.options.cache_salt)
         for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):
             parent = sha256(parent + int32s(tokens[start : start + page_size])).digest()
             hashes.append(parent)

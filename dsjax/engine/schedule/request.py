@@ -3,12 +3,14 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
 
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
-    from dsjax.engine.text.logit_rules import LogitRules
+    import numpy as np
 
 
 class Status(enum.Enum):
@@ -28,6 +30,68 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # `ErrorKind` says which
 
 
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a caller says of a request beside its prompt and its sampling parameters.
+
+    Attributes:
+        priority: lower runs first under the `priority` policy.
+        cache_salt: pages are shared only with requests of the same salt.
+        session: requests of one session go to one DP rank.
+        dp_rank: number of the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
+        prefill: address and transfer where another process computes the prompt, as `PrefillServer.prefill` gives them. A transfer of None
+            is a new one of the engine at that address.
+
+    Raises:
+        UserError: `prefill` names no prefill engine.
+    """
+
+    priority: int = 0
+    cache_salt: str | None = None
+    session: str | None = None
+    dp_rank: int | None = None
+    prefill: Mapping[str, str | None] | None = None
+
+    def __post_init__(self):
+        if self.prefill is None:
+            return
+        # The engine's thread connects to it, which an error there would end for all requests.
+        given = {name: self.prefill.get(name) for name in ("address", "transfer")}
+        is_new = "transfer" in self.prefill and given["transfer"] is None
+        if not isinstance(given["address"], str) or not (is_new or isinstance(given["transfer"], str)):
+            raise UserError(
+                f"the prompt is said to be computed elsewhere, by {given}, expected address and transfer as text"
+            )
+        split_address(given["address"])
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
+class Rules(Protocol):
+    """What changes a request's logits before a token is taken; `LogitRules` implements it.
+
+    Attributes:
+        needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
+        allowed: the only tokens that may be made, as bits; None: any.
+    """
+
+    needs_tokens: bool
+    allowed: "np.ndarray | None"
+
+    def counts(self, prompt: Sequence[int], output: Sequence[int]) -> "np.ndarray":
+        """Count the tokens that penalties begin with."""
+
+    def biases(self) -> "np.ndarray":
+        """Give the biases and bans that need no token."""
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> "np.ndarray":
+        """Give the tokens that may come next, and after each of the drafts."""
+
+    def follow(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
+        """Follow the tokens that were made; give how many of them count, and why no more can."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One completion. `SamplingParams.n` > 1 makes as many requests of it.
@@ -44,10 +108,7 @@ class Request:
         stop_ids: tokens that end the request: `params.stop_token_ids`, and the model's end-of-sequence tokens unless
             `ignore_eos`. Rules hold them back before `params.min_tokens`.
         arrival_time: seconds on the engine's clock.
-        priority: lower runs first under the `priority` policy.
-        cache_salt: pages are shared only with requests of the same salt.
-        session: requests of one session go to one rank.
-        dp_rank: number of the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
+        options: what the caller said of it beside that.
         rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
         rank: number of its DP rank, for the whole life of the request, unless the mesh changes; -1 before.
@@ -57,7 +118,6 @@ class Request:
         pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
         held_pages: cached pages that are held for a waiting request while pages that it lacks are loaded from a source.
         is_loading: whether a waiting request need not be looked at before a source has brought what it lacks.
-        prefill: address and transfer where another process computes its prompt (`dsjax/engine/transfer/page_network.py`).
         num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
             writes them any more. All later ones are this request's alone.
         page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
@@ -84,11 +144,8 @@ class Request:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     arrival_time: float = 0.0
-    priority: int = 0
-    cache_salt: str | None = None
-    session: str | None = None
-    dp_rank: int | None = None
-    rules: "LogitRules | None" = None
+    options: RequestOptions = DEFAULT_OPTIONS
+    rules: Rules | None = None
 
     order: tuple[int, float, int] = (0, 0.0, 0)
     status: Status = Status.WAITING
@@ -99,7 +156,6 @@ class Request:
     pages: list[int] = field(default_factory=list)
     held_pages: list[int] = field(default_factory=list)
     is_loading: bool = False
-    prefill: Mapping[str, str] | None = None
     num_sealed_pages: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     num_promised: int = 0

@@ -27,7 +27,7 @@ class Router:
 
     Ranks without a free slot, or without free pages, for it come after those that have room. Ties go to the lowest rank. A
     session stays on its rank, unless that has no room and a queue longer than all its slots, while another has room. What a router
-    outside has chosen (`Request.dp_rank`) holds, except for a rank that the mesh has not.
+    outside has chosen (`RequestOptions.dp_rank`) holds, except for a rank that the mesh has not.
     """
 
     def __init__(self, ranks: Sequence[Rank]):
@@ -36,14 +36,15 @@ class Router:
 
     def choose(self, request: Request) -> int:
         """Choose the rank for a new request, and remember it for the session's next one."""
-        if request.dp_rank is not None and 0 <= request.dp_rank < len(self._ranks):
-            return request.dp_rank
-        if request.session is None:
+        options = request.options
+        if options.dp_rank is not None and 0 <= options.dp_rank < len(self._ranks):
+            return options.dp_rank
+        if options.session is None:
             return self._cheapest(request)
-        pinned = self._sessions.pop(request.session, None)
+        pinned = self._sessions.pop(options.session, None)
         if pinned is None or self._hopeless(pinned):
             pinned = self._cheapest(request)
-        self._sessions[request.session] = pinned
+        self._sessions[options.session] = pinned
         if len(self._sessions) > MOST_SESSIONS:
             self._sessions.popitem(last=False)
         return pinned

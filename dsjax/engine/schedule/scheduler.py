@@ -140,7 +140,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         _check_fits(request, self.config)
-        priority = request.priority if self.config.policy == "priority" else 0
+        priority = request.options.priority if self.config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._arrivals)
         self._arrivals += 1
         if self.source is not None:

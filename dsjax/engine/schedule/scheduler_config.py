@@ -21,7 +21,7 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens in a step, padding not counted.
         prefill_chunk: most tokens of one prompt in a step.
         max_prefill_rows: most prompts in a step.
-        policy: `fcfs`: by arrival; `priority`: lower `Request.priority` first, then by arrival.
+        policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
         host_pages_per_rank: pages of host memory to which evicted ones go; 0: they are lost.
         disk_pages: that the disk has room for, of all ranks together; 0: none go there. disk_page_bytes: that each takes.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.

@@ -33,8 +33,8 @@ from dsjax.engine.setup import tier_sizes
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, dispatch_method, weights_format
 from dsjax.engine.setup.layout import Layout
-from dsjax.engine.setup.page_source_module import import_page_source
 from dsjax.engine.setup.memory import check_device_memory, check_host_memory
+from dsjax.engine.setup.page_source_module import import_page_source
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError

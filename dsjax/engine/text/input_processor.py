@@ -2,17 +2,16 @@
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
 from dsjax.engine.schedule.pages import extend_hashes
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules, TokenRun
 from dsjax.engine.text.structured import GrammarCompiler
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.engine.transfer.page_channel import split_address
 from dsjax.errors import UserError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -70,13 +69,8 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
-        *,
+        options: RequestOptions = DEFAULT_OPTIONS,
         arrival_time: float = 0.0,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        session: str | None = None,
-        dp_rank: int | None = None,
-        prefill: Mapping[str, str] | None = None,
     ) -> PreparedRequest:
         """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
 
@@ -84,15 +78,15 @@ class InputProcessor:
             PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
             SamplingError: a token id outside the vocabulary, a grammar that cannot be, or text asked for without a tokenizer.
             AdmissionError: more tokens than model or cache hold.
-            UserError: `prefill` names no prefill engine.
         """
         text, token_ids = self._tokens(prompt)
-        if prefill is not None:
-            _check_prefill(prefill)
         stop_ids = self._stop_ids(params)
         max_tokens = self._max_tokens(len(token_ids), params)
         rules = self.rules.make(params, stop_ids)
         base_seed = self.draw_seed() if params.seed is None else _uint32(params.seed)
+        others = options
+        if params.n > 1 and options.prefill is not None:  # what is computed already comes to the first one
+            others = replace(options, prefill={**options.prefill, "transfer": None})
         completions = [
             Request(
                 request_id=request_id if params.n == 1 else f"{index}_{request_id}",
@@ -103,12 +97,8 @@ class InputProcessor:
                 seed=(base_seed + index) % 2**32,
                 stop_ids=stop_ids,
                 arrival_time=arrival_time,
-                priority=priority,
-                cache_salt=cache_salt,
-                session=session,
-                dp_rank=dp_rank,
+                options=options if index == 0 else others,
                 rules=rules[index],
-                prefill=prefill if index == 0 else prefill and prefill | {"transfer": None},
             )
             for index in range(params.n)
         ]
@@ -156,16 +146,6 @@ class InputProcessor:
             return params.max_tokens
         self.config.check_fits(num_prompt_tokens, max(1, params.min_tokens))
         return self.config.max_request_len - num_prompt_tokens
-
-
-def _check_prefill(prefill: Mapping[str, str]) -> None:
-    """Refuse what names no prefill engine. It is connected to in the engine's thread, which an error would end for all requests."""
-    given = {name: prefill.get(name) for name in ("address", "transfer")}
-    if not all(isinstance(value, str) for value in given.values()):
-        raise UserError(
-            f"the prompt is said to be computed elsewhere, by {given}, expected address and transfer as text"
-        )
-    split_address(given["address"])
 
 
 def _uint32(seed: int) -> int:

@@ -1,12 +1,9 @@
-"""What a caller gets back for a request, whole or as an `OutputStream`. Names and meanings are vLLM's."""
+"""What a caller gets back for a request. Names and meanings are vLLM's."""
 
-import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dsjax.engine.contract.executor import ErrorKind
-from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason
 
 
 @dataclass(slots=True)
@@ -102,115 +99,3 @@ class EngineDeadError(RuntimeError):
 
 class EngineClosingError(RuntimeError):
     """The engine is closing, and this request was ended before it was done."""
-
-
-class OutputStream:
-    """The outputs of one or several prompts, as they come: an async iterator of (prompt's index, output).
-
-    Ends after the last output. `close` ends what is unfinished; call it in any case, e.g. with `contextlib.closing`.
-    `completions` are the core's requests, for a log of what became of them: another thread writes them while they run.
-    One reader at a time.
-    """
-
-    def __init__(
-        self,
-        request_ids: Sequence[str],
-        abort: Callable[[Sequence[str]], None],
-        completions: Sequence[Request] = (),
-    ):
-        self.completions = completions
-        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._open = set(request_ids)
-        self._abort = abort
-        self._ready: deque[RequestOutput | Exception] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
-
-    def put(self, output: RequestOutput | Exception) -> None:
-        """Add an output and tell the reader of it. Called in the event loop's thread, as is `add`."""
-        self._ready.append(output)
-        self.tell()
-
-    def add(self, output: RequestOutput) -> None:
-        """Add an output, of which `tell` will tell the reader: outputs of one step are told of together."""
-        self._ready.append(output)
-
-    def tell(self) -> None:
-        """Give the reader that waits what there is, or wake it."""
-        if self._waiter is None or self._waiter.done():
-            return
-        try:
-            goes_on = None if self._at_once is None else self._peek()
-            if goes_on is not None and self._at_once(goes_on):
-                self._ready.clear()
-            else:
-                self._waiter.set_result(None)
-        except Exception as error:  # the reader's own
-            self._ready.clear()
-            self._waiter.set_exception(error)
-
-    def __aiter__(self) -> "OutputStream":
-        return self
-
-    async def __anext__(self) -> tuple[int, RequestOutput]:
-        if not self._open:
-            raise StopAsyncIteration
-        await self._wait()
-        return self._take()
-
-    async def ready(
-        self, at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
-    ) -> list[tuple[int, RequestOutput]]:
-        """Wait, then give everything that is there: a reader that is late gets several outputs at once. Empty at the end.
-
-        Raises what `__anext__` would, after the outputs before it.
-
-        at_once: takes outputs that come while this waits and that are not a request's last, and says whether it did; the reader goes on
-            waiting then. To wake a task, with all the functions in which it waits, costs more than to make an event of a token.
-        """
-        if not self._open:
-            return []
-        self._at_once = at_once
-        await self._wait()
-        taken = [self._take()]
-        while self._ready and self._open and not isinstance(self._ready[0], Exception):
-            taken.append(self._take())
-        return taken
-
-    async def _wait(self) -> None:
-        if not self._ready:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    def _peek(self) -> list[tuple[int, RequestOutput]] | None:
-        """What there is; None where something of it ends a request."""
-        found = []
-        for output in self._ready:
-            if isinstance(output, Exception) or output.finished:
-                return None
-            found.append((self._index[output.request_id], output))
-        return found
-
-    def _take(self) -> tuple[int, RequestOutput]:
-        output = self._ready.popleft()
-        if isinstance(output, Exception):
-            self._open.clear()
-            raise output
-        if output.finished:
-            self._open.discard(output.request_id)
-        return self._index[output.request_id], output
-
-    def close(self) -> None:
-        """Abort what has not ended; its pages are free before the engine's next step."""
-        unfinished, self._open = self._open, set()
-        if unfinished:
-            self._abort(sorted(unfinished))
-
-    def fail(self, error: Exception) -> None:
-        """Abort what has not ended; whoever reads gets `error` after the outputs that are there."""
-        if self._open:
-            self.put(error)
-            self._abort(sorted(self._open))

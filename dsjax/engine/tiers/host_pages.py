@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.commands import Command, DropPages, StorePages, names_of
+from dsjax.engine.contract.commands import DropPages, StorePages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import PagesOnTheWay
 from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, Piece, cut, packed

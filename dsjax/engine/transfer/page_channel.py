@@ -25,7 +25,7 @@ from dsjax.engine.transfer.page_transfer import (
     UnderWay,
 )
 from dsjax.errors import UserError
-from dsjax.hosts.wire import keep_alive, receive_frame, send_frame
+from dsjax.hosts.wire import keep_alive, receive_frame, send_frame, split_address
 
 VERSION = 4
 """Version of the messages. It changes whenever an older side could misunderstand a newer one."""
@@ -235,18 +235,6 @@ def read(connection: socket.socket) -> Any:
         EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
     """
     return _decoder.decode(receive_frame(connection, _MOST_BYTES))
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT`.
-
-    Raises:
-        UserError: the text is no such address.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"{address!r} is no address of a prefill engine, expected HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 def plain(space: dict[str, Any]) -> dict[str, Any]:

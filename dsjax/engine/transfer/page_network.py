@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
-from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to, split_address
+from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
 from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill, UnderWay
 from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
+from dsjax.hosts.wire import split_address
 
 if TYPE_CHECKING:
     from dsjax.engine.contract.executor import Progress

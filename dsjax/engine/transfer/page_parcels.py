@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.commands import Command, DropParcels, PullPages, SendPages
+from dsjax.engine.contract.commands import DropParcels, PullPages, SendPages
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import MOVED_PAGES
 from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, Piece

@@ -14,7 +14,7 @@ from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.plan import StepPlan
-from dsjax.engine.schedule.request import FinishReason, Request, Status
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status
 from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.transfer.page_sends import PageSends
@@ -198,10 +198,17 @@ class PrefillService(Attachment):
             return
         send = PageSend(ask.transfer, ask.first, ask.end)
         params = SamplingParams(temperature=0, max_tokens=1)
+        options = RequestOptions(ask.priority, ask.salt)
         request = Request(
-            ask.transfer, tokens, len(tokens), params, max_tokens=1, seed=0, arrival_time=time.monotonic()
+            ask.transfer,
+            tokens,
+            len(tokens),
+            params,
+            max_tokens=1,
+            seed=0,
+            arrival_time=time.monotonic(),
+            options=options,
         )
-        request.priority, request.cache_salt = ask.priority, ask.salt
         self._jobs[ask.transfer] = _Job(request, send, receive)
         self.source.begin(request, send)
         try:

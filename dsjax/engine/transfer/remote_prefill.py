@@ -151,9 +151,10 @@ class RemotePrefills(PageSource):
 
     def added(self, request: Request) -> None:
         """Note which prefill engine computes a request's prompt already, and under which name."""
-        if request.prefill is not None and self.connect is not None:
-            self._links_of[request] = self.connect(request.prefill["address"])
-            self._names_of[request] = request.prefill["transfer"]
+        prefill = request.options.prefill
+        if prefill is not None and self.connect is not None:
+            self._links_of[request] = self.connect(prefill["address"])
+            self._names_of[request] = prefill["transfer"]
 
     def begin_step(self, now: float) -> None:
         """Give up transfers that were not heard of for too long."""
@@ -320,7 +321,8 @@ class RemotePrefills(PageSource):
         for page_name in rest:
             self._expected.setdefault((rank, page_name), transfer)
         tokens = request.token_ids[: len(names) * self.ranks[rank].pool.page_size + 1]
-        ask = Ask(name, int32s(tokens), num_cached, len(names), request.cache_salt, request.priority)
+        salt, priority = request.options.cache_salt, request.options.priority
+        ask = Ask(name, int32s(tokens), num_cached, len(names), salt, priority)
         self._messages.append((link, ask))
         self._count(asked=1)
         self.awaits(rank, request, rest[0])

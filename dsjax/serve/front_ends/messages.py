@@ -12,7 +12,7 @@ import msgspec
 
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
-from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.errors import UserError
 from dsjax.hosts.wire import receive_frame
@@ -68,10 +68,10 @@ class NewRequest(msgspec.Struct, array_like=True):
             _params_to_wire(prepared.params),
             sorted(first.stop_ids),
             first.arrival_time,
-            first.priority,
-            _to_bytes(first.cache_salt),
-            _to_bytes(first.session),
-            first.dp_rank,
+            first.options.priority,
+            _to_bytes(first.options.cache_salt),
+            _to_bytes(first.options.session),
+            first.options.dp_rank,
             first.page_hashes,
         )
 
@@ -82,7 +82,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     def requests(self, params: SamplingParams, rules: list) -> list[Request]:
         """What the core is given; rules: one of each completion."""
         stop_ids = frozenset(self.stop_ids)
-        salt, session = _to_text(self.cache_salt), _to_text(self.session)
+        options = RequestOptions(self.priority, _to_text(self.cache_salt), _to_text(self.session), self.dp_rank)
         return [
             Request(
                 request_id,
@@ -93,10 +93,7 @@ class NewRequest(msgspec.Struct, array_like=True):
                 seed,
                 stop_ids,
                 self.arrival_time,
-                priority=self.priority,
-                cache_salt=salt,
-                session=session,
-                dp_rank=self.dp_rank,
+                options=options,
                 rules=rules[k],
                 page_hashes=list(self.page_hashes),
             )

@@ -11,7 +11,7 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored, EventSinks
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
@@ -70,8 +70,8 @@ def parents_held(block: int, held: set[int], told: Subscriber) -> bool:
 
 
 def run(engine, tokens, **options) -> None:
-    request = Request(str(next(NAMES)), list(tokens), len(tokens), SamplingParams(temperature=0), 2, 0, **options)
-    engine.add(request)
+    params = SamplingParams(temperature=0)
+    engine.add(Request(str(next(NAMES)), list(tokens), len(tokens), params, 2, 0, options=RequestOptions(**options)))
     while engine.has_unfinished:
         engine.step()
 

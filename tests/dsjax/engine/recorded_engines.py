@@ -26,7 +26,7 @@ from dsjax.engine.engine import attachments_of
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.engine.transfer.page_transfer import Ask, Failed
@@ -138,11 +138,18 @@ def make_request(name: str, tokens: list[int], kind: str, max_tokens: int, seed:
     if kind == "structured":
         constraint = Digits()
     rules = LogitRules(params, VOCABULARY, stop_ids, words, constraint) if kind in RULED else None
-    request = Request(name, list(tokens), len(tokens), params, max_tokens, seed, stop_ids, arrival_time=now)
-    request.rules = rules
-    for option, value in options.items():
-        setattr(request, option, value)
-    return request
+    return Request(
+        name,
+        list(tokens),
+        len(tokens),
+        params,
+        max_tokens,
+        seed,
+        stop_ids,
+        arrival_time=now,
+        options=RequestOptions(**options),
+        rules=rules,
+    )
 
 
 def make_generation(executor: ScriptedExecutor, config: SchedulerConfig) -> SimpleNamespace:

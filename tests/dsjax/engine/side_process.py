@@ -10,6 +10,7 @@ import sys
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.elastic.joining import host_options, join_group
+from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 
@@ -61,7 +62,7 @@ def decode(llm: LLM) -> None:
 def run(llm: LLM, requests: list) -> dict[str, list[int]]:
     """Tokens of (name, prompt, what prefill said)."""
     for name, tokens, said in requests:
-        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, prefill=said)
+        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=said))
     found = {}
     while llm.engine.has_unfinished():
         for output in llm.engine.step():

@@ -11,10 +11,11 @@ from tiny_tokenizer import tiny_tokenizer
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError, EngineDeadError
 from dsjax.engine.contract.commands import Step
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.engine import EngineParts
+from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import PromptError
-from dsjax.engine.text.outputs import CompletionOutput, OutputStream, RequestOutput
+from dsjax.engine.text.outputs import CompletionOutput, RequestOutput
 from dsjax.errors import UserError
 
 FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
@@ -23,7 +24,7 @@ FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINA
 def make(**options) -> tuple[AsyncEngine, FakeExecutor]:
     executor = FakeExecutor(**options)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return AsyncEngine(LLMEngine(executor, tiny_tokenizer(), config)), executor
+    return AsyncEngine(EngineParts(executor, tiny_tokenizer(), config)), executor
 
 
 async def collect(engine: AsyncEngine, request_id: str, prompts, params=FINAL) -> dict[int, list[int]]:

@@ -12,7 +12,7 @@ from fake_executor import FakeExecutor
 
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine import LLMEngine, attachments_of
+from dsjax.engine.engine import EngineParts, LLMEngine, attachments_of
 from dsjax.engine.schedule.page_events import BlockRemoved
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -197,7 +197,7 @@ def test_an_engine_publishes_what_its_options_say_and_gives_the_endpoint_back(tm
         for turn in range(2):
             executor = FakeExecutor()
             config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-            engine = LLMEngine(executor, None, config, kv_events=args.kv_events)
+            engine = LLMEngine(EngineParts(executor, None, config, kv_events=args.kv_events))
             number = 0
             while not subscriber.poll(20):
                 number += 1

@@ -222,7 +222,7 @@ def test_a_server_drains_and_ends_in_the_middle(checkpoint, expected):
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
     async def serve():
-        engine = AsyncEngine(draining.engine)
+        engine = AsyncEngine(draining.parts)
         engine.start()
         stream = await engine.submit("all", prompts(), params)
         while not await engine.call(lambda core: core.part(ExpertBalancer).busy):

@@ -15,7 +15,7 @@ from quick_compilation import FEW_SHAPES
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
@@ -49,7 +49,7 @@ def config_of(executor: FakeExecutor) -> SchedulerConfig:
 
 def engine_over(executors: list[FakeExecutor]) -> tuple[LLMEngine, FakeGenerations]:
     first, *others = executors
-    engine = LLMEngine(first, tiny_tokenizer(), config_of(first))
+    engine = LLMEngine(EngineParts(first, tiny_tokenizer(), config_of(first)))
     engine.core.generations = generations = FakeGenerations(others)
     return engine, generations
 
@@ -121,7 +121,7 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
 def test_an_error_that_nothing_survives_is_raised_as_it_was():
     executor = FakeExecutor()
     executor.fail_at_step = 1
-    engine = LLMEngine(executor, tiny_tokenizer(), config_of(executor))
+    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), config_of(executor)))
     add_all(engine)
     with pytest.raises(RuntimeError, match="the fake device is lost"):
         take(engine, {})

@@ -21,15 +21,16 @@ from transports import EACH_BACKEND
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stream.leader import Landings
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
-from dsjax.engine.transfer.page_channel import split_address
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
 from dsjax.engine.transfer.page_transfer import Ask, Failed, Offer, ParcelGoneError, PulledParcel, Release, UnderWay
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
 OPTIONS = {
@@ -125,7 +126,7 @@ def prompts(count, seed=0):
 def run(llm, requests, between=lambda step: None):
     """Tokens of (name, prompt, what prefill said)."""
     for name, tokens, prefill in requests:
-        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, prefill=prefill)
+        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=prefill))
     found, steps = {}, 0
     while llm.engine.has_unfinished():
         between(steps)
@@ -175,7 +176,7 @@ def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_
         decode.engine.flush_prefix_cache()
         for turns in range(0, 9, 2):
             decode.engine.add_request(
-                "gone", {"prompt_token_ids": given[0]}, GREEDY, prefill=process.ask(tokens=given[0])
+                "gone", {"prompt_token_ids": given[0]}, GREEDY, RequestOptions(prefill=process.ask(tokens=given[0]))
             )
             for _ in range(turns):
                 decode.engine.step()

@@ -10,7 +10,7 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.schedule.pages import PagePool, extend_hashes
-from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
@@ -28,7 +28,15 @@ def make(*, prefix_caching: bool = True, policy: str = "fcfs", budget: int = 24,
 
 def request(name: str, prompt: list[int], max_tokens: int = 1, *, salt: str | None = None, **params) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
-    return Request(name, list(prompt), len(prompt), params, max_tokens, crc32(name.encode()), cache_salt=salt)
+    return Request(
+        name,
+        list(prompt),
+        len(prompt),
+        params,
+        max_tokens,
+        crc32(name.encode()),
+        options=RequestOptions(cache_salt=salt),
+    )
 
 
 def run(core: EngineCore, *requests: Request) -> None:

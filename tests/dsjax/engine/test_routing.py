@@ -7,7 +7,7 @@ import pytest
 
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
@@ -25,9 +25,9 @@ def config(**changes) -> SchedulerConfig:
     return SchedulerConfig(**{**sizes, **changes})
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 4, **changes) -> Request:
+def request(name: str, prompt: list[int], max_tokens: int = 4, **options) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    return Request(name, list(prompt), len(prompt), params, max_tokens, 0, **changes)
+    return Request(name, list(prompt), len(prompt), params, max_tokens, 0, options=RequestOptions(**options))
 
 
 def step(scheduler: Scheduler) -> list[int]:

@@ -15,7 +15,7 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.schedule.page_loads import PageLoads
 from dsjax.engine.schedule.pages import extend_hashes
-from dsjax.engine.schedule.request import FinishReason, Request, Status
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.tiers.event_publisher import PageEventStream
 
@@ -134,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt, max_tokens = options["prompt"], options["max_tokens"]
         params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=options["prompt_logprobs"])
         request = Request(str(self.count), list(prompt), len(prompt), params, max_tokens, self.count)
-        request.priority, request.cache_salt, request.session = options["priority"], options["salt"], options["session"]
+        request.options = RequestOptions(options["priority"], options["salt"], options["session"])
         total = len(prompt) + max_tokens
         fits = total <= MAX_LEN and total - 1 <= (self.config.pages_per_rank - 1) * self.config.page_size
         try:
@@ -257,7 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.config.page_size
         for request in (*self.alive.values(), *self.gone):
             for place, name in enumerate(extend_hashes(request, size), start=1):
-                found = (request.cache_salt, request.token_ids[: place * size])
+                found = (request.options.cache_salt, request.token_ids[: place * size])
                 assert self.pages.setdefault(name, found) == found
         for index, (rank, cache) in enumerate(zip(self.scheduler.ranks, self.executor._cache, strict=True)):
             named = {page: name for page, name in enumerate(rank.pool._hash_of) if name is not None}

@@ -98,7 +98,7 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, mon
     llm = loaded(checkpoint, **apart, **options)
     core = llm.engine.core
     assert len(reads) == 2, "each engine reads the weights"
-    [engine] = llm.engine.prefill_engines
+    [engine] = llm.parts.prefill_engines
     sizes, config = llm.facts.prefill_sizes, engine.core.scheduler.config
     assert sizes.max_num_seqs == config.max_num_seqs == options.get("prefill_max_num_seqs", 4)
     assert sizes.max_num_batched_tokens == config.max_num_batched_tokens

@@ -17,7 +17,7 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Release
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
@@ -395,9 +395,8 @@ def test_two_requests_that_were_handed_the_same_transfer_both_get_their_own_page
     pair = Pair()
     pair.incoming.connect = lambda address: 0
     given = [list(range(50)), list(range(100, 150))]
-    requests = [
-        pair.add(f"{i}", tokens, prefill={"address": "", "transfer": "room-7"}) for i, tokens in enumerate(given)
-    ]
+    options = RequestOptions(prefill={"address": "127.0.0.1:1", "transfer": "room-7"})
+    requests = [pair.add(f"{i}", tokens, options=options) for i, tokens in enumerate(given)]
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
     assert pair.incoming.transfer_counts.completed == 2
@@ -407,7 +406,7 @@ def test_two_requests_that_were_handed_the_same_transfer_both_get_their_own_page
 def test_an_engine_that_reaches_its_own_prefill_engines_alone_ignores_which_one_a_request_names():
     pair = Pair()
     prefill = {"address": "127.0.0.1:1", "transfer": "room-7"}
-    request = pair.add("a", list(range(50)), prefill=prefill)
+    request = pair.add("a", list(range(50)), options=RequestOptions(prefill=prefill))
     pair.run()
     assert request.output_token_ids == expected_tokens(list(range(50)), 6)
     assert pair.incoming.transfer_counts.completed == 1

@@ -15,7 +15,7 @@ from quick_compilation import FEW_SHAPES
 
 from dsjax import SamplingParams
 from dsjax.engine.elastic.joining import host_options, join_group
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.setup.args import EngineArgs
 
 PROMPTS = [[5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3], [90, 80, 70, 60, 50, 40]]
@@ -59,7 +59,8 @@ def main() -> None:
         if not group.is_leader:
             Follower(group).follow(loaded.executor)
             continue
-        engine = LLMEngine(loaded.executor, None, args.scheduler_config(loaded.executor.limits), eplb=args.eplb)
+        config = args.scheduler_config(loaded.executor.limits)
+        engine = LLMEngine(EngineParts(loaded.executor, None, config, eplb=args.eplb))
         balance = engine.core.statistics().get("balance")
         found.append(
             {

@@ -109,7 +109,7 @@ def test_all_requests_are_aborted_wherever_they_are(server):
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: all(rank.running for rank in server.llm_engine.core.scheduler.ranks))
+    wait_until(lambda: all(rank.running for rank in server.parts.core.scheduler.ranks))
     wait_until(lambda: server.engine.num_unfinished == 4)
     assert server.post("/abort_request", {"request_id": "mine"}, headers=ADMIN).json() == {"aborted": 4}
     for thread in threads:

@@ -1,11 +1,19 @@
-"""Metrics of experts: where tokens went while recording is on, and what came of balancing them."""
+"""Metrics of what not every engine has: experts and their balance, drafts, a mesh that changes, an engine beside that computes prompts."""
 
-from collections.abc import Callable, Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.experts.eplb import BalanceStats
-from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total
+from dsjax.engine.stats import DraftCounts
+from dsjax.serve.metrics_families import Counter, Gauge, Labels, Registry, Total
 from sharding.balancing import balancedness_of_ranks
+
+if TYPE_CHECKING:  # they bring JAX in
+    from dsjax.engine.elastic.generations import Generations
+    from dsjax.engine.prefill_engine import PrefillEngine
 
 _Samples = Iterable[tuple[Labels, float]]
 
@@ -144,3 +152,115 @@ class BalanceMetrics:
     def _rank_tokens(self) -> _Samples:
         for rank, tokens in enumerate(self._stats.rank_tokens if self._stats else ()):
             yield (*self._labels, str(rank)), tokens
+
+
+class DraftMetrics:
+    """What came of the tokens that speculative decoding drafted, over all ranks.
+
+    Args:
+        most_drafts: positions of drafts that are shown from the start, with 0.
+    """
+
+    def __init__(self, registry: Registry, model_name: str, most_drafts: int):
+        self._labels: Labels = (model_name,)
+        name = "vllm:spec_decode_num"
+        self._rows = Counter(registry, f"{name}_drafts", "Rows that had drafts to verify.", ("model_name",))
+        self._drafted = Counter(registry, f"{name}_draft_tokens", "Drafted tokens that were verified.", ("model_name",))
+        self._accepted = Counter(registry, f"{name}_accepted_tokens", "Those that were accepted.", ("model_name",))
+        self._per_position = Counter(
+            registry,
+            f"{name}_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their place in the row's drafts; 0 is the first.",
+            ("model_name", "position"),
+        )
+        if most_drafts:
+            self.enter(DraftCounts(0, 0, 0, (0,) * most_drafts))
+
+    def enter(self, counts: DraftCounts) -> None:
+        """Enter a step's drafts."""
+        self._rows.add(self._labels, counts.num_drafts)
+        self._drafted.add(self._labels, counts.num_draft_tokens)
+        self._accepted.add(self._labels, counts.num_accepted_tokens)
+        for position, accepted in enumerate(counts.accepted_per_position):
+            self._per_position.add((*self._labels, str(position)), accepted)
+
+
+REASONS = ("scale", "loss", "failure", "return")
+
+
+def add_generation_metrics(registry: Registry, model_name: str, generations: Generations) -> None:
+    """Add families that show which mesh there is, which one is wanted, and what changing it took; read at the scrape."""
+
+    def gauge(name: str, documentation: str, value: Callable[[], float]) -> None:
+        Gauge(registry, name, documentation, ("model_name",), lambda: [((model_name,), float(value()))])
+
+    gauge("dsjax_generation", "Number of the mesh; it begins with 0.", lambda: generations.number)
+    gauge("dsjax_generation_devices", "Devices of the mesh.", lambda: generations.spec.num_devices)
+    gauge("dsjax_generation_devices_wanted", "Devices it was to have.", lambda: generations.wanted.num_devices)
+    gauge("dsjax_generation_processes", "Processes with a part in it.", lambda: generations.facts.num_processes)
+    ahead = generations.ahead
+    for name, what, count in (
+        ("done", "Programs of the meshes that may come next which process 0 has.", "done"),
+        ("wanted", "Of those, how many it is to have.", "total"),
+    ):
+        read = lambda count=count: 0 if ahead is None else getattr(ahead, count)  # noqa: E731
+        gauge(f"dsjax_compile_ahead_programs_{name}", what, read)
+    gauge("dsjax_generation_changing", "1 while no step computes, as the mesh is changed.", lambda: generations.busy)
+    Total(
+        registry,
+        "dsjax_generation_changes",
+        "Changes of the mesh, by reason.",
+        ("model_name", "reason"),
+        lambda: [((model_name, reason), generations.counts.changes[reason]) for reason in REASONS],
+    )
+    Total(
+        registry,
+        "dsjax_generation_change_seconds",
+        "Time in those, in which no step computed.",
+        ("model_name",),
+        lambda: [((model_name,), generations.counts.seconds)],
+    )
+
+
+def add_prefill_metrics(registry: Registry, model_name: str, engines: Sequence[PrefillEngine]) -> None:
+    """Add families that show what each of these engines of this process has to do and has done; read at the scrape."""
+
+    def each(value: Callable[[PrefillEngine], float]) -> Callable[[], Iterable[tuple[Labels, float]]]:
+        return lambda: [((model_name, str(number)), float(value(engine))) for number, engine in enumerate(engines)]
+
+    def prompts() -> Iterable[tuple[Labels, float]]:
+        for number, engine in enumerate(engines):
+            loads = engine.core.loads()
+            for state in ("running", "waiting"):
+                yield (model_name, str(number), state), float(sum(getattr(load, state) for load in loads))
+
+    name, labels = "dsjax_prefill_engine", ("model_name", "prefill_engine")
+    Gauge(
+        registry,
+        f"{name}_up",
+        "1 while it computes prompts; 0 when it has failed, and decode engines compute them.",
+        labels,
+        each(lambda engine: engine.error is None),
+    )
+    Gauge(registry, f"{name}_prompts", "Prompts that it has.", (*labels, "state"), prompts)
+    Gauge(
+        registry,
+        f"{name}_kept_pages",
+        "Pages that it keeps for decode engines, which have not taken them yet.",
+        labels,
+        each(lambda engine: engine.buffers.num_pages_kept),
+    )
+    Total(
+        registry,
+        f"{name}_tokens",
+        "Tokens of prompts that it computed.",
+        labels,
+        each(lambda engine: engine.counts.tokens),
+    )
+    Total(
+        registry,
+        f"{name}_step_seconds",
+        "Time in which it computed: its rate is the share of time that the engine is busy.",
+        labels,
+        each(lambda engine: engine.counts.seconds),
+    )
