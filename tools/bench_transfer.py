@@ -108,11 +108,11 @@ def measure_bytes(args, console: Console) -> None:
     from dsjax import LLM, SamplingParams
     from dsjax.engine.contract.commands import FetchPages, PlacePages, PullPages, SendPages, int32s
     from dsjax.engine.transfer.page_parcels import move_parcel
-    from dsjax.engine.transfer.page_transfer import PARCEL_PAGES
+    from dsjax.engine.transfer.page_transfer import PARCEL_PAGES, ParcelPort
 
     llm = LLM(args.model, prefill_mesh="dp=1", decode_mesh="dp=1", max_num_seqs=8, max_model_len=2048)
     executor = llm.executor
-    shapes = executor.parcel_shapes
+    shapes = executor.extension(ParcelPort).parcel_shapes
     size = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
     devices = jax.devices()
     parcel = {name: jax.device_put(np.zeros(*own), devices[1]) for name, own in shapes.items()}
@@ -131,7 +131,7 @@ def measure_bytes(args, console: Console) -> None:
     pages = range(1, 1 + PARCEL_PAGES)
     kept = []
     sender = llm.engine.prefills[0].engine.core.executor
-    sender._parcels._offer = lambda number, own: kept.append(own)
+    sender.extension(ParcelPort)._offer = lambda number, own: kept.append(own)
     gather = SendPages([int32s(value for page in pages for value in (1, page))])
 
     def take():
@@ -142,7 +142,7 @@ def measure_bytes(args, console: Console) -> None:
         sender.wait(pending) if not pending.done else None
 
     row("taken off the cache, until it can be offered", seconds(take))
-    landed = executor._parcels
+    landed = executor.extension(ParcelPort)
     come = queue.SimpleQueue()
     landed._pull, landed._report = lambda source, number, device: move_parcel(parcel, device), come.put
     counter = iter(range(1, 10**6))

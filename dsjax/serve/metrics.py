@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from dsjax.engine.contract.executor import ErrorKind
 from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.schedule.request import ErrorKind, FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats
 from dsjax.engine.text.output_processor import error_kind

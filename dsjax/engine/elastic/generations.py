@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dsjax.engine.contract.executor import Executor, ExecutorAround
+from dsjax.engine.contract.executor import Executor, ExecutorWrapper
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -334,7 +334,7 @@ def mesh_of(found: Announcement) -> Mesh:
 
 def release(executor: Executor | None) -> None:
     """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more."""
-    while isinstance(executor, ExecutorAround):
+    while isinstance(executor, ExecutorWrapper):
         if isinstance(executor, RecordingExecutor):
             executor.file.close("the mesh has changed")
         if isinstance(executor, LeaderExecutor):
@@ -347,7 +347,7 @@ def release(executor: Executor | None) -> None:
 
 def _inside(executor: Any, kind: type) -> Any:
     """The executor of this kind among those around one another; None where there is none."""
-    while isinstance(executor, ExecutorAround):
+    while isinstance(executor, ExecutorWrapper):
         if isinstance(executor, kind):
             return executor
         executor = executor.inner

@@ -16,8 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts, int32s
-from dsjax.engine.contract.executor import Executor, ExpertSlots, LoadWindow
-from dsjax.engine.experts.eplb import BalanceStats, EplbConfig, RebalanceUnderWayError
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.experts.eplb import (
+    BalanceStats,
+    EplbConfig,
+    ExpertMover,
+    ExpertSlots,
+    LoadWindow,
+    RebalanceUnderWayError,
+)
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.plan import StepPlan
 from dsjax.engine.schedule.scheduler import Update
@@ -136,7 +143,7 @@ class ExpertBalancer(Attachment):
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._executor, self._stats = executor, replace(self._stats, rank_tokens=())
-        self._can_move = executor.expert_slots is not None
+        self._mover = executor.extension(ExpertMover)
         self._windows: deque[LoadWindow] = deque(maxlen=self._config.reads_in_window)
         self._step_seconds: deque[float] = deque(maxlen=256)
         self._waiting: deque[Command] = deque()
@@ -166,7 +173,7 @@ class ExpertBalancer(Attachment):
 
     def before_launch(self, num_under_way: int) -> None:
         """Launch what is due before the next step."""
-        if not self._can_move:
+        if self._mover is None:
             return
         number = self._steps + num_under_way
         if number - self._read_at >= self._config.read_interval:
@@ -177,7 +184,7 @@ class ExpertBalancer(Attachment):
 
     def after_step(self, seconds: float, plan: StepPlan | None = None, updates: list[Update] = ()) -> None:
         """Take the results of what was launched before the step that was entered just now, which took so long."""
-        if not self._can_move:
+        if self._mover is None:
             return
         self._steps += 1
         self._step_seconds.append(seconds)
@@ -202,7 +209,7 @@ class ExpertBalancer(Attachment):
         Raises:
             RebalanceUnderWayError: another one is not done.
         """
-        if not self._can_move:
+        if self._mover is None:
             return None
         if self.busy or self._deciding is not None:
             left = self.stats.layers_left
@@ -217,7 +224,7 @@ class ExpertBalancer(Attachment):
         self._read_at = self._steps
         decision = self._decision(payback=0)()
         self._begin(decision)
-        return decision.summary(self._executor.expert_slots.expert_bytes)
+        return decision.summary(self._mover.slots.expert_bytes)
 
     @property
     def latest(self) -> LoadWindow | None:
@@ -253,7 +260,7 @@ class ExpertBalancer(Attachment):
             self._end()
         elif isinstance(one.command, PlaceExperts):
             experts = self._sizes.pop(one.command.layer, 0)
-            moved = experts * self._executor.expert_slots.expert_bytes
+            moved = experts * self._mover.slots.expert_bytes
             self._stats = replace(
                 self._stats,
                 layers_changed=stats.layers_changed + 1,
@@ -301,7 +308,7 @@ class ExpertBalancer(Attachment):
         return partial(
             decide,
             self.load(),
-            self._executor.expert_slots,
+            self._mover.slots,
             self._config.policy,
             interval=self._config.step_interval,
             step_seconds=statistics.median(self._step_seconds) if self._step_seconds else 0.0,
@@ -309,7 +316,7 @@ class ExpertBalancer(Attachment):
         )
 
     def _begin(self, decision: Decision) -> None:
-        expert_bytes = self._executor.expert_slots.expert_bytes
+        expert_bytes = self._mover.slots.expert_bytes
         left = "" if not decision.left else (
             f" {len(decision.left)} layers are left: they would gain {sum(one.gain for one in decision.left):.3g} s and cost "
             f"{sum(one.cost for one in decision.left):.3g} s."

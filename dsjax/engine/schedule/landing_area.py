@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-
-from dsjax.engine.schedule.page_source import PageLoad, PageSource
+from typing import NamedTuple
 
 MOST_LANDED = 128
 """Pages of a rank that have landed, or are about to, and have not gone to the cache."""
+
+
+class PageLoad(NamedTuple):
+    """A page that can be sent to the device now.
+
+    Attributes:
+        number: by which `FetchPages` names it: a slot of the source, or the number under which it has landed.
+        tier: the name of the place that it comes from, for statistics.
+    """
+
+    number: int
+    tier: str
 
 
 @dataclass(slots=True)
@@ -17,13 +28,13 @@ class LandingPage:
     """One page, who brings it under which number and since when, and whether it has come.
 
     Attributes:
-        tier: as of `PageLoad`.
+        source: the `PageSource` that brings it. tier: as of `PageLoad`.
         patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
     """
 
     number: int
     since: float
-    source: PageSource
+    source: object
     tier: str
     patience: float | None
     here: bool = False
@@ -61,7 +72,7 @@ class LandingArea:
         """A page that has landed or is about to; None where there is none of this name."""
         return self._pages.get(name)
 
-    def count(self, source: PageSource) -> int:
+    def count(self, source: object) -> int:
         """Number of pages that one source brings or has brought."""
         return sum(page.source is source for page in self._pages.values())
 
@@ -77,7 +88,7 @@ class LandingArea:
         page.source.loaded(rank, name)
         return PageLoad(page.number, page.tier)
 
-    def expect(self, name: bytes, source: PageSource, tier: str, now: float, patience: float | None = None) -> int:
+    def expect(self, name: bytes, source: object, tier: str, now: float, patience: float | None = None) -> int:
         """The number under which a page will land. There is room for it."""
         number = self.first_number + self._numbers
         self._numbers = (self._numbers + 1) % 2**30

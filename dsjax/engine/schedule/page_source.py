@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.contract.commands import Command
+from dsjax.engine.schedule.landing_area import LandingArea, PageLoad
 
 if TYPE_CHECKING:
-    from dsjax.engine.schedule.landing_area import LandingArea
     from dsjax.engine.schedule.page_events import RankEvents
     from dsjax.engine.schedule.pages import PagePool
     from dsjax.engine.schedule.request import Request
@@ -49,18 +49,6 @@ class RankPages(NamedTuple):
     pool: PagePool
     landing: LandingArea
     events: RankEvents | None = None
-
-
-class PageLoad(NamedTuple):
-    """A page that can be sent to the device now.
-
-    Attributes:
-        number: by which `FetchPages` names it: a slot of the source, or the number under which it has landed.
-        tier: the name of the place that it comes from, for statistics.
-    """
-
-    number: int
-    tier: str
 
 
 class PageSource:

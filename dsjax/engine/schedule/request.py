@@ -30,15 +30,6 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # `ErrorKind` says which
 
 
-class ErrorKind(enum.StrEnum):
-    """Why a request ended with `FinishReason.ERROR`. The values are the codes of the server's answers and metrics."""
-
-    NON_FINITE = "non_finite_values"  # the logits held a NaN or an infinity
-    STRUCTURED_OUTPUT = "structured_output_failed"  # the grammar came to no legal token, or cost too much
-    NO_TOKEN_ALLOWED = "no_token_allowed"  # allowed tokens, bad words and minimum length exclude each other
-    NO_ROOM = "no_room_on_the_new_mesh"  # the mesh has changed while it ran, and the new one's cache cannot hold it
-
-
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """What a caller says of a request beside its prompt and its sampling parameters.

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
 from dsjax.engine.schedule.page_events import Event, PageEvents, RankEvents
 from dsjax.engine.schedule.page_loads import SourcedPages
 from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.pages import PagePool
 from dsjax.engine.schedule.plan import ScheduledRow, StepPlan
 from dsjax.engine.schedule.rank import Rank, RankLoad
-from dsjax.engine.schedule.request import ErrorKind, FinishReason, Request, Status
+from dsjax.engine.schedule.request import FinishReason, Request, Status
 from dsjax.engine.schedule.routing import Router, standing_cost
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 

@@ -25,9 +25,10 @@ from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
-from dsjax.engine.device.mesh_executor import MeshExecutor
+from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.setup import tier_sizes
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, dispatch_method, weights_format
@@ -36,6 +37,9 @@ from dsjax.engine.setup.memory import check_device_memory, check_host_memory
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
+from dsjax.engine.tiers.disk_pages import DiskPages
+from dsjax.engine.tiers.host_pages import HostPages, Shapes
+from dsjax.engine.transfer.page_parcels import PageParcels
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import device_bytes, store
@@ -221,18 +225,22 @@ def load_model(
             buckets,
             num_drafts=layout.num_drafts,
             experts_per_exchange=layout.per_exchange,
-            reload=lambda paths, placements: load(
-                config,
-                directory,
-                mesh,
-                step.rules,
-                weights=weights,
-                placement=step.stored(placements),
-                mtp=step.has_module,
-                only=paths,
+            parts=_parts(
+                limits,
+                layout.per_exchange,
+                lambda paths, placements: load(
+                    config,
+                    directory,
+                    mesh,
+                    step.rules,
+                    weights=weights,
+                    placement=step.stored(placements),
+                    mtp=step.has_module,
+                    only=paths,
+                ),
+                lock and partial(tier_sizes.open_disk, args, step, directory, lock),
             ),
             meet=None if group is None else lambda: group.ask("compiled"),
-            disk=lock and partial(tier_sizes.open_disk, args, step, directory, lock),
             library=library,
         )
     if group is not None and group.is_leader and len(group.present) > 1:
@@ -249,6 +257,20 @@ def load_model(
         _facts(args, step, limits, buckets, params, weights),
         tier_sizes.page_space(args, step, directory) if limits.transfers else None,
     )
+
+
+def _parts(
+    limits: ExecutorLimits, per_exchange: int, reload: Reload, disk: Callable[[Shapes], DiskPages] | None
+) -> list[PartMaker]:
+    """The optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
+    parts: list[PartMaker] = []
+    if limits.transfers:
+        parts.append(PageParcels)
+    if limits.host_pages_per_rank or disk is not None:
+        parts.append(partial(HostPages, disk=disk))
+    if per_exchange:
+        parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
+    return parts
 
 
 def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from dsjax.engine.transfer.transport import FLAG, check_installed
 from dsjax.errors import UserError
 
-if TYPE_CHECKING:
-    from dsjax.engine.setup.args import EngineArgs
+Args = TypeVar("Args")
+"""`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
 
 PREFILLS_OWN = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "cache_tokens", "redundant_experts")
 """Options of which the engine of `--prefill-mesh` may have other values: `--prefill-` before the option's own name."""
@@ -30,20 +30,20 @@ _ONE_SIDE = {
 """Options of two sides, and their values in the options of one."""
 
 
-def decode_args(args: EngineArgs) -> EngineArgs:
+def decode_args(args: Args) -> Args:
     """Give the options of the engine that makes tokens."""
     own: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
     return replace(args, **own, **_experts(args, args.decode_mesh, {}), **_ONE_SIDE)
 
 
-def prefill_args(args: EngineArgs) -> EngineArgs:
+def prefill_args(args: Args) -> Args:
     """Give the options of the engine that computes prompts, with sizes of its own where they are given."""
     own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | _prefills_own(args)
     own |= _experts(args, args.prefill_mesh, own)
     return replace(args, **own, **_DECODES_ALONE, **_ONE_SIDE)
 
 
-def _experts(args: EngineArgs, mesh: str, own: dict[str, Any]) -> dict[str, Any]:
+def _experts(args: Args, mesh: str, own: dict[str, Any]) -> dict[str, Any]:
     """The options by which the experts of a side have copies and move.
 
     A side on which each device has all experts has nothing to move. It may stand beside a side that does move experts.
@@ -60,7 +60,7 @@ def _experts(args: EngineArgs, mesh: str, own: dict[str, Any]) -> dict[str, Any]
     return {"eplb_config": config, "redundant_experts": redundant}
 
 
-def check_sizes(args: EngineArgs, own: frozenset[str] = frozenset()) -> None:
+def check_sizes(args: Args, own: frozenset[str] = frozenset()) -> None:
     """Check that the sizes of an engine go together. own: of `PREFILLS_OWN`, those of which the prefill engine has values of its own.
 
     Raises:
@@ -83,7 +83,7 @@ def check_sizes(args: EngineArgs, own: frozenset[str] = frozenset()) -> None:
         )
 
 
-def check_sides(args: EngineArgs) -> None:
+def check_sides(args: Args) -> None:
     """Whether the options of prefill apart from decode go together, and with all others.
 
     Raises:
@@ -126,7 +126,7 @@ def check_sides(args: EngineArgs) -> None:
         )
 
 
-def _check_no_sides(args: EngineArgs) -> None:
+def _check_no_sides(args: Args) -> None:
     """Whether an engine that has no two sides is given what only sides have."""
     for name in _prefills_own(args):
         raise UserError(
@@ -134,7 +134,7 @@ def _check_no_sides(args: EngineArgs) -> None:
         )
 
 
-def _check_transfers(args: EngineArgs, flag: str) -> None:
+def _check_transfers(args: Args, flag: str) -> None:
     """Whether this engine's pages can go to others, or theirs come here."""
     if "CD" in (args.mla_prefill, args.mla_decode):
         raise UserError(
@@ -148,7 +148,7 @@ def _check_transfers(args: EngineArgs, flag: str) -> None:
         )
 
 
-def _check_prefills_alone(args: EngineArgs) -> None:
+def _check_prefills_alone(args: Args) -> None:
     """Whether an engine that computes prompts for other processes has what only a decode side has."""
     for name in ("host_cache_bytes", "disk_cache", "kv_events_config"):
         if getattr(args, name) != _DECODES_ALONE[name]:
@@ -157,7 +157,7 @@ def _check_prefills_alone(args: EngineArgs) -> None:
             )
 
 
-def _prefills_own(args: EngineArgs) -> dict[str, Any]:
+def _prefills_own(args: Args) -> dict[str, Any]:
     """Give those of `PREFILLS_OWN` of which the prefill engine has values of its own, by the options' own names."""
     own = {name: getattr(args, f"prefill_{name}") for name in PREFILLS_OWN}
     return {name: value for name, value in own.items() if value is not None}

@@ -7,9 +7,9 @@ text which is not whole yet serve the server's parsers of reasoning and tool cal
 import codecs
 from collections.abc import Iterable, Sequence
 
-from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.executor import ErrorKind, RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.schedule.request import ErrorKind, FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from dsjax.engine.schedule.request import ErrorKind, FinishReason
+from dsjax.engine.contract.executor import ErrorKind
+from dsjax.engine.schedule.request import FinishReason
 
 
 @dataclass(slots=True)

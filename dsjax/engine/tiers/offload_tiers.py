@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.contract.commands import Command, DropPages, StorePages, int32s
-from dsjax.engine.contract.executor import Executor, PageReports
+from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_source import Lookup, PageLoad, PageSource, RankPages, Turn
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers.disk_tier import DiskTier
-from dsjax.engine.tiers.page_tiers import NOWHERE, HostTier
+from dsjax.engine.tiers.page_tiers import NOWHERE, HostTier, PageReporter, PageReports
 
 if TYPE_CHECKING:
     from dsjax.engine.schedule.page_events import PageEvents
@@ -303,11 +303,12 @@ class OffloadAttachment(Attachment):
     def __init__(self, config: SchedulerConfig):
         self.source = OffloadTiers(config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes)
         self._executor: Executor | None = None
+        self._reporter: PageReporter | None = None
         self._scheduler: Scheduler | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin with the executor's host memory and disk."""
-        self._executor = executor
+        self._executor, self._reporter = executor, executor.extension(PageReporter)
         self.source.resize(config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes)
 
     def scheduled(self, scheduler: Scheduler) -> None:
@@ -355,7 +356,7 @@ class OffloadAttachment(Attachment):
             self._enter(0.05, now)
 
     def _enter(self, seconds: float, now: float) -> None:
-        reports = self._executor.page_reports(seconds)
+        reports = self._reporter.page_reports(seconds)
         self.source.enter(reports, now)
         for rank, number, ok in reports.read:
             self._scheduler.landed(rank, (number,), ok, now)

@@ -5,7 +5,7 @@ The executor has the bytes; `disk_tier.py` has the disk. docs/cache-tiers.md has
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 PROTECTED_SHARE = 0.75
 """Of a tier's pages, at most so many are ones that were asked for again."""
@@ -140,3 +140,24 @@ class HostTier:
     def flush(self) -> list[bytes]:
         """Forget every page; give them."""
         return self.forget(list(self._names))
+
+
+class PageReports(NamedTuple):
+    """What came of the pages' ways to the disk and from it since the last time it was asked.
+
+    Attributes:
+        read: (rank, number, whether it has come) of pages that were to be read.
+        written: (number, whether it was written) of those to be written.
+        found: names of the pages that an earlier run has left, least recently used first; None until they are known, and ever after.
+    """
+
+    read: list[tuple[int, int, bool]]
+    written: list[tuple[int, bool]]
+    found: list[bytes] | None = None
+
+
+class PageReporter(Protocol):
+    """What an executor with offload tiers offers (`Executor.extension`)."""
+
+    def page_reports(self, seconds: float = 0.0) -> PageReports:
+        """What came of pages and the disk since the last time; where that is nothing, wait so long for the disk's first."""

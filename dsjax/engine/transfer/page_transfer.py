@@ -3,7 +3,7 @@
 docs/disaggregation.md has the design. No JAX: arrays go beside these messages, from executor to executor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -137,6 +137,30 @@ class PulledParcel(NamedTuple):
 
 Pull = Callable[[Source, int, Any], Parcel]
 """`pull(source, number, device)`: a parcel on this device, complete. Raises `ParcelGoneError`, or anything else."""
+
+
+class ParcelPort(Protocol):
+    """What an executor offers that sends pages to other engines, or pulls theirs (`Executor.extension`)."""
+
+    @property
+    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of a parcel's arrays, by name."""
+
+    @property
+    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
+        """The processes that have devices of each DP rank; the first one keeps the rank's parcels."""
+
+    def send_parcels(
+        self,
+        offer: Callable[[int, Parcel | None], None],
+        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
+    ) -> None:
+        """Have what `SendPages` makes offered as `offer(number, parcel)` when it is complete, and `drop(numbers)` called at `DropParcels`,
+        from any thread and in the order of the commands. The parcel is None where another process keeps it.
+        """
+
+    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
+        """Have `PullPages` pull by this, and what came of each parcel reported, from any thread."""
 
 
 class ParcelGoneError(Exception):

@@ -17,6 +17,7 @@ from dsjax.engine.transfer.page_transfer import (
     TRANSFER_SECONDS,
     Forget,
     Parcel,
+    ParcelPort,
     PrefillLink,
     PulledParcel,
     Release,
@@ -78,7 +79,7 @@ class PrefillLinks(Attachment):
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Have this executor pull what is ready."""
         self.take_pulled()  # by the executor before
-        executor.pull_parcels(self.pull, self.report)
+        executor.extension(ParcelPort).pull_parcels(self.pull, self.report)
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """Enter what has come into this scheduler."""

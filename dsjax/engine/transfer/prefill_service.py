@@ -18,7 +18,17 @@ from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions,
 from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.transfer.page_sends import PageSends
-from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Forget, Offer, ToDecode, ToPrefill, UnderWay
+from dsjax.engine.transfer.page_transfer import (
+    Ask,
+    Cancel,
+    Failed,
+    Forget,
+    Offer,
+    ParcelPort,
+    ToDecode,
+    ToPrefill,
+    UnderWay,
+)
 from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
 
 Receive = Callable[[ToDecode], None]
@@ -116,7 +126,7 @@ class PrefillService(Attachment):
         """Begin with empty buffers. What was computed and kept on the executor before is void."""
         self._executor = executor
         self.buffers.reset(self._keepers(executor))
-        executor.send_parcels(self.buffers.ready)
+        executor.extension(ParcelPort).send_parcels(self.buffers.ready)
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """Fail the transfers of the scheduler before."""

@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.executor import ErrorKind, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.request_streams import OutputStream, RequestStreams
-from dsjax.engine.schedule.request import DEFAULT_OPTIONS, ErrorKind, Request, RequestOptions
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import EngineObserver

@@ -24,10 +24,11 @@ from dsjax.engine.contract.commands import (
     from_int32s,
     names_of,
 )
-from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, PageReports, RankResults, RowResult
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
 from dsjax.engine.schedule.plan import StepPlan
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
-from dsjax.engine.transfer.page_transfer import ParcelGoneError, PulledParcel, Source
+from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
+from dsjax.engine.transfer.page_transfer import ParcelGoneError, ParcelPort, PulledParcel, Source
 
 NAN = "not finite"
 """What a poisoned request writes. Whoever then has it in a page, read or not, fails too: 0 × NaN is NaN."""
@@ -196,6 +197,11 @@ class FakeExecutor:
         )
         while self._queue and isinstance(self._queue[0].command, moving):
             self._run(self._queue.popleft().command)
+
+    def extension(self, kind):
+        if kind is PageReporter:
+            return self if self.limits.host_pages_per_rank or self.limits.disk_pages else None
+        return self if kind is ParcelPort and self.limits.transfers else None
 
     @property
     def processes_of_ranks(self):

@@ -24,17 +24,10 @@ from dsjax.engine.contract.commands import (
     from_int32s,
     names_of,
 )
-from dsjax.engine.contract.executor import (
-    Exchanged,
-    ExecutorCounts,
-    ExecutorLimits,
-    ExpertSlots,
-    LoadWindow,
-    PageReports,
-    RankResults,
-    RowResult,
-)
-from dsjax.engine.transfer.page_transfer import PulledParcel, Source
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
+from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
+from dsjax.engine.transfer.page_transfer import ParcelPort, PulledParcel, Source
 
 LAYERS, EXPERTS, SLOTS_PER_RANK, EXPERT_RANKS = 3, 8, 3, 4
 
@@ -147,10 +140,16 @@ class ScriptedExecutor:
 
     # What is fixed.
 
+    def extension(self, kind):
+        has = {
+            PageReporter: bool(self.limits.host_pages_per_rank or self.limits.disk_pages),
+            ParcelPort: self.limits.transfers,
+            ExpertMover: self._moves_experts,
+        }
+        return self if has[kind] else None
+
     @property
-    def expert_slots(self) -> ExpertSlots | None:
-        if not self._moves_experts:
-            return None
+    def slots(self) -> ExpertSlots:
         return ExpertSlots(self._placement, EXPERTS, EXPERT_RANKS, 1, 1, 0.5, 1000, 1, (1e-6, 1e-6))
 
     @property

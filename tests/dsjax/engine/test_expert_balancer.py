@@ -14,8 +14,7 @@ from layouts import TINY, prompts, write_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
 from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, Step
-from dsjax.engine.contract.executor import ExpertSlots
-from dsjax.engine.experts.eplb import EplbConfig, RebalanceUnderWayError
+from dsjax.engine.experts.eplb import EplbConfig, ExpertMover, ExpertSlots, RebalanceUnderWayError
 from dsjax.engine.experts.expert_balancer import ExpertBalancer, LayerChange, decide
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
@@ -73,7 +72,7 @@ def test_so_they_are_on_other_meshes(checkpoint, expected, mesh, dispatch, fused
     try:
         assert any(".shared." in path for path in other.executor.params) != fused
         slots = other.executor.params["moe_layers.moe.experts.down.weight"].shape[1]
-        assert slots == (other.executor.expert_slots.physical_to_logical.shape[1]) + fused * 4
+        assert slots == (other.executor.extension(ExpertMover).slots.physical_to_logical.shape[1]) + fused * 4
         assert generate(other, TOKENS) == expected
         assert stats(other).rebalances >= 3
     finally:
@@ -157,7 +156,7 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
         while one.engine.has_unfinished():
             if not balancer.busy and one.engine.core.scheduler.num_unfinished:
                 layer = int(rng.integers(2))
-                old = executor.expert_slots.physical_to_logical[layer]
+                old = executor.extension(ExpertMover).slots.physical_to_logical[layer]
                 row = old.copy()
                 swapped = rng.permutation(len(old))[:4]
                 row[swapped] = np.roll(row[swapped], 1)
@@ -284,7 +283,7 @@ def test_an_idle_engine_carries_a_rebalance_to_its_end(llm):
     finish(llm)
     balancer = llm.engine.core.part(ExpertBalancer)
     assert not balancer.busy
-    slots = llm.executor.expert_slots
+    slots = llm.executor.extension(ExpertMover).slots
     after = rank_loads(balancer.load(), slots.physical_to_logical, slots.ranks)
     assert after.mean(axis=1).sum() / after.max(axis=1).sum() == pytest.approx(asked["balancedness"]["after"])
 
@@ -315,12 +314,12 @@ def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, llm,
     recorded = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="gather", record_steps=str(path))
     try:
         assert generate(recorded, TOKENS) == expected
-        final = recorded.executor.expert_slots.physical_to_logical
+        final = recorded.executor.extension(ExpertMover).slots.physical_to_logical
     finally:
         recorded.shutdown()
     again = load(checkpoint, "dp=8", dispatch="gather")
     try:
-        assert (again.executor.expert_slots.physical_to_logical != final).any()
+        assert (again.executor.extension(ExpertMover).slots.physical_to_logical != final).any()
         kinds, results = set(), {}
         for frame in StepRecord(path):
             if isinstance(frame, Launched):
@@ -329,7 +328,7 @@ def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, llm,
                 results[frame.number] = collected(frame.number, 0.0, frame.command, found)
             elif isinstance(frame, Collected):
                 assert frame.ranks == results[frame.number].ranks
-        np.testing.assert_array_equal(again.executor.expert_slots.physical_to_logical, final)
+        np.testing.assert_array_equal(again.executor.extension(ExpertMover).slots.physical_to_logical, final)
         assert kinds >= {Step, ReadLoads, StageExperts, PlaceExperts}
     finally:
         again.shutdown()
@@ -426,7 +425,9 @@ def test_a_server_begins_as_a_file_of_places_or_of_loads_says(llm, checkpoint, t
     path.write_text(json.dumps(location.to_json()))
     begun = load(checkpoint, "dp=8", dispatch="gather", init_expert_location=str(path))
     try:
-        np.testing.assert_array_equal(begun.executor.expert_slots.physical_to_logical, location.physical_to_logical)
+        np.testing.assert_array_equal(
+            begun.executor.extension(ExpertMover).slots.physical_to_logical, location.physical_to_logical
+        )
         assert generate(begun, TOKENS) == expected
     finally:
         begun.shutdown()
@@ -465,4 +466,4 @@ def test_a_file_that_cannot_be_is_refused_with_what_would_fit(checkpoint, tmp_pa
 
 def test_the_tiny_model_has_two_layers_with_experts(llm):
     # What other claims here rest on.
-    assert llm.executor.expert_slots.physical_to_logical.shape == (2, TINY["n_routed_experts"] + 8)
+    assert llm.executor.extension(ExpertMover).slots.physical_to_logical.shape == (2, TINY["n_routed_experts"] + 8)

@@ -9,11 +9,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
-from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.experts.eplb import BalanceStats
-from dsjax.engine.schedule.request import ErrorKind, FinishReason
+from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.tiers.disk_tier import DiskCounts
