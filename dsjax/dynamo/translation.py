@@ -19,7 +19,7 @@ Chunk = dict[str, Any]
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _PASSED_THROUGH = ("logit_bias", "allowed_token_ids", "bad_words")
-"""Of `extra_args.sampling_options`, which is what clients give beyond the frontend's own fields."""
+"""Fields of `extra_args.sampling_options`, which is what clients give beyond the frontend's own fields."""
 _FRONTENDS = ("include_stop_str_in_output", "guided_decoding", "n", "best_of", "use_beam_search", "length_penalty")
 """Read below, or the frontend's own."""
 _FORMS = ("json", "regex", "choice", "grammar")

@@ -50,7 +50,7 @@ class Stepper(Protocol):
     step_started: float | None
 
     def running_requests(self) -> list[list[Request]]:
-        """Of every rank the requests that hold a slot."""
+        """Give, rank by rank, the requests that hold a slot."""
 
 
 MOST_IDLE = 3

@@ -139,7 +139,7 @@ class BodyWriter:
 
     @classmethod
     def behind(cls, send: Send) -> "BodyWriter | None":
-        """Of a connection's own `send`; None for another one, or one of a uvicorn that keeps its state otherwise."""
+        """Make a writer of a connection's own `send`; None for another one, or if this version of uvicorn keeps its state elsewhere."""
         cycle = getattr(send, "__self__", None)
         known = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in cls._STATE)
         return cls(cycle) if known else None

@@ -143,7 +143,7 @@ class _Lines:
         self._engine: str | None = None
 
     def tell(self, done: int, total: int, label: str) -> None:
-        """As of `executor.Progress`."""
+        """Take the progress of an engine, as `executor.Progress` has it."""
         engine = label.rpartition(ENGINE_END)[0]
         if engine != self._engine:
             self._engine = engine

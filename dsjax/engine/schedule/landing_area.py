@@ -38,7 +38,7 @@ class LandingPage:
     """One page, who brings it under which number and since when, and whether it has come.
 
     Attributes:
-        tier: as of `PageLoad`.
+        source: the `PageSource` that brings it. tier: as of `PageLoad`.
         patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
     """
 

@@ -48,7 +48,7 @@ class Layout:
 
     @classmethod
     def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh) -> Layout:
-        """Of the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
+        """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
 
         Raises:
             UserError, MeshError: options, model and mesh that do not go together.

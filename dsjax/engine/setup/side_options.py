@@ -10,7 +10,7 @@ from dsjax.engine.transfer.transport import FLAG, check_installed
 from dsjax.errors import UserError
 
 Args = TypeVar("Args")
-"""`EngineArgs`, which imports this module."""
+"""`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
 
 PREFILLS_OWN = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "cache_tokens", "redundant_experts")
 """Options of which the engine of `--prefill-mesh` may have other values: `--prefill-` before the option's own name."""

@@ -19,7 +19,7 @@ from dsjax.model.step import Step
 
 
 def page_bytes(step: Step) -> int:
-    """Of a page outside the devices: all layers, all shards, and which slots the MTP module has filled."""
+    """Count the bytes of a page outside the devices: all layers, all shards, and which slots the MTP module has filled."""
     shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
     return device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
 

@@ -87,7 +87,7 @@ class Tokenizer:
 
     @classmethod
     def from_texts(cls, backend: str, config: Mapping[str, Any]) -> "Tokenizer":
-        """Of what `to_texts` gave, in another process."""
+        """Make a tokenizer of what `to_texts` gave, in another process."""
         return cls(tokenizers.Tokenizer.from_str(backend), config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -19,9 +19,9 @@ from dsjax.hosts.wire import receive_frame
 
 _LENGTH = 4
 MOST_UNSENT_BYTES = 64 << 20
-"""Of messages that a front end does not read. One that is so far behind hangs, and is ended."""
+"""Most bytes of messages that a front end has not read. One that is so far behind hangs, and is ended."""
 _MOST_FIRST_BYTES = 1 << 30
-"""Of the first message, which has the tokenizer's file."""
+"""Most bytes of the first message, which has the tokenizer's file."""
 _TEXT_ALONE = (
     "n",
     "seed",
@@ -59,7 +59,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, prepared: PreparedRequest, first_handle: int) -> NewRequest:
-        """Of a request that a front end has checked; its completions get consecutive handles."""
+        """Make the message of a request that a front end has checked; its completions get consecutive handles."""
         first = prepared.completions[0]
         return cls(
             [(first_handle + k, r.request_id, r.seed) for k, r in enumerate(prepared.completions)],
@@ -76,7 +76,7 @@ class NewRequest(msgspec.Struct, array_like=True):
         )
 
     def sampling_params(self) -> SamplingParams:
-        """Of all its completions together."""
+        """Read the parameters of all its completions together."""
         return _params_from_wire(self.params, len(self.completions))
 
     def requests(self, params: SamplingParams, rules: list) -> list[Request]:
@@ -287,7 +287,7 @@ def read_first(end: socket.socket) -> Any:
 
 
 def finish_reason(text: str | None) -> FinishReason | None:
-    """Of an `UpdateEntry`."""
+    """Read the reason in an `UpdateEntry`; None where the completion goes on."""
     return None if text is None else FinishReason(text)
 
 
