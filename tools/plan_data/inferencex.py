@@ -17,9 +17,9 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.precision import precision
-from dsjax.plan.validation import Point
-from dsjax.plan.validation_score import score
 from dsjax.plan.workload import Lengths, Options, Workload
+from tools.plan_data.validation import Point
+from tools.plan_data.validation_score import score
 
 SOURCE = "InferenceX's results as the fixtures of its own application (vngcloud/InferenceX-app, commit 7fe6d62, benchmarks.json)"
 LENGTHS_SHARE, LENGTHS_VARIATION = 0.9, 0.064

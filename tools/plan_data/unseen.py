@@ -16,9 +16,9 @@ from dsjax.plan.precision import Precision, precision
 from dsjax.plan.simulation.load import Load
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.step import StepModel
-from dsjax.plan.validation import Point
-from dsjax.plan.validation_score import rows, score
 from dsjax.plan.workload import Lengths, Objective, Options, Workload
+from tools.plan_data.validation import Point
+from tools.plan_data.validation_score import rows, score
 
 GB200_1 = "LMSYS 2025-06-16, GB200 part 1"
 GB200_2 = "LMSYS 2025-09-25, GB200 part 2"
