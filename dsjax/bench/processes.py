@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsjax.bench.serve.options import Checked, option
+from dsjax.options import Checked, option
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

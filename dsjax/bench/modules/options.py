@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dsjax.bench.serve.options import Checked, OptionError, option
+from dsjax.options import Checked, OptionError, option
 
 MODULES = (
     "launch",

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dsjax.bench.network.options import GridOptions, VerdictOptions
 from dsjax.bench.processes import GroupOptions, Processes, measuring_together
-from dsjax.bench.serve.flags import options_of
+from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
 from dsjax.errors import UserError
 

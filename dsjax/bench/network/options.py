@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from dsjax.bench.serve.options import Checked, OptionError, option
+from dsjax.options import Checked, OptionError, option
 from dsjax.plan.measured_network import COLLECTIVES
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

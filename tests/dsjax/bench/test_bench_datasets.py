@@ -13,11 +13,12 @@ from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
 from dsjax.bench.serve.datasets.random_lengths import RandomLengths
 from dsjax.bench.serve.datasets.sharegpt import ShareGpt
 from dsjax.bench.serve.datasets.trace import Trace
-from dsjax.bench.serve.options import OptionError, WorkloadOptions
+from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.bench.serve.prompt_form import PromptSource
 from dsjax.bench.serve.prompts import PromptError, TextPrompts, TokenPrompts, count_tokens, read_tokenizer
 from dsjax.bench.serve.server_facts import ServerFacts
 from dsjax.bench.serve.workload import draw_requests, make_dataset
+from dsjax.options import OptionError
 
 TOKENS = TokenPrompts(1000, special_ids=frozenset(range(10)))
 

@@ -15,7 +15,7 @@ from dsjax.bench.modules.ceilings import Ceilings, hardware_of
 from dsjax.bench.modules.dense import mlp_cases
 from dsjax.bench.modules.grid import cases
 from dsjax.bench.modules.one_rank import RankPlan, extrapolate, layer_stack, one_rank_cases
-from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions, OptionError
+from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions
 from dsjax.bench.modules.prepare import make_setting
 from dsjax.bench.modules.routed import arrivals, route_randomly
 from dsjax.bench.modules.run import run_cases
@@ -26,6 +26,7 @@ from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.hosts.meeting import GroupError
 from dsjax.model.mlp import MLP
+from dsjax.options import OptionError
 
 FAST = Ceilings(1e12, 1e15, "test")
 NO_TIME = Budget(0.0, 1)

@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from dsjax.bench.network import programs
 from dsjax.bench.network.groups import device_groups
-from dsjax.bench.network.options import GridOptions, OptionError
+from dsjax.bench.network.options import GridOptions
 from dsjax.bench.network.programs import CollectiveProgram
 from dsjax.bench.network.run import Case, check_cluster, expect, run_cases, sample
 from dsjax.cli import app
 from dsjax.errors import UserError
+from dsjax.options import OptionError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.measured_network import read_network
 from sharding import MeshSpec
