@@ -34,7 +34,7 @@ def options_of(
         @functools.wraps(command)
         def with_options(**given: Any) -> None:
             made = {
-                name: kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+                name: kind(**{f.name: given.pop(f.name) for f in dataclasses.fields(kind) if f.name in given})
                 for name, kind in kinds.items()
             }
             command(**made, **given)

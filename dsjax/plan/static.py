@@ -13,8 +13,6 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question
 from dsjax.plan.search import instances
 
-STATIC_MODES = ("static", "static_ctx", "static_gen")
-
 
 @dataclass(frozen=True)
 class StaticResult:
