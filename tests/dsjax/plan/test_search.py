@@ -343,3 +343,25 @@ def test_meshes_and_numbers_of_a_separated_service_can_be_given(ask):
     assert plan.winner.devices == 32
     with pytest.raises(UserError, match=r"--decode-mesh dp=5 is no layout that fits here; nearest are"):
         search(ask("h200-16", options=Options(pins=Pins(decode_mesh=MeshSpec.parse("dp=5")))))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "own", "other", "most"),
+    [
+        ("h200-16", Pins(), 8, 8, 1),
+        ("h200-32", Pins(), 8, 8, 3),
+        ("h200-32", Pins(prefill_count=1), 8, 8, 3),
+        ("h200-32", Pins(prefill_count=2), 8, 8, 2),
+        ("h200-32", Pins(decode_count=2), 8, 8, 2),
+        ("h200-32", Pins(decode_count=4), 8, 8, 0),
+        ("h200-32", Pins(), 8, 24, 1),
+    ],
+)
+def test_as_many_instances_decode_as_a_split_of_the_devices_has(ask, cluster, pins, own, other, most):
+    from dsjax.plan.search import instances
+    from dsjax.plan.separated import most_decode_instances
+
+    question = ask(cluster, concurrency=64.0, options=Options(modes=("separated",), redundant=0, pins=pins))
+    fitting = instances(question)[1]
+    of_size = {size: [i for i in fitting if i.layout.devices == size] for size in (own, other)}
+    assert most_decode_instances(question, of_size[own], of_size[other][0]) == most
