@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dsjax.plan.candidate import Candidate
     from dsjax.plan.question import Question
     from dsjax.plan.search import Plan
-    from dsjax.plan.simulation.outcome import Outcome
+    from dsjax.plan.simulation.outcome import SimulationOutcome
     from dsjax.plan.sweep import Sweep
 
 
@@ -97,7 +97,7 @@ def _published_beside(args: PlanArgs, question: Question, answer: Plan) -> str |
     return published_beside(answer.winner, search(dataclasses.replace(question, options=options)).winner)
 
 
-def _simulate(args: PlanArgs, question: Question, best: Candidate | None) -> list[Outcome]:
+def _simulate(args: PlanArgs, question: Question, best: Candidate | None) -> list[SimulationOutcome]:
     """Play requests through on the best deployment, where that is asked for."""
     if not (args.simulate and best):
         return []

@@ -37,7 +37,7 @@ from dsjax.engine.transfer.prefill_engine import Keepers, PrefillEngine
 from dsjax.engine.transfer.prefill_links import LocalLink
 from dsjax.errors import UserError
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.meeting import Arrival
+from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.hosts.stream import StreamWriter
 from sharding import MeshError, MeshSpec
 
@@ -249,7 +249,7 @@ def _keepers(own: str, group: HostGroup | None) -> Keepers:
     return keepers
 
 
-def _address_of(member: Arrival, group: HostGroup) -> str:
+def _address_of(member: JoinRequest, group: HostGroup) -> str:
     """Where the parcels of another process are pulled from. It says so once its model is loaded."""
     deadline = time.monotonic() + group.options.start_timeout
     while time.monotonic() < deadline:

@@ -145,7 +145,7 @@ def _own_address(coordinator: tuple[str, int], process_id: int, given: str | Non
         family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
         if given is None and process_id > 0:
-            return ""  # the name may come to be known while the meeting waits
+            return ""  # the name may come to be known while the rendezvous waits
         flag = "--coordinator-address" if given is None else "--host-address"
         raise UserError(f"{flag}: {wanted!r} is no name or address that this host knows ({error})") from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsjax.plan.operator_tables import OperatorTables
     from dsjax.plan.percentiles import Slo
     from dsjax.plan.question import Question
-    from dsjax.plan.workload import Options, Pins, Workload
+    from dsjax.plan.workload import Pins, PlanOptions, Workload
 
 _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
 STATIC_MODES = ("static", "static_ctx", "static_gen")
@@ -265,13 +265,13 @@ class PlanArgs:
         prompt = Lengths.parse(self.input_tokens or "2000", "--input")
         return Workload(prompt, Lengths.parse(self.output_tokens or "500", "--output"), **load)
 
-    def _options(self, engine: Engine, measured: Measured | None, tables: OperatorTables) -> Options:
+    def _options(self, engine: Engine, measured: Measured | None, tables: OperatorTables) -> PlanOptions:
         from dsjax.plan.compiled import read_dry_run
         from dsjax.plan.own_cluster import choose_precision
         from dsjax.plan.skew import read_skew
-        from dsjax.plan.workload import Options
+        from dsjax.plan.workload import PlanOptions
 
-        return Options(
+        return PlanOptions(
             precision=engine.precision(choose_precision(self.precision, self.kv_cache_dtype, measured)),
             drafts=self.mtp,
             acceptance=self.mtp_acceptance,

@@ -16,7 +16,7 @@ from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, host_bytes
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import LAUNCHED, Launch, script
+from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
 from dsjax.plan.launch_flags import launch
 from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
@@ -167,7 +167,7 @@ def _contradicted(candidate: Candidate) -> list[str]:
     return found
 
 
-def launches(engine: str, model: str, candidate: Candidate) -> list[Launch]:
+def launches(engine: str, model: str, candidate: Candidate) -> list[LaunchCommand]:
     """The services of a plan as another engine starts them, prefill first."""
     return [launch(engine, REPOSITORIES.get(model, model), *service) for service in _roles(candidate)]
 

@@ -196,7 +196,7 @@ class Pins:
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """Choices: precision; MTP drafts and the chance that each is accepted; redundant experts (None: tried); skew.
 
     overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from dsjax.config import ModelConfig
 from dsjax.model.parameters import Declaration, Multiply, ParameterInfo, ParameterTable, Weights
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 
 WORKING_SET = 512 << 20
@@ -32,7 +32,7 @@ class Setting:
     weights: how matrices are kept. seed: of weights, tokens and routing. max_model_len: positions that page tables cover.
     """
 
-    step: Step
+    step: ModelStep
     weights: Weights
     seed: int = 0
     max_model_len: int = 4096
@@ -86,7 +86,7 @@ class Setting:
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
+class LayerStack:
     """A module's weights, `depth` layers of them: described, or `made` with random values."""
 
     table: ParameterTable
@@ -95,7 +95,7 @@ class Stack:
     @classmethod
     def of(
         cls, setting: Setting, make: Callable[[Declaration], nnx.Module], in_model: int, depth: int | None = None
-    ) -> Stack:
+    ) -> LayerStack:
         """`make(declare)` with as many layers as the setting's working set wants, or `depth` of them."""
         if depth is None:
             one = ParameterTable.of(make(setting.declare(1)))

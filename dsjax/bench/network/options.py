@@ -10,7 +10,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
-class GridOptions(Checked):
+class CollectiveGrid(Checked):
     """What is timed, at which sizes."""
 
     mesh: str = option("dp=1", "devices, and the groups that serving would form of them; emulated on a CPU")

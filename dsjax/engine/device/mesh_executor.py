@@ -115,7 +115,7 @@ class MeshExecutor:
 
     def __init__(
         self,
-        step: model_step.Step,
+        step: model_step.ModelStep,
         params: Mapping[str, Array],
         limits: ExecutorLimits,
         buckets: Buckets,
