@@ -119,14 +119,14 @@ def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int
 
 def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
     """What JAX knows of Slurm, Open MPI, GKE and TPU slices."""
-    from dsjax.hosts.coordination import detect
+    from sharding.jax_internals import detect_cluster
 
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
         )  # in Kubernetes without LeaderWorkerSet JAX tells of a package that it would want
         try:
-            return detect(timeout)
+            return detect_cluster(timeout)
         except (
             Exception
         ) as error:  # of a cluster's interface, which a process that is alone in a container need not reach
