@@ -283,7 +283,7 @@ def test_a_plan_of_32_devices_takes_less_than_10_seconds_without_jax():
         "from dsjax.plan.search import search; from dsjax.plan.question import Question; from dsjax.plan.cluster import load_cluster;"
         "from dsjax.config import load_config; from dsjax.plan.workload import *;"
         "q = Question(load_config('deepseek-v3'), load_cluster('h100-32'), Workload(Lengths(2000), Lengths(500)),"
-        "Objective(), Options(dispatch='auto')); plan = search(q); import resource;"
+        "Objective(), PlanOptions(dispatch='auto')); plan = search(q); import resource;"
         "used = resource.getrusage(resource.RUSAGE_SELF); assert plan.winner and len(plan.considered) > 100;"
         "assert 'jax' not in sys.modules, 'jax was imported'; print(used.ru_utime)"
     )
