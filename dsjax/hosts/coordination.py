@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from dsjax.hosts.collectives import Collectives
+from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.options import HostOptions, joined, split
 from sharding.jax_internals import distributed_state, make_cpu_clients_with, make_gloo_collectives
 

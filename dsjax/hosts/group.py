@@ -15,7 +15,7 @@ import msgspec
 
 from dsjax.hosts import announcement, coordination
 from dsjax.hosts.announcement import Announcement, Announcements
-from dsjax.hosts.collectives import Collectives
+from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.links import Answerer, Links
 from dsjax.hosts.options import HostOptions
 from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
