@@ -173,7 +173,7 @@ def _busiest(moves: Iterable[tuple[int, int]], each: int, ranks: int, domain: in
 
 
 def _seconds(prices: TargetPrices, exchanges: Iterable[Exchange], received: int, size: int) -> float:
-    """Of a layer: rows are gathered, sent and written where they are staged; and staged rows are written into their slots."""
+    """Seconds of a layer: rows are gathered, sent and written where they are staged; and staged rows are written into their slots."""
     found = prices.copied(received * size)
     for one in exchanges:
         links = prices.links(one.inside * size, one.between * size, 1 if one.between else 0)

@@ -133,7 +133,7 @@ class HostGroup:
 
     @property
     def wanted(self) -> str:
-        """Of a process that came back: the mesh that was asked for last; empty: that of the start."""
+        """The mesh that was asked for last, for a process that came back; empty: that of the start."""
         return self._rendezvous.wanted if self._rendezvous is not None else ""
 
     def key(self, *parts: object) -> str:
@@ -165,7 +165,7 @@ class HostGroup:
         self.collectives.begin(self.generation, device_ids, map(_endpoint, endpoints))
 
     def say_prepared(self) -> None:
-        """Of a process that comes back: say that it can be in the next generation without keeping the others waiting."""
+        """Say, as a process that comes back, that this one can be in the next generation without keeping the others waiting."""
         self.store.set(_prepared_key(self.options.process_id, os.getpid()), b"1")
 
     # Agreement.

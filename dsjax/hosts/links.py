@@ -61,7 +61,7 @@ class Answerer:
 
 
 class Links:
-    """Of a process: whom of its group it reaches; of process 0 too: whom to go on without. drop: ends a process's connection to the group.
+    """Which peers a process can reach. Process 0 also decides which peers to exclude. drop: ends a process's connection to the group.
 
     Attributes:
         left_out: process 0's, as of `Announcement`.

@@ -15,7 +15,7 @@ from dsjax.errors import UserError
 _log = logging.getLogger(__name__)
 
 COORDINATOR_PORT = 8476
-"""Of the coordinator where only its host is known, as from LeaderWorkerSet."""
+"""Port of the coordinator where only its host is known, as from LeaderWorkerSet."""
 
 
 @dataclass(frozen=True)

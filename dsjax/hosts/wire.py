@@ -137,7 +137,7 @@ def close(connection: socket.socket) -> None:
 
 
 def _machine() -> str:
-    """The same for processes that share a loopback interface: this boot of this kernel, and the network namespace."""
+    """Name what processes share that share a loopback interface: this boot of this kernel, and the network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()

@@ -182,7 +182,7 @@ def _tried(path: Path) -> bool:
 
 
 def source_version() -> str:
-    """Of sources, flags and jaxlib, whose headers are compiled in: 12 hexadecimal digits."""
+    """Hash sources, flags and jaxlib, whose headers are compiled in: 12 hexadecimal digits."""
     digest = hashlib.sha256(" ".join((*FLAGS, jaxlib.__version__)).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())

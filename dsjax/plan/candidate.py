@@ -214,7 +214,7 @@ def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float
 
 
 def in_full(candidate: Candidate) -> Candidate:
-    """The same with intervals and derivations."""
+    """Work a candidate out with intervals and derivations."""
     if candidate.mode == "aggregated":
         return aggregated(candidate.decode, candidate.count, candidate.batch, candidate.prefill_tokens)
     pool = prefill_pool(candidate.prefill, candidate.prefill_tokens)
@@ -415,7 +415,7 @@ def _priced(instance: Instance) -> Callable[[float], float]:
 
 
 def _transfer(instance: Instance, prefill: Instance) -> Figure:
-    """Of one request's cache to one replica, from where its prompt was computed."""
+    """Seconds in which one request's cache travels to one replica from where its prompt was computed."""
     if "transfer" not in instance.steps:
         size = instance.memory.cache_per_token * instance.workload.input.mean
         sender = prefill.cluster if instance.cluster.prefill is not None else None

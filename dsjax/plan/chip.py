@@ -141,7 +141,7 @@ class Chip:
         return self._product(rows, n, k, "nvfp4" if itemsize < 1 else "fp8_block" if itemsize < BF16 else "bfloat16")
 
     def bf16_product(self, rows: float, n: int, k: int) -> Figure:
-        """The same with bf16 weights: absorbed matrices, head, router."""
+        """Seconds of a product with bf16 weights: absorbed matrices, head, router."""
         return self._product(rows, n, k, "bfloat16")
 
     def _product(self, rows: float, n: int, k: int, dtype: str) -> Figure:

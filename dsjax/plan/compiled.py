@@ -82,7 +82,7 @@ class DryRun:
 
     @property
     def method(self) -> str | None:
-        """Of the dispatch that was compiled: `gather`, `padded` or `ragged`; None where experts are not spread."""
+        """Name of the dispatch that was compiled: `gather`, `padded` or `ragged`; None where experts are not spread."""
         kinds = {c.kind for c in self.exchanges}
         known = {"ragged-all-to-all": "ragged", "all-to-all": "padded", "reduce-scatter": "gather"}
         return next((method for kind, method in known.items() if kind in kinds), None)

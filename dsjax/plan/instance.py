@@ -41,7 +41,7 @@ class Instance:
 
     @cached_property
     def middle(self) -> Instance:
-        """The same, of which only the middle values of times are worked out."""
+        """An equal instance of which only the middle values of times are worked out."""
         if self.only_middle:
             return self
         steps = self.steps.setdefault("middle", {"shared": self.steps.setdefault("shared", {})})

@@ -23,7 +23,7 @@ _NEAREST = 12
 def on(
     candidate: Candidate, cluster: Cluster, batch: float | None = None, concurrency: float | None = None
 ) -> Candidate:
-    """The same deployment on another cluster; optionally with another batch, or with so many requests in flight."""
+    """Move a deployment to another cluster; optionally with another batch, or with so many requests in flight."""
     decode, prefill = _both(candidate, cluster, {}, concurrency)
     return in_full(_with(candidate, decode, prefill, batch))
 
@@ -227,7 +227,7 @@ def _least_prefill(question: Question, fitting: list[Instance]) -> tuple[Instanc
 
 
 def _too_few_devices(question: Question, fitting: list[Instance]) -> Forbidden | None:
-    """Of separated services, whether the smallest instances for which there is memory do not fit beside each other."""
+    """Say where the smallest instances of a separated service do not fit beside each other."""
     pins, cluster = question.options.pins, question.cluster
     first, needed = _least_prefill(question, fitting)
     if first is None:

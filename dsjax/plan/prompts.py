@@ -52,7 +52,7 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
 
 
 def own_load(instance: Instance, batch: float, tokens: float) -> float:
-    """Of the prompt tokens that a replica may take in a step, the share that comes to it in one: what its prompts queue behind."""
+    """Prefill utilisation of a replica: its prompt tokens in a step ÷ the most that a step may take."""
     work, made = instance.workload, instance.options.tokens_a_step.value
     chunks = math.ceil(work.computed / tokens)
     most = max(1, int(tokens / (work.computed / chunks) + 1e-9))

@@ -85,7 +85,7 @@ class StepModel:
         return self._whole(parts | self.drafting(batch, context, drafts=drafts, uneven=uneven))
 
     def drafting(self, batch: float, context: float, *, drafts: int, uneven: float = 0.0) -> dict[str, Figure]:
-        """Of such a step, what making the drafts takes; prompts beside them do not shorten it."""
+        """Seconds of such a step in which the drafts are made; prompts beside them do not shorten it."""
         if not drafts:
             return {}
         wait = _longest(self.layout.mesh.dp_size, batch, uneven)

@@ -263,7 +263,7 @@ class PlanOptions:
 
     @property
     def possible_modes(self) -> tuple[str, ...]:
-        """Of `modes`, those that the engine has."""
+        """Those of `modes` that the engine has."""
         modes = ("separated",) if self.pins else self.modes
         return tuple(mode for mode in modes if mode != "separated" or self.engine.transfers)
 

@@ -22,7 +22,7 @@ from dsjax.model.transformer import DecoderLayer
 from sharding.dispatch import DispatchConfig, dispatch
 
 MEMORY_SHARE = 0.4
-"""Of the free memory, what `--layers auto` fills; a case may take a little more (`run.MEMORY_SHARE`)."""
+"""Share of the free memory that `--layers auto` fills; a case may take a little more (`run.MEMORY_SHARE`)."""
 
 
 @dataclass(frozen=True)

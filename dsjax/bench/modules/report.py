@@ -144,7 +144,7 @@ def origin(form: str, command: str, device: Device) -> dict[str, Any]:
 
 
 def versions() -> Mapping[str, str]:
-    """Of what the figures hang on beside the device."""
+    """Versions of what the figures hang on beside the device."""
     import importlib.metadata
 
     try:

@@ -15,7 +15,7 @@ from dsjax.bench.processes import Agree, alone
 from dsjax.hosts.rendezvous import GroupError
 
 MEMORY_SHARE = 0.5
-"""Of the free memory, what a case may take: while weights are made they exist twice."""
+"""Share of the free memory that a case may take: while weights are made they exist twice."""
 _TOO_LARGE = "the device's memory does not hold it"
 
 

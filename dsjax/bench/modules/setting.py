@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of computation."""
+        """The type in which is computed."""
         return jnp.dtype(self.step.dtype)
 
     @property
@@ -104,12 +104,12 @@ class LayerStack:
 
     @property
     def nbytes(self) -> int:
-        """Of all layers."""
+        """Bytes of all layers."""
         return _nbytes(self.table.infos)
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer."""
+        """Bytes of one layer."""
         return self.nbytes // self.depth
 
     def values(self, seed: int) -> dict[str, jax.Array]:
@@ -166,7 +166,7 @@ def free_memory(device: jax.Device) -> int:
 
 
 def with_mesh(setting: Setting, spec: MeshSpec) -> Setting:
-    """The same model on another mesh."""
+    """Put the model on another mesh."""
     return dataclasses.replace(setting, step=dataclasses.replace(setting.step, spec=spec, mesh=spec.build()))
 
 

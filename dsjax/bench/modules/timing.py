@@ -61,7 +61,7 @@ class PreparedCase:
     state: Callable[[], Any] = lambda: None
     """What the loop carries, after the last call."""
     agree: Agree = alone
-    """Of the processes that apply it together: they must do so as often, and a sample is the slowest one's."""
+    """The agreement of the processes that apply it together: they must do so as often, and a sample is the slowest one's."""
 
     def warm_up(self, budget: Budget | None = None) -> None:
         """Run, and choose how many applications the two calls of a sample have.
@@ -104,7 +104,7 @@ class PreparedCase:
         return self.times()
 
     def times(self) -> Times:
-        """Of the samples so far."""
+        """Times of the samples so far."""
         return Times(tuple(self.samples), self.few if self.in_device_loop else 0, self.many, self.unit)
 
     def _slowest(self, seconds: float) -> float:

@@ -126,7 +126,7 @@ class NetworkResults:
 
 
 def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[CollectiveCase]:
-    """Of each group each collective, small messages first."""
+    """Each collective of each group, small messages first."""
     for group in groups:
         for collective in options.collectives:
             for size in options.byte_counts:

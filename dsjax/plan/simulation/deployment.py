@@ -120,7 +120,7 @@ class Aggregated:
         return self._clocked.advance()
 
     def gaps(self) -> list[tuple[float, float, int]]:
-        """Of the instance."""
+        """Gaps between tokens of the instance."""
         return self._clocked.instance.gaps
 
 
@@ -173,7 +173,7 @@ class SeparatedService:
         return []
 
     def gaps(self) -> list[tuple[float, float, int]]:
-        """Of the decode side."""
+        """Gaps between tokens of the decode side."""
         return [gap for one in self._decode for gap in one.instance.gaps]
 
 

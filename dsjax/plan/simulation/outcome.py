@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Spread | None:
-        """Of a sample, each value as often as its weight says; None of an empty one."""
+        """Summarise a sample, each value as often as its weight says; None for an empty one."""
         if not len(values):
             return None
         each = np.asarray(values, float)
@@ -71,7 +71,7 @@ class Waits:
 
     @classmethod
     def of(cls, served: Sequence[Served]) -> Waits:
-        """Of at least one request."""
+        """Summarise at least one request."""
         return cls(
             len(served),
             Spread.of([one.ttft + _FRONT for one in served]),
