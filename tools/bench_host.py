@@ -112,7 +112,7 @@ def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
     for _ in range(rounds + 1):  # the first one compiles
         for asynchronous in (True, False):
             core = EngineCore(executor, llm.args.scheduler_config(executor.limits), async_scheduling=asynchronous)
-            llm.engine.cores = [core]
+            llm.engine.core = core
             params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False)
             done.clear()
             prompts = [{"prompt_token_ids": [2 + i % 4000] * 8} for i in range(requests)]

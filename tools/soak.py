@@ -261,6 +261,7 @@ def _arguments() -> argparse.Namespace:
         ),
         apart.add_argument("--kill-seconds", type=float, default=45.0, help="about so long lives a prefill process"),
         apart.add_argument("--growth", type=float, default=0.03, help="of resident memory, most that counts as flat"),
+        apart.add_argument("--disaggregation-transfer-backend", default="jax", help="what moves the pages: jax, nixl"),
         apart.add_argument("--more", type=int, default=3, help="threads or open files, most that counts as flat"),
     ]
     args = parser.parse_args()

@@ -215,7 +215,7 @@ class LoadPublisher:
             await asyncio.sleep(_IDLE_SECONDS)
             if any(told and told[0] for told in self._told) and not self._engine.num_unfinished:
                 try:
-                    self._tell((await self._engine.state()).loads)
+                    self._tell(await self._engine.call(lambda core: core.loads()))
                 except EngineDeadError:
                     return
 

@@ -92,7 +92,7 @@ class DsjaxPrefillEngine(Worker):
         """Whether no prompt is computed any more and no page waits to be taken, or none ever will be."""
         if self._server is None or self._server.engine.error is not None:
             return True
-        return not (self._server.engine.num_jobs or self._server.engine.leases.num_kept)
+        return not (self._server.engine.num_jobs or self._server.engine.buffers.num_kept)
 
     async def cleanup(self) -> None:
         """End. Dynamo has waited until nothing is left, `DYN_PREFILL_DRAIN_TIMEOUT_S` at most. Also after a failed start, and twice."""

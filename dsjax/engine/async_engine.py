@@ -1,4 +1,4 @@
-"""`AsyncEngine`: the engine in a thread of its own, or several as one, each in its own; their outputs in asyncio."""
+"""`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio."""
 
 import asyncio
 import time
@@ -9,12 +9,12 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import LLMEngine
 from dsjax.engine.engine_thread import EngineThread, Stepper
-from dsjax.engine.instances import EngineState, Whole
-from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.input_processor import PreparedRequest, Prompt
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, OutputStream
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
@@ -27,14 +27,13 @@ _INLINE_LENGTH = 2048
 
 
 class AsyncEngine:
-    """Runs each of an `LLMEngine`'s cores in a dedicated thread; makes text in the event loop, while the devices compute.
+    """Runs an `LLMEngine`'s core in a dedicated thread; makes text in the event loop, while the devices compute.
 
-    When a thread fails, every stream gets the error and `on_death` is called: nothing waits for ever.
+    When the thread fails, every stream gets the error and `on_death` is called: nothing waits for ever.
 
     Attributes:
-        cores: one, or several decode engines beside each other (docs/disaggregation.md).
-        observers: told of every step and output, in the event loop's thread. Add them before `start`. Of several engines they are told as
-            of one: whichever does a step, its statistics have the loads and the counts of all.
+        core: None where another process has it.
+        observers: told of every step and output, in the event loop's thread. Add them before `start`.
         on_change: called in the event loop's thread when the mesh has changed.
     """
 
@@ -45,18 +44,14 @@ class AsyncEngine:
         self.on_death: Callable[[], None] | None = None
         self.on_change: list[Callable[["Generations"], None]] = []
         self.observers: list[EngineObserver] = []
-        self.cores = engine.cores if engine else []
+        self.core = engine and engine.core
         self._closing = False
         self._engine = engine
         self._inputs = engine and engine.inputs
         self._outputs = engine and engine.outputs
         self._streams: dict[str, OutputStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._whole = Whole(self.cores) if len(self.cores) > 1 else None
-        self._threads = [
-            EngineThread(core, _Listener(self, index), f"dsjax-engine-{index}" if index else "dsjax-engine")
-            for index, core in enumerate(self.cores)
-        ]
+        self._thread = engine and EngineThread(engine.core, _Listener(self))
         self._calls: set[asyncio.Future] = set()  # whose result is not there yet
 
     @property
@@ -66,44 +61,44 @@ class AsyncEngine:
 
     @property
     def num_ranks(self) -> int:
-        """DP ranks of all cores."""
+        """Number of DP ranks of the mesh."""
         return self._engine.num_ranks
 
     @property
     def num_waiting(self) -> int:
         """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
-        return sum(thread.num_waiting for thread in self._threads)
+        return self._thread.num_waiting
 
     @property
     def waiting_tokens(self) -> int:
         """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
-        return sum(thread.waiting_tokens for thread in self._threads)
+        return self._thread.waiting_tokens
 
     @property
     def steppers(self) -> dict[str, Stepper]:
-        """What takes steps in this process, by its name in messages: the engine, or every decode and prefill engine."""
-        prefills = self._engine.prefill_engines if self._engine else []
-        if len(self._threads) + len(prefills) == 1:
-            return {"the engine": self._threads[0]}
-        decodes = {f"decode engine {index}": thread for index, thread in enumerate(self._threads)}
-        return decodes | {f"prefill engine {index}": engine for index, engine in enumerate(prefills)}
+        """What takes steps in this process, by its name in messages: the engine, or the decode and the prefill engine."""
+        if self._engine is None:
+            return {}
+        if not self._engine.prefills:
+            return {"the engine": self._thread}
+        [prefill] = self._engine.prefill_engines
+        return {"the decode engine": self._thread, "the prefill engine": prefill}
 
     @property
     def running(self) -> bool:
-        """Whether a thread is alive."""
-        return any(thread.alive for thread in self._threads)
+        """Whether the thread is alive."""
+        return self._thread.alive
 
     @property
     def change_under_way(self) -> str | None:
         """What is being done to go on on another mesh; None while nothing is."""
-        generations = self.cores[0].generations
+        generations = self.core.generations
         return generations.phase if generations is not None else None
 
     def start(self) -> None:
-        """Start the threads. Call it in the event loop that will use the engine."""
+        """Start the thread. Call it in the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     async def submit(
         self,
@@ -163,31 +158,15 @@ class AsyncEngine:
         return stream
 
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
-        self._enqueue([request for each in prepared for request in each.completions])
-
-    def _enqueue(self, requests: Sequence[Request]) -> None:
-        for index, placed in self._engine.place(requests):
-            self._threads[index].add(placed)
+        self._thread.add([request for each in prepared for request in each.completions])
 
     async def call(self, function: Callable[[EngineCore], Result]) -> Result:
-        """Run `function(core)` in the engine's thread, of several the first one's, between two steps, and give its result, or raise its
-        error.
+        """Run `function(core)` in the engine's thread, between two steps, and give its result, or raise its error.
 
         Raises:
             EngineDeadError: the engine has failed, or ends before it comes to this.
         """
-        return await self._call(self._threads[0], function)
-
-    async def call_each(self, function: Callable[[EngineCore], Result]) -> list[Result]:
-        """`call` of each engine, in its own thread; the results in their order."""
-        return await asyncio.gather(*(self._call(thread, function) for thread in self._threads))
-
-    async def state(self) -> EngineState:
-        """What all engines together have to do, and have counted."""
-        return EngineState.together(await self.call_each(EngineState.of))
-
-    async def _call(self, thread: EngineThread, function: Callable[[EngineCore], Result]) -> Result:
-        if self.error is not None or self._closing or not thread.alive:
+        if self.error is not None or self._closing or not self._thread.alive:
             raise EngineDeadError("the engine does not run")
         future = self._loop.create_future()
         self._calls.add(future)
@@ -195,12 +174,12 @@ class AsyncEngine:
 
         def run() -> None:
             try:
-                result, error = function(thread.core), None
+                result, error = function(self.core), None
             except Exception as caught:
                 result, error = None, caught
             self._loop.call_soon_threadsafe(_settle, future, result, error)
 
-        thread.between_steps(run)
+        self._thread.between_steps(run)
         return await future
 
     async def scale(self, mesh: str) -> "Generations":
@@ -210,8 +189,8 @@ class AsyncEngine:
             UserError, MeshError: the mesh cannot be, or another change is under way; everything is as it was.
             EngineDeadError: the engine has failed, before or in this.
         """
-        [thread, *_], generations = self._threads, self.cores[0].generations
-        if thread.core.is_separated and generations is None:
+        thread, generations = self._thread, self.core.generations
+        if self.core.part(PrefillLinks) is not None and generations is None:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
@@ -247,12 +226,11 @@ class AsyncEngine:
         self._die(error)
 
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """End all requests and the threads. After `timeout` seconds in a step that hangs, a thread is left behind."""
+        """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
         self._closing = True
         self.abort_all()
-        for thread in self._threads:
-            thread.end()
-        await asyncio.gather(*(asyncio.to_thread(thread.join, timeout) for thread in self._threads))
+        self._thread.end()
+        await asyncio.to_thread(self._thread.join, timeout)
         self._fail_calls()
 
     # In the event loop's thread.
@@ -262,12 +240,7 @@ class AsyncEngine:
             call(generations)
 
     def _abort_completions(self, completion_ids: Sequence[str]) -> None:
-        for thread in self._threads:  # which of several has them is not remembered: to be told in vain costs it a look
-            thread.abort(completion_ids)
-
-    def _enter(self, index: int, updates: list[Update], stats: StepStats | None) -> None:
-        """Take what a step of one of several engines did."""
-        self._deliver(updates, None if stats is None else self._whole.after(index, stats))
+        self._thread.abort(completion_ids)
 
     def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
         followed = [update for update in updates if self._outputs.follows(update.request)] if self.observers else []
@@ -311,25 +284,21 @@ class AsyncEngine:
 
 
 class _Listener:
-    """Passes what happens in one engine's thread to the event loop."""
+    """Passes what happens in the engine's thread to the event loop."""
 
-    def __init__(self, engine: AsyncEngine, index: int):
-        self._engine, self._index = engine, index
+    def __init__(self, engine: AsyncEngine):
+        self._engine = engine
 
     def wants_stats(self) -> bool:
         return bool(self._engine.observers)
 
     def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
-        engine = self._engine
-        if engine._whole is None:
-            engine._loop.call_soon_threadsafe(engine._deliver, updates, stats)
-        else:
-            engine._loop.call_soon_threadsafe(engine._enter, self._index, updates, stats)
+        self._engine._loop.call_soon_threadsafe(self._engine._deliver, updates, stats)
 
     def on_change(self) -> None:
-        engine, core = self._engine, self._engine.cores[self._index]
-        engine._inputs.change(core.scheduler.config)
-        engine._loop.call_soon_threadsafe(engine._tell_change, core.generations)
+        engine = self._engine
+        engine._inputs.change(engine.core.scheduler.config)
+        engine._loop.call_soon_threadsafe(engine._tell_change, engine.core.generations)
 
     def on_death(self, error: BaseException) -> None:
         self._engine._loop.call_soon_threadsafe(self._engine._die, error)

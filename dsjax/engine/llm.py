@@ -75,8 +75,7 @@ class LLM:
             Follower(group).run_with(self.args)
             raise SystemExit(0)
         library = ProgramLibrary()
-        links, connect, beside = None, None, []
-        self._folder_lock = None
+        links, connect = None, None
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
                 "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
@@ -85,8 +84,7 @@ class LLM:
             from dsjax.engine.disaggregated import load_separated
 
             separated = load_separated(self.args, show_progress=show_progress)
-            loaded, links, beside = separated.first, separated.links, separated.beside
-            self._folder_lock = separated.lock
+            loaded, links = separated.decode, [separated.link]
         elif self.args.disaggregation_mode == "decode":
             from dsjax.engine.disaggregated import remote_links
 
@@ -111,7 +109,6 @@ class LLM:
             transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,
             stream_interval=self.args.stream_interval,
-            beside=beside,
         )
         self._facts = loaded.facts
         self._generations = None if self.args.separated else Generations(self.args, group, loaded, library)
@@ -120,7 +117,7 @@ class LLM:
 
     @property
     def executor(self) -> Executor:
-        """What computes, on the mesh of now; of several decode engines the first one's."""
+        """What computes, on the mesh of now."""
         return self.engine.core.executor
 
     @property
@@ -229,8 +226,6 @@ class LLM:
     def shutdown(self) -> None:
         """Free the devices' memory."""
         self.engine.shutdown()
-        if self._folder_lock is not None:
-            self._folder_lock.close()
 
     def _params_for(self, prompts: list[Prompt], given) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):

@@ -257,22 +257,19 @@ def _exchange_alike(services: list[dict[str, Any]]) -> None:
 
 
 def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> dict[str, Any] | None:
-    """Both sides of a separated plan as one service, one process of `dsjax serve` on a host. None where the plan is aggregated or wants
-    more devices than a host has, or the sides differ in what such a process has one value of.
+    """Both sides of a separated plan as one service, one process of `dsjax serve` on a host. None where the plan is aggregated, has more
+    than one engine of a kind or wants more devices than a host has, or the sides differ in what such a process has one value of.
     """
     cluster = candidate.decode.cluster
     if candidate.mode != "separated" or cluster.prefill is not None or candidate.devices > cluster.devices_per_host:
         return None
+    if candidate.prefill_count != 1 or candidate.count != 1:  # each engine is then a process, behind Dynamo's frontend
+        return None
     prefill, decode = (dict(service["options"]) for service in services)
     found = {"--model": decode["--model"]}
-    for side, options, count in (
-        ("prefill", prefill, candidate.prefill_count),
-        ("decode", decode, candidate.count),
-    ):
+    for side, options in (("prefill", prefill), ("decode", decode)):
         del options["--disaggregation-mode"]
         found[f"--{side}-mesh"] = options.pop("--mesh")
-        if count > 1:
-            found[f"--{side}-instances"] = str(count)
     balanced = [side.pop("--enable-eplb", None) is not None for side in (prefill, decode)]
     copies = [side.layout.redundant for side in (candidate.prefill, candidate.decode)]
     for side in (prefill, decode):
@@ -301,7 +298,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
         "devices_each": candidate.devices,
         "command": command(options),
         "options": options,
-        "weight_bytes_per_host": sum(map(host_bytes, sides)),  # one engine of each side reads them, the others copy
+        "weight_bytes_per_host": sum(map(host_bytes, sides)),
         "cold_start_s": (cold_start(sides[0]) + cold_start(sides[1])).to_json(),
     }
 

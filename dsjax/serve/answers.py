@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.schedule.request import ErrorKind, FinishReason
+from dsjax.engine.contract.executor import ErrorKind
+from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.bodies import to_json

@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
-from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
+from dsjax.engine.stats import DraftCounts, StepStats
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.serve.history import History
@@ -20,7 +21,7 @@ from dsjax.serve.metrics_tiers import TierMetrics
 
 if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.elastic.generations import Generations
-    from dsjax.engine.transfer.prefill_engine import PrefillEngine
+    from dsjax.engine.prefill_engine import PrefillEngine
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -152,9 +153,10 @@ class Metrics:
         self._compilations = stats.compilations_after_warm_up
         if stats.experts is not None:
             self._experts.enter(stats.experts)
-        self.show_balance(stats.balance)
-        if stats.disk is not None or stats.page_waits:
-            self._tiers.enter(stats.disk, stats.page_waits, stats.transfers)
+        self.show_balance(stats.parts.get("balance"))
+        disk = stats.parts.get("disk")
+        if disk is not None or stats.page_waits:
+            self._tiers.enter(disk, stats.page_waits, stats.parts.get("transfers"))
         if stats.drafts is not None:
             self._drafts.enter(stats.drafts)
 

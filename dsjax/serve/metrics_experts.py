@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from dsjax.engine.contract.executor import ExpertCounts
-from dsjax.engine.stats import BalanceStats
+from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total
 from sharding.balancing import balancedness_of_ranks
 

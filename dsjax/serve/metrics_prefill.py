@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total
 
 if TYPE_CHECKING:  # a server without prefill engines does not load it
-    from dsjax.engine.transfer.prefill_engine import PrefillEngine
+    from dsjax.engine.prefill_engine import PrefillEngine
 
 
 def add_prefill_metrics(registry: Registry, model_name: str, engines: Sequence[PrefillEngine]) -> None:
@@ -37,7 +37,7 @@ def add_prefill_metrics(registry: Registry, model_name: str, engines: Sequence[P
         f"{name}_kept_pages",
         "Pages that it keeps for decode engines, which have not taken them yet.",
         labels,
-        each(lambda engine: engine.leases.num_pages_kept),
+        each(lambda engine: engine.buffers.num_pages_kept),
     )
     Total(
         registry,

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from dsjax.engine.schedule.request import ErrorKind, FinishReason, Request
+from dsjax.engine.contract.executor import ErrorKind
+from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.text.output_processor import error_kind
 from dsjax.serve.metrics_families import Counter, Histogram, Labels, Registry, one_two_five

@@ -12,7 +12,6 @@ from dsjax.engine.async_engine import AsyncEngine, OutputStream
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.instances import EngineState
 from dsjax.engine.text.input_processor import Prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
@@ -222,29 +221,18 @@ class Serving:
             yield submit
 
     async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
-        """Call `function` in the engine's thread, of several the first one's, between two steps, and give its result.
+        """Call `function` in the engine's thread, between two steps, and give its result.
 
         Raises:
             ApiError: 503, there is no engine to ask, or a step takes too long.
         """
-        return await self._answer(lambda: self.engine.call(function))
-
-    async def ask_each(self, function: Callable[[EngineCore], Answer]) -> list[Answer]:
-        """`ask` each engine of this process."""
-        return await self._answer(lambda: self.engine.call_each(function))
-
-    async def ask_state(self) -> EngineState:
-        """What all engines together have to do, and have counted; raises as `ask`."""
-        return await self._answer(self.engine.state)
-
-    async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         if self.engine.error is not None or not self.engine.running:
             raise ApiError(503, "the engine is not running", type="server_error", code="not_ready")
         if self.engine.change_under_way is not None:
             reason = f"the server's mesh is being changed: {self.engine.change_under_way}"
             raise ApiError(503, reason, type="server_error", code="changing_mesh", retry_after=_RETRY_SECONDS)
         try:
-            return await asyncio.wait_for(call(), self.options.request_timeout)
+            return await asyncio.wait_for(self.engine.call(function), self.options.request_timeout)
         except TimeoutError as error:
             raise ApiError(503, "the engine is busy with one step", type="server_error", code="busy") from error
 

@@ -100,7 +100,6 @@ def _layout_line(facts: EngineFacts) -> Text:
     copies, _, tp = facts.mesh_shape.values()
     parts = [f"{facts.dp_ranks} DP ranks of {tp}", f"{facts.physical_experts_per_device} experts a device"]
     parts += [f"{copies} copies of the experts"] if copies > 1 else []
-    parts += [f"in {facts.decode_instances} engines of this shape"] if facts.decode_instances > 1 else []
     parts += [f"{facts.num_processes} processes"] if facts.num_processes > 1 else []
     return Text(", ".join(parts), style="dim")
 

@@ -24,6 +24,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from dsjax.engine.transfer.prefill_links import PrefillLinks
+
 ROOT, BEGAN = Path(__file__).parents[2], time.monotonic()
 sys.path.insert(0, str(ROOT))
 SIZES = {"max_num_seqs": 8, "max_model_len": 512, "prefill_chunk": 64, "max_num_batched_tokens": 128}
@@ -107,7 +109,7 @@ def serve_prefill(options: dict) -> None:
     for line in sys.stdin:
         tokens, engine = json.loads(line).get("tokens"), server.engine
         pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
-        kept = {"jobs": engine.num_jobs, "parcels": engine.leases.num_kept, "pages": pages}
+        kept = {"jobs": engine.num_jobs, "parcels": engine.buffers.num_kept, "pages": pages}
         print(json.dumps(server.prefill(tokens) if tokens else kept), flush=True)
 
 
@@ -179,7 +181,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
         if now > next_word:
             next_word = now + WORD_SECONDS
             seen = ", ".join(f"{count} {what}" for what, count in counts.items())
-            under = f"{len(under_way)} requests and {core.scheduler.incoming.num_under_way} transfers under way"
+            under = f"{len(under_way)} requests and {core.part(PrefillLinks).source.num_under_way} transfers under way"
             say(
                 f"{seen}; {len(wrong)} wrong; {under}; {samples[-1][1] / 1e6:.0f} MB, {samples[-1][2]} threads, {samples[-1][3]} files"
             )
@@ -195,7 +197,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
     middle, last = samples[third : 2 * third] or samples, samples[-third:]
     growth = sum(s[1] for s in last) / len(last) / (sum(s[1] for s in middle) / len(middle)) - 1
     loads = core.loads()
-    incoming = core.scheduler.incoming
+    incoming = core.part(PrefillLinks).source
     claims = {
         "wrong answers": (len(wrong), 0, not wrong),
         "answers": (counts["completed"], "> 0", counts["completed"] > 0),
@@ -217,7 +219,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
     return {
         "counts": dict(counts),
         "transfers": incoming.counts._asdict(),
-        "hits": [load.hits._asdict() for load in loads],
+        "hits": [load.hits for load in loads],
         "prefill starts": prefill.starts,
         "samples of seconds, resident bytes, threads, open files": [(round(s[0] - began, 1), *s[1:]) for s in samples],
         "threads": Counter(thread.name for thread in threading.enumerate()),
@@ -232,12 +234,17 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
 def soak_separated(args: argparse.Namespace) -> dict:
     """Start the prefill process, run the traffic, and end the process."""
     own = {"model": args.model, "mesh": args.prefill_mesh, "disaggregation_mode": "prefill"}
-    prefill = PrefillProcess({**own, **SIZES, **TRANSFER})
+    prefill = PrefillProcess({**own, **SIZES, **transfer_options(args)})
     try:
         with tempfile.TemporaryDirectory(prefix="dsjax-soak-") as folder:
             return run(args, folder, prefill)
     finally:
         prefill.end()
+
+
+def transfer_options(args: argparse.Namespace) -> dict:
+    """Give the options of a transfer, which both sides have alike."""
+    return {**TRANSFER, "disaggregation_transfer_backend": args.disaggregation_transfer_backend}
 
 
 def run(args: argparse.Namespace, folder: str, prefill: PrefillProcess) -> dict:
@@ -263,7 +270,7 @@ def run(args: argparse.Namespace, folder: str, prefill: PrefillProcess) -> dict:
     )
     tiers = {"cache_tokens": 2048, "host_cache_bytes": 2 << 20, "disk_cache": folder, "disk_cache_bytes": 8 << 20}
     say("loading the decode engine and compiling its programs")
-    llm = LLM(args.model, mesh=args.mesh, disaggregation_mode="decode", **tiers, **SIZES, **TRANSFER)
+    llm = LLM(args.model, mesh=args.mesh, disaggregation_mode="decode", **tiers, **SIZES, **transfer_options(args))
     try:
         llm.warm_up()
         say("waiting for the prefill process")

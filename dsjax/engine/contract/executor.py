@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from dsjax.engine.contract.commands import Command
 
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
     import numpy as np
 
-    from dsjax.engine.schedule.request import ErrorKind
-    from dsjax.engine.transfer.page_transfer import Parcel, Pull, PulledParcel
+Kind = TypeVar("Kind")
+
+
+class ErrorKind(enum.StrEnum):
+    """Why a request ended with `FinishReason.ERROR`. The values are the codes of the server's answers and metrics."""
+
+    NON_FINITE = "non_finite_values"  # the logits held a NaN or an infinity
+    STRUCTURED_OUTPUT = "structured_output_failed"  # the grammar came to no legal token, or cost too much
+    NO_TOKEN_ALLOWED = "no_token_allowed"  # allowed tokens, bad words and minimum length exclude each other
+    NO_ROOM = "no_room_on_the_new_mesh"  # the mesh has changed while it ran, and the new one's cache cannot hold it
+
 
 TokenScore = tuple[int, float, int, list[tuple[int, float]]]
 """(token, log-probability, its place among all tokens, the most probable tokens with theirs)."""
@@ -121,61 +131,6 @@ class ExecutorCounts(NamedTuple):
     experts: ExpertCounts | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertSlots:
-    """Where experts are, and what it takes to move them.
-
-    Attributes:
-        physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots lie rank by rank.
-        ranks: of an EP group; hosts: runs of them that are on one machine. groups: of experts, where routing is limited to some of them.
-        expert_share: of a token's arithmetic, the routed experts' part: their parameters among those that act on it.
-        expert_bytes: of one expert on one device. per_exchange: experts that a rank sends and receives in one `StageExperts`, at most.
-        seconds: that a `StageExperts` and a `PlaceExperts` took when they were tried during warm-up; None before.
-    """
-
-    physical_to_logical: np.ndarray
-    n_logical: int
-    ranks: int
-    hosts: int
-    groups: int
-    expert_share: float
-    expert_bytes: int
-    per_exchange: int
-    seconds: tuple[float, float] | None = None
-
-
-class LoadWindow(NamedTuple):
-    """What `ReadLoads` gives: tokens since the last time, of the MoE layers, with the MTP module's layer last.
-
-    Attributes:
-        logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
-    """
-
-    logical: np.ndarray
-    by_rank: np.ndarray
-
-
-class Exchanged(NamedTuple):
-    """What `StageExperts` and `PlaceExperts` give: how long they took, and what went wrong. A layer is then placed as before."""
-
-    seconds: float
-    error: str | None = None
-
-
-class PageReports(NamedTuple):
-    """What came of the pages' ways to the disk and from it since the last time it was asked.
-
-    Attributes:
-        read: (rank, number, whether it has come) of pages that were to be read.
-        written: (number, whether it was written) of those to be written.
-        found: names of the pages that an earlier run has left, least recently used first; None until they are known, and ever after.
-    """
-
-    read: list[tuple[int, int, bool]]
-    written: list[tuple[int, bool]]
-    found: list[bytes] | None = None
-
-
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, label)` between the programs that an executor compiles to warm up. What it raises ends the warm-up."""
 
@@ -194,9 +149,11 @@ class Executor(Protocol):
     limits: ExecutorLimits
     max_in_flight: int
 
-    @property
-    def expert_slots(self) -> ExpertSlots | None:
-        """Where experts are now; None where they cannot be moved."""
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """What the executor offers beside commands, by the type that a part of the engine knows it by; None: nothing of the kind.
+
+        `PageReporter` of the offload tiers, `ParcelPort` of transfers and `ExpertMover` of balancing are such types.
+        """
 
     def launch(self, command: Command) -> Any:
         """Take a command, and return while the device computes. The command is executed after all those before it."""
@@ -223,31 +180,6 @@ class Executor(Protocol):
     def expert_counts(self) -> ExpertCounts | None:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
 
-    def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """What came of pages and the disk since the last time; where that is nothing, wait so long for the disk's first. Only where
-        `limits.disk_pages` is not 0, or `limits.transfers`.
-        """
-
-    @property
-    def parcel_shapes(self) -> "dict[str, tuple[tuple[int, ...], np.dtype]]":
-        """Of a parcel's arrays, by name: shape and dtype. Only with `limits.transfers`."""
-
-    @property
-    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
-        """Of each DP rank the processes that have devices of it; the first one keeps its parcels."""
-
-    def send_parcels(
-        self,
-        offer: "Callable[[int, Parcel | None], None]",
-        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
-    ) -> None:
-        """Have what `SendPages` makes offered as `offer(number, parcel)` when it is complete, and `drop(numbers)` called at `DropParcels`,
-        from any thread and in the order of the commands. The parcel is None where another process keeps it. Only with `limits.transfers`.
-        """
-
-    def pull_parcels(self, pull: "Pull", report: "Callable[[PulledParcel], None]") -> None:
-        """Have `PullPages` pull by this, and what came of each parcel reported, from any thread. Only with `limits.transfers`."""
-
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
 
@@ -255,73 +187,46 @@ class Executor(Protocol):
         """Give back what the executor holds."""
 
 
-class ExecutorAround:
-    """An executor around another one: what it does not do otherwise is the inner executor's."""
+class ExecutorWrapper:
+    """An executor around another one. What it does not do otherwise, the inner executor does."""
 
     def __init__(self, inner: Executor):
         self.inner = inner
 
     @property
     def limits(self) -> ExecutorLimits:
-        """The inner executor's."""
+        """The inner executor's limits."""
         return self.inner.limits
 
     @property
     def max_in_flight(self) -> int:
-        """The inner executor's."""
+        """How many steps the inner executor may be given before the first is waited for."""
         return self.inner.max_in_flight
 
-    @property
-    def expert_slots(self) -> ExpertSlots | None:
-        """The inner executor's."""
-        return self.inner.expert_slots
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """What the inner executor offers of this kind."""
+        return self.inner.extension(kind)
 
     def wait(self, pending: Any) -> None:
-        """As the inner executor."""
+        """Wait until a launched command is done."""
         self.inner.wait(pending)
 
     def counts(self) -> ExecutorCounts:
-        """The inner executor's."""
+        """What the inner executor has counted."""
         return self.inner.counts()
 
     @property
     def recording(self) -> bool:
-        """The inner executor's."""
+        """Whether the experts' load is recorded."""
         return self.inner.recording
 
     def set_recording(self, on: bool) -> None:
-        """As of the inner executor: whether experts' load is recorded."""
+        """Record the experts' load from the next step on, or do not."""
         self.inner.set_recording(on)
 
     def expert_counts(self) -> ExpertCounts | None:
-        """The inner executor's."""
+        """What was recorded since recording began."""
         return self.inner.expert_counts()
-
-    def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """The inner executor's."""
-        return self.inner.page_reports(seconds)
-
-    @property
-    def parcel_shapes(self) -> "dict[str, tuple[tuple[int, ...], np.dtype]]":
-        """The inner executor's."""
-        return self.inner.parcel_shapes
-
-    @property
-    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
-        """The inner executor's."""
-        return self.inner.processes_of_ranks
-
-    def send_parcels(
-        self,
-        offer: "Callable[[int, Parcel | None], None]",
-        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
-    ) -> None:
-        """As of the inner executor."""
-        self.inner.send_parcels(offer, drop)
-
-    def pull_parcels(self, pull: "Pull", report: "Callable[[PulledParcel], None]") -> None:
-        """As of the inner executor."""
-        self.inner.pull_parcels(pull, report)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile the inner executor's programs."""

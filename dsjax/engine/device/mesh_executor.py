@@ -5,64 +5,31 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.commands import (
-    Clear,
-    Command,
-    Copy,
-    DropPages,
-    DropParcels,
-    FetchPages,
-    Flush,
-    PlaceExperts,
-    PlacePages,
-    PullPages,
-    ReadLoads,
-    ReadPages,
-    Score,
-    SendPages,
-    StageExperts,
-    Step,
-    StorePages,
-)
-from dsjax.engine.contract.executor import (
-    Exchanged,
-    ExecutorCounts,
-    ExecutorLimits,
-    ExpertCounts,
-    ExpertSlots,
-    PageReports,
-    Progress,
-)
+from dsjax.engine.contract.commands import Clear, Command, Copy, Flush, Score, Step
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress, RankResults
 from dsjax.engine.device import device_state, slots
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
 from dsjax.engine.device.buckets import Buckets, Launch
+from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_recorder import ExpertRecorder
 from dsjax.engine.device.launch_inputs import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.device.launch_results import LaunchOutcome, read_step
+from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import explained_out_of_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slot_rules import RowRules, SlotTable
 from dsjax.engine.device.traced_programs import COPIES
-from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
-from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.host_pages import HostPages, Shapes
-from dsjax.engine.transfer.page_parcels import PageParcels
-from dsjax.engine.transfer.page_transfer import Parcel, Pull, PulledParcel
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
-from sharding.arrays import put
 from sharding.layer_placement import LayerPlacements
-
-Running = Generator[Array, None, None]
-"""A command being executed: gives, program by program, an array that is ready when the program is done."""
-
 
 SMALLER_STEPS = (
     "give a smaller --cache-tokens, so that more is left for a step, or make steps smaller with --max-num-batched-tokens, "
@@ -71,37 +38,15 @@ SMALLER_STEPS = (
 """What to do where a step needs more memory than the cache has left it."""
 
 
-class Pending:
-    """A command that was launched.
+class _StepFound(NamedTuple):
+    """What a step's launches gave, on the devices, and where experts were when it began."""
 
-    Attributes:
-        outcomes: of a step, what each of its launches gave, on the devices.
-        placements: of a step, where experts were when it began.
-        loads: of `ReadLoads`, what was taken off the devices. error: of a command that moves experts, why it could not.
-        started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
-    """
+    outcomes: list[LaunchOutcome]
+    placements: list[LayerPlacements | None]
 
-    def __init__(self, command: Command):
-        self.command = command
-        self.running: Running | None = None
-        self.last: Array | None = None
-        self.outcomes: list[LaunchOutcome] = []
-        self.logits: list[Array] = []
-        self.loads: Any = None
-        self.error: str | None = None
-        self.placements: LayerPlacements | None = None
-        self.done = False
-        self.started = self.ended = 0.0
 
-    @property
-    def awaited(self) -> bool:
-        """Whether somebody will wait for it."""
-        return isinstance(self.command, Step | Score | Flush)
-
-    @property
-    def kept(self) -> bool:
-        """Whether what its programs gave last is nobody else's, so that it can be waited for at any time."""
-        return not isinstance(self.command, Copy | Clear | PlacePages)
+PartMaker = Callable[[DeviceAccess, PageStaging], DevicePart]
+"""Makes an optional part of an executor: one that moves pages or experts."""
 
 
 class MeshExecutor:
@@ -110,7 +55,12 @@ class MeshExecutor:
     On one device, and on accelerators, two steps may be in flight: all programs of a command are enqueued at once. On emulated
     devices, programs in flight together can deadlock: each program is waited for before the next one starts, and so is each command.
 
-    meet: waits for the other processes of the mesh, where there are any; they all call it at the same place. library: as of `Programs`.
+    Args:
+        parts: make the optional parts, which carry out commands of their own. Their order is that in which pages are looked for.
+        meet: waits for the other processes of the mesh, where there are any; they all call it at the same place. library: as in `Programs`.
+
+    Attributes:
+        device: the state, the parameters and the programs, as the parts have them.
     """
 
     def __init__(
@@ -122,45 +72,70 @@ class MeshExecutor:
         *,
         num_drafts: int = 0,
         experts_per_exchange: int = 0,
-        reload: Reload | None = None,
+        parts: Sequence[PartMaker] = (),
         meet: Callable[[], object] | None = None,
-        disk: Callable[[Shapes], DiskPages] | None = None,
         library: ProgramLibrary | None = None,
     ):
         self.model, self.limits, self.buckets = step, limits, buckets
-        self.params = {path: params[path] for path in step.table.infos}
+        params = {path: params[path] for path in step.table.infos}
         described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
-        self.programs = Programs(step, self.params, described, limits, experts_per_exchange, meet, library)
-        self.state = self.programs.allocate()
+        programs = Programs(step, params, described, limits, experts_per_exchange, meet, library)
+        self.device = DeviceAccess(step, limits, programs, params, programs.allocate(), step.placement)
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
         self._new_recorder = lambda: ExpertRecorder(step)
         self._recorder: ExpertRecorder | None = None
-        self._exchange = ExpertExchange(self, experts_per_exchange, reload) if experts_per_exchange else None
-        self._parcels = PageParcels(self) if limits.transfers else None
-        moves = limits.host_pages_per_rank or disk or limits.transfers
-        self._host_pages = HostPages(self, disk, self._parcels) if moves else None
+        self._table, staging = CommandTable(), PageStaging(self.device)
+        self._register()
+        self._parts = [make(self.device, staging) for make in parts]
+        for part in (staging, *self._parts):
+            part.register(self._table)
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
 
+    def _register(self) -> None:
+        """Add the commands that need no optional part."""
+        self._table.add(Step, Handler(self._step, self._collect_step, is_awaited=True))
+        self._table.add(Score, Handler(self._score, _collect_score, is_awaited=True))
+        self._table.add(Flush, Handler(self._flush, is_awaited=True))
+        self._table.add(Copy, Handler(self._copy, keeps_last=False))
+        self._table.add(Clear, Handler(self._clear, keeps_last=False))
+
     @property
-    def expert_slots(self) -> ExpertSlots | None:
-        """Where experts are now; None where they cannot be moved."""
-        return self._exchange.slots if self._exchange else None
+    def params(self) -> dict[str, Array]:
+        """The parameters by path."""
+        return self.device.params
+
+    @property
+    def state(self) -> DeviceState:
+        """What the devices keep from step to step."""
+        return self.device.state
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled programs."""
+        return self.device.programs
+
+    def part(self, kind: type[Kind]) -> Kind | None:
+        """The optional part of this class; None without one."""
+        return next((part for part in self._parts if isinstance(part, kind)), None)
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """What a part offers of this kind; None: nothing does."""
+        return next((found for part in self._parts if (found := part.extension(kind)) is not None), None)
 
     def launch(self, command: Command) -> Pending:
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
-        pending = Pending(command)
-        pending.running = self._execution(pending)
+        pending = self._table.launch(command)
         self._queue.append(pending)
         with explained_out_of_memory("a step was launched", SMALLER_STEPS):
             if self.max_in_flight > 1:
                 pending.started = time.monotonic()
                 for array in pending.running:
                     pending.last = array
-                if not pending.kept:
+                if not pending.handler.keeps_last:
                     pending.last = None  # a part of the state, which the next program takes
             elif len(self._queue) == 1:
                 self._advance()
@@ -180,52 +155,15 @@ class MeshExecutor:
     def collect(self, pending: Pending) -> Any:
         """Wait for a command, and give what came of it."""
         self.wait(pending)
-        if isinstance(pending.command, Score):
-            return np.concatenate([np.asarray(array) for array in pending.logits])[: len(pending.command.tokens) // 4]
-        if isinstance(pending.command, ReadLoads):
-            return self._exchange.window(pending.loads)
-        if isinstance(pending.command, StageExperts | PlaceExperts):
-            return Exchanged(pending.ended - pending.started, pending.error)
-        if not isinstance(pending.command, Step):
-            return None
-        if self._recorder is not None:
-            for outcome in pending.outcomes:
-                self._recorder.add(outcome.reports, outcome.shape.tokens, pending.placements)
-        results = read_step(pending.command, pending.outcomes)
-        self._slots.settle(pending.command, results)
-        return results
-
-    def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """What came of pages and the disk since the last time; wait so long for the first of it."""
-        return self._host_pages.reports(seconds)
-
-    @property
-    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Of a parcel's arrays, by name: shape and dtype."""
-        described = self.programs.described_moved()
-        return {name: ((1, *array.shape[1:]), np.dtype(array.dtype)) for name, array in described.items()}
-
-    @property
-    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
-        """Of each DP rank the processes that have devices of it; the first one keeps its parcels."""
-        return self._parcels.processes
-
-    def send_parcels(
-        self, offer: Callable[[int, Parcel | None], None], drop: Callable[[Sequence[int]], None] = lambda numbers: None
-    ) -> None:
-        """Have parcels offered when they are complete, and dropped when commands say so."""
-        self._parcels.send_to(offer, drop)
-
-    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
-        """Pull parcels by this, and say what has come of each."""
-        self._parcels.pull_by(pull, report)
+        return pending.handler.collect(pending)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program that commands can ask for."""
         self.programs.warm_up(self.buckets, progress)
-        if self._exchange:
+        if self._parts:
             self.programs.meet()
-            self._exchange.rehearse()
+        for part in self._parts:
+            part.rehearse(lambda command: self.collect(self.launch(command)))
         self._warm = self.programs.compiled
 
     def counts(self) -> ExecutorCounts:
@@ -249,8 +187,8 @@ class MeshExecutor:
 
     def shutdown(self) -> None:
         """Free the state and drop the programs."""
-        if self._host_pages:
-            self._host_pages.close()
+        for part in self._parts:
+            part.close()
         for array in jax.tree.leaves(self.state):
             array.delete()
         self.programs.drop()
@@ -262,15 +200,15 @@ class MeshExecutor:
         for array in arrays:
             with contextlib.suppress(RuntimeError):  # of the program that made it, or it was given to one that failed
                 array.block_until_ready()
-        if self._host_pages:
-            self._host_pages.close()
+        for part in self._parts:
+            part.close()
         self._queue.clear()
         self.programs.drop()
-        self._exchange = self._host_pages = None
+        self._parts = []
         for array in arrays:
             with contextlib.suppress(RuntimeError):
                 array.delete()
-        self.params = {}
+        self.device.params = {}
 
     def _advance(self) -> None:
         """Start what comes next; what nobody waits for is done at once."""
@@ -278,7 +216,7 @@ class MeshExecutor:
             head = self._queue[0]
             head.started = time.monotonic()
             head.last = next(head.running, None)
-            if head.awaited:
+            if head.handler.is_awaited:
                 return
             self._finish(head)
             self._queue.popleft()
@@ -291,54 +229,18 @@ class MeshExecutor:
         pending.ended = time.monotonic()
         pending.done, pending.running = True, None
 
-    def _execution(self, pending: Pending) -> Running:
-        """The command's programs, its inputs sent already."""
-        command = pending.command
-        if isinstance(command, Step):
-            return self._step(pending, command)
-        if isinstance(command, Score):
-            return self._score(pending, command)
-        if isinstance(command, Copy):
-            return self._copy(command)
-        if isinstance(command, Clear):
-            return self._clear([np.frombuffer(own, "<i4") for own in command.ranks])
-        if isinstance(command, StorePages):
-            return self._host_pages.store(command)
-        if isinstance(command, FetchPages):
-            return self._host_pages.fetch(command)
-        if isinstance(command, PlacePages):
-            return self._host_pages.place(command)
-        if isinstance(command, ReadPages):
-            return self._host_pages.read(command)
-        if isinstance(command, DropPages):
-            return self._host_pages.drop(command)
-        if isinstance(command, SendPages):
-            return self._parcels.send(command)
-        if isinstance(command, PullPages):
-            return self._parcels.pull(command)
-        if isinstance(command, DropParcels):
-            return self._parcels.drop(command)
-        if isinstance(command, ReadLoads):
-            return self._exchange.read(pending, command)
-        if isinstance(command, StageExperts):
-            return self._exchange.stage(pending, command)
-        if isinstance(command, PlaceExperts):
-            return self._exchange.place(pending, command)
-        assert isinstance(command, Flush)
-        self._slots.void()
-        return self._clear([np.arange(self.limits.pages_per_rank)] * self.limits.num_ranks)
-
     def _step(self, pending: Pending, command: Step) -> Running:
         """Lay out and send a step's inputs; give its execution."""
+        pending.found = _StepFound([], [])
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
         within, before = split_page_changes(command, shapes[0].page_changes if shapes else 0)
-        admissions = [self._send(packed) for packed in pack_admissions(command, before)]
+        admissions = [self.device.send(packed) for packed in pack_admissions(command, before)]
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
         inputs = [
-            self._send(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
+            self.device.send(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
             for place, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
         ]
         rules = [
@@ -354,9 +256,9 @@ class MeshExecutor:
     def _run_step(
         self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple], recording: bool
     ) -> Running:
-        pending.placements = self._exchange.placements if self._exchange else self.model.placement
+        pending.found.placements.append(self.device.placements)
         for packed in admissions:
-            self.state = self.programs.admit()(self.state, packed)
+            self.device.state = self.programs.admit()(self.state, packed)
             yield self.state.start
         for launch, shape, packed, rules in launches:
             yield from self._run_launch(pending, launch, shape, packed, rules, command.proposes, recording)
@@ -373,27 +275,29 @@ class MeshExecutor:
     ) -> Running:
         if proposes and launch.prefill is None and rules.wanted is None:
             program = self.programs.drafting_step(shape, proposes)
-            self.state, outcome, drafts, reports = program(self.params, self.state, packed)
+            self.device.state, outcome, drafts, reports = program(self.params, self.state, packed)
             yield outcome
             found = LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules)
             yield from self._keep(pending, found, recording)
             return
         program = self.programs.step(shape, launch.scored)
-        self.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(self.params, self.state, packed)
+        self.device.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(
+            self.params, self.state, packed
+        )
         yield outcome
         scores, drafts = None, None
         if rules.wanted is not None:
             biased = logits
             for piece in rules.biases:
-                biased = self.programs.biases(shape.sampled)(self.state, rows, biased, piece)
+                biased = self.programs.biases(shape.sampled)(self.device.state, rows, biased, piece)
                 yield biased
             masks = self.programs.no_masks(shape.sampled) if rules.masks is None else rules.masks
             draw = self.programs.draw(shape.sampled)
-            self.state, outcome, scores = draw(self.state, rows, logits, biased, masks, rules.wanted)
+            self.device.state, outcome, scores = draw(self.device.state, rows, logits, biased, masks, rules.wanted)
             yield outcome
         if proposes:
             program = self.programs.drafts(shape, proposes)
-            self.state, drafts = program(self.params, self.state, packed, rows, outcome, hidden)
+            self.device.state, drafts = program(self.params, self.state, packed, rows, outcome, hidden)
             yield drafts
         found = LaunchOutcome(
             launch, shape, outcome, scores, prompt_scores[0] if prompt_scores else None, drafts, reports, rules
@@ -417,10 +321,11 @@ class MeshExecutor:
                 found = found._replace(**{name: gathered})
                 if is_wanted:
                     yield jax.tree.leaves(gathered)[0]
-        pending.outcomes.append(found)
+        pending.found.outcomes.append(found)
 
     def _score(self, pending: Pending, command: Score) -> Running:
-        """One sequence in chunks, through pages of rank 0."""
+        """Lay out one sequence in chunks, which go through pages of rank 0."""
+        pending.found = []
         tokens, pages = np.frombuffer(command.tokens, "<i4"), np.frombuffer(command.pages, "<i4")
         chunk, ranks = self.limits.max_chunk, self.limits.num_ranks
         inputs = []
@@ -430,17 +335,17 @@ class MeshExecutor:
             first, length = np.zeros((ranks, 1), np.int32), np.zeros((ranks, 1), np.int32)
             row[0, 0, : len(part)], table[0, 0, : len(pages)] = part, pages
             first[0, 0], length[0, 0] = start, len(part)
-            inputs.append(self._send(RowGroup.pack(row, first, length, table)))
+            inputs.append(self.device.send(RowGroup.pack(row, first, length, table)))
 
         def run() -> Running:
             for packed in inputs:
-                self.state, logits = self.programs.every_token()(self.params, self.state, packed)
-                pending.logits.append(logits)
+                self.device.state, logits = self.programs.every_token()(self.params, self.state, packed)
+                pending.found.append(logits)
                 yield logits
 
         return run()
 
-    def _copy(self, command: Copy) -> Running:
+    def _copy(self, _: Pending, command: Copy) -> Running:
         pairs = [np.frombuffer(own, "<i4").reshape(-1, 2) for own in command.ranks]
         inputs = []
         for start in range(0, max(map(len, pairs)), COPIES):
@@ -448,23 +353,31 @@ class MeshExecutor:
             for rank, own in enumerate(pairs):
                 part = own[start : start + COPIES]
                 piece[rank, : len(part)] = part
-            inputs.append(self._send(piece))
+            inputs.append(self.device.send(piece))
 
         def run() -> Running:
             for packed in inputs:
-                self.state = self.programs.copy()(self.state, packed)
+                self.device.state = self.programs.copy()(self.state, packed)
                 yield self.state.start
 
         return run()
 
-    def _clear(self, pages: list[np.ndarray]) -> Running:
+    def _clear(self, _: Pending, command: Clear) -> Running:
+        return self._zero([np.frombuffer(own, "<i4") for own in command.ranks])
+
+    def _flush(self, _: Pending, command: Flush) -> Running:
+        self._slots.reset()
+        return self._zero([np.arange(self.limits.pages_per_rank)] * self.limits.num_ranks)
+
+    def _zero(self, pages: list[np.ndarray]) -> Running:
+        """Zero pages of each rank."""
         marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
         for rank, own in enumerate(pages):
             marked[rank, own] = True
-        sent = self._send(marked)
+        sent = self.device.send(marked)
 
         def run() -> Running:
-            self.state = self.programs.clear()(self.state, sent)
+            self.device.state = self.programs.clear()(self.state, sent)
             yield self.state.start
 
         return run()
@@ -473,9 +386,20 @@ class MeshExecutor:
         """The same, its arrays on the devices."""
         if rules.wanted is None:
             return rules
-        masks = None if rules.masks is None else self._send(rules.masks)
-        wanted = put(rules.wanted, self.programs.everywhere)
-        return rules._replace(wanted=wanted, biases=[self._send(piece) for piece in rules.biases], masks=masks)
+        masks = None if rules.masks is None else self.device.send(rules.masks)
+        wanted = self.device.send_everywhere(rules.wanted)
+        return rules._replace(wanted=wanted, biases=[self.device.send(piece) for piece in rules.biases], masks=masks)
 
-    def _send(self, array: np.ndarray) -> Array:
-        return put(array, self.programs.rows)
+    def _collect_step(self, pending: Pending) -> list[RankResults]:
+        """What a step's rows yielded, which the slots follow."""
+        outcomes, [placements] = pending.found
+        if self._recorder is not None:
+            for outcome in outcomes:
+                self._recorder.add(outcome.reports, outcome.shape.tokens, placements)
+        results = read_step(pending.command, outcomes)
+        self._slots.commit(pending.command, results)
+        return results
+
+
+def _collect_score(pending: Pending) -> np.ndarray:
+    return np.concatenate([np.asarray(array) for array in pending.found])[: len(pending.command.tokens) // 4]

@@ -72,8 +72,8 @@ class SlotTable:
         self._wants = np.zeros((num_ranks, num_slots), bool)
         self._settling: set[tuple[int, int]] = set()
 
-    def void(self) -> None:
-        """No slot is anybody's."""
+    def reset(self) -> None:
+        """Take every slot from its owner."""
         for own in self._rules:
             own[:] = [None] * len(own)
         self._wants[:] = False
@@ -95,7 +95,7 @@ class SlotTable:
         """How many drafts of a slot may be verified, where its guide says so: one less than it has masks."""
         return {guide.slot: len(guide.masks) // (4 * self._words) - 1 for guide in rank.guides}
 
-    def settle(self, step: Step, results: Sequence[RankResults]) -> None:
+    def commit(self, step: Step, results: Sequence[RankResults]) -> None:
         """Count the tokens of slots that want more only until they have made so many."""
         if not self._settling:
             return

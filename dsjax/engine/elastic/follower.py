@@ -63,9 +63,9 @@ class Follower:
 
         parcels = None
         if args.is_side:
-            from dsjax.engine.disaggregated import FollowersParcels
+            from dsjax.engine.elastic.transfer_processes import FollowerTransfers
 
-            parcels = FollowersParcels(args, self.group)
+            parcels = FollowerTransfers(args, self.group)
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
 

@@ -18,8 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dsjax.engine.contract.executor import Executor, ExecutorAround
-from dsjax.engine.core import ChangeUnderWayError
+from dsjax.engine.contract.executor import Executor, ExecutorWrapper
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -28,7 +27,7 @@ from dsjax.engine.setup.loading import EngineFacts, LoadedModel, load_model
 from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
-from dsjax.errors import UserError
+from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
@@ -335,7 +334,7 @@ def mesh_of(found: Announcement) -> Mesh:
 
 def release(executor: Executor | None) -> None:
     """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more."""
-    while isinstance(executor, ExecutorAround):
+    while isinstance(executor, ExecutorWrapper):
         if isinstance(executor, RecordingExecutor):
             executor.file.close("the mesh has changed")
         if isinstance(executor, LeaderExecutor):
@@ -348,7 +347,7 @@ def release(executor: Executor | None) -> None:
 
 def _inside(executor: Any, kind: type) -> Any:
     """The executor of this kind among those around one another; None where there is none."""
-    while isinstance(executor, ExecutorAround):
+    while isinstance(executor, ExecutorWrapper):
         if isinstance(executor, kind):
             return executor
         executor = executor.inner

@@ -74,6 +74,7 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
     own = {f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN}
     own["--heartbeat-timeout"] = options.heartbeat_timeout
     own["--disaggregation-mode"] = args.disaggregation_mode
+    own["--disaggregation-transfer-backend"] = args.disaggregation_transfer_backend
     return found | own | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
 
 

@@ -6,10 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dsjax.engine.contract.json_option import is_integer, parse_json_option, wrong_field
 from dsjax.errors import UserError
+
+if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
+    import numpy as np
 
 FLAG = "--eplb-config"
 EXAMPLE = '\'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000}\''
@@ -87,3 +90,81 @@ class EplbConfig:
 
 
 _wrong = partial(wrong_field, FLAG)
+
+
+@dataclass(frozen=True)
+class BalanceStats:
+    """Experts that follow the load: totals since the start, and the last window.
+
+    Attributes:
+        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums
+            over layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
+        rank_tokens: that each rank of an EP group computed in the last window, over all layers.
+        rebalances: that were carried out to their end; failures: that were given up.
+        layers_changed, experts_moved, bytes_moved: bytes of experts that reached another slot, on all devices of an EP group.
+        exchanges: commands that moved something; exchange_seconds: in them. rebalance_seconds: from decisions to ends; steps go on.
+        layers_left: of the rebalance under way.
+    """
+
+    windows: int = 0
+    balancedness: float = 1.0
+    layer_balancedness: float = 1.0
+    rank_tokens: tuple[int, ...] = ()
+    rebalances: int = 0
+    failures: int = 0
+    layers_changed: int = 0
+    experts_moved: int = 0
+    bytes_moved: int = 0
+    exchanges: int = 0
+    exchange_seconds: float = 0.0
+    rebalance_seconds: float = 0.0
+    layers_left: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertSlots:
+    """Where experts are, and what it takes to move them.
+
+    Attributes:
+        physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots lie rank by rank.
+        ranks: of an EP group; hosts: runs of them that are on one machine. groups: of experts, where routing is limited to some of them.
+        expert_share: of a token's arithmetic, the routed experts' part: their parameters among those that act on it.
+        expert_bytes: of one expert on one device. per_exchange: experts that a rank sends and receives in one `StageExperts`, at most.
+        seconds: that a `StageExperts` and a `PlaceExperts` took when they were tried during warm-up; None before.
+    """
+
+    physical_to_logical: np.ndarray
+    n_logical: int
+    ranks: int
+    hosts: int
+    groups: int
+    expert_share: float
+    expert_bytes: int
+    per_exchange: int
+    seconds: tuple[float, float] | None = None
+
+
+class LoadWindow(NamedTuple):
+    """What `ReadLoads` gives: tokens since the last time, of the MoE layers, with the MTP module's layer last.
+
+    Attributes:
+        logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
+    """
+
+    logical: np.ndarray
+    by_rank: np.ndarray
+
+
+class Exchanged(NamedTuple):
+    """What `StageExperts` and `PlaceExperts` give: how long they took, and what went wrong. A layer is then placed as before."""
+
+    seconds: float
+    error: str | None = None
+
+
+class ExpertMover(Protocol):
+    """What an executor offers whose experts can be moved (`Executor.extension`)."""
+
+    @property
+    def slots(self) -> ExpertSlots:
+        """Where experts are now."""

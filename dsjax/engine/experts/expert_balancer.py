@@ -16,9 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts, int32s
-from dsjax.engine.contract.executor import Executor, ExpertSlots, LoadWindow
-from dsjax.engine.experts.eplb import EplbConfig, RebalanceUnderWayError
-from dsjax.engine.stats import BalanceStats
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.experts.eplb import (
+    BalanceStats,
+    EplbConfig,
+    ExpertMover,
+    ExpertSlots,
+    LoadWindow,
+    RebalanceUnderWayError,
+)
+from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from sharding.balancing import balancedness_of_ranks, by_host, experts_moved, keep_in_place, rank_loads, rebalance
 from sharding.layer_placement import exchange_rounds
 
@@ -111,31 +121,41 @@ class _Launched(NamedTuple):
     step: int
 
 
-class ExpertBalancer:
-    """Balances the experts of one executor. Everything but `decide` happens in the engine's thread.
+class ExpertBalancer(Attachment):
+    """Balances the experts of a core's executor. Everything but `decide` happens in the engine's thread.
 
-    ::
-
-        balancer.before_step(steps under way)   # launches what is due; then the step is launched
-        balancer.after_step(seconds)            # its results are there: reads what is done, decides
+    What is due is launched before a step. What is done is read after a step, and then decisions are made.
     """
 
-    def __init__(self, config: EplbConfig, executor: Executor, clock: Callable[[], float] = time.monotonic):
-        self._config, self._executor, self._clock = config, executor, clock
-        self._windows: deque[LoadWindow] = deque(maxlen=config.reads_in_window)
+    statistics_name = "balance"
+
+    def __init__(self, config: EplbConfig, clock: Callable[[], float] = time.monotonic):
+        self._config, self._clock = config, clock
+        self._executor: Executor | None = None
+        self._stats = BalanceStats()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def start(self, executor: Executor, config: SchedulerConfig) -> None:
+        """Begin with an executor. What was counted goes on; windows begin anew, for experts lie elsewhere.
+
+        A mesh may be too small for moving experts, and the next one may not: then nothing is done meanwhile.
+        """
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._executor, self._stats = executor, replace(self._stats, rank_tokens=())
+        self._mover = executor.extension(ExpertMover)
+        self._windows: deque[LoadWindow] = deque(maxlen=self._config.reads_in_window)
         self._step_seconds: deque[float] = deque(maxlen=256)
         self._waiting: deque[Command] = deque()
         self._launched: deque[_Launched] = deque()
         self._deciding: Future[Decision] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-eplb")
-        self._pool.submit(
-            importlib.import_module, "scipy.optimize"
-        )  # half a second, which the first decision need not take
+        # It takes half a second to load, which the first decision need not take.
+        self._pool.submit(importlib.import_module, "scipy.optimize")
         self._steps = 0  # entered
         self._read_at = self._decided_at = 0
         self._began: float | None = None  # the rebalance under way
         self._sizes: dict[int, int] = {}  # of its layers the experts that move
-        self._stats = BalanceStats()
 
     @property
     def busy(self) -> bool:
@@ -147,24 +167,25 @@ class ExpertBalancer:
         """What came of it so far."""
         return replace(self._stats, layers_left=sum(isinstance(command, PlaceExperts) for command in self._waiting))
 
-    def successor(self, executor: Executor) -> ExpertBalancer:
-        """A balancer for an executor made anew. What was counted goes on; windows begin anew, for experts lie elsewhere."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        new = ExpertBalancer(self._config, executor, self._clock)
-        new._stats = replace(self._stats, rank_tokens=())
-        return new
+    def statistics(self) -> BalanceStats:
+        """What came of it so far."""
+        return self.stats
 
-    def before_step(self, under_way: int) -> None:
-        """Launch what is due before the next step. under_way: steps that were launched and not entered."""
-        number = self._steps + under_way
+    def before_launch(self, num_under_way: int) -> None:
+        """Launch what is due before the next step."""
+        if self._mover is None:
+            return
+        number = self._steps + num_under_way
         if number - self._read_at >= self._config.read_interval:
             self._read_at = number
             self._launch(ReadLoads(), number)
         if self._waiting:
             self._launch(self._waiting.popleft(), number)
 
-    def after_step(self, seconds: float) -> None:
+    def after_step(self, seconds: float, plan: StepPlan | None = None, updates: list[Update] = ()) -> None:
         """Take the results of what was launched before the step that was entered just now, which took so long."""
+        if self._mover is None:
+            return
         self._steps += 1
         self._step_seconds.append(seconds)
         while self._launched and self._launched[0].step < self._steps:
@@ -174,19 +195,22 @@ class ExpertBalancer:
             self._begin(deciding.result())
 
     def idle(self) -> None:
-        """There is no step to wait for: one command from beginning to end."""
+        """Carry out one command from beginning to end, since there is no step to wait for."""
         while self._launched:
             self._enter(self._launched.popleft())
         if self._waiting:
             self._launch(self._waiting.popleft(), self._steps)
             self._enter(self._launched.popleft())
 
-    def rebalance_now(self) -> dict[str, Any]:
-        """Decide now, for the window so far, and begin: every layer that gains anything is changed between the next steps.
+    def rebalance_now(self) -> dict[str, Any] | None:
+        """Decide now, for the window so far, and begin: every layer that gains anything is changed between the next steps. None where the
+        mesh of now is too small to move experts.
 
         Raises:
             RebalanceUnderWayError: another one is not done.
         """
+        if self._mover is None:
+            return None
         if self.busy or self._deciding is not None:
             left = self.stats.layers_left
             raise RebalanceUnderWayError(
@@ -200,7 +224,7 @@ class ExpertBalancer:
         self._read_at = self._steps
         decision = self._decision(payback=0)()
         self._begin(decision)
-        return decision.summary(self._executor.expert_slots.expert_bytes)
+        return decision.summary(self._mover.slots.expert_bytes)
 
     @property
     def latest(self) -> LoadWindow | None:
@@ -236,7 +260,7 @@ class ExpertBalancer:
             self._end()
         elif isinstance(one.command, PlaceExperts):
             experts = self._sizes.pop(one.command.layer, 0)
-            moved = experts * self._executor.expert_slots.expert_bytes
+            moved = experts * self._mover.slots.expert_bytes
             self._stats = replace(
                 self._stats,
                 layers_changed=stats.layers_changed + 1,
@@ -284,7 +308,7 @@ class ExpertBalancer:
         return partial(
             decide,
             self.load(),
-            self._executor.expert_slots,
+            self._mover.slots,
             self._config.policy,
             interval=self._config.step_interval,
             step_seconds=statistics.median(self._step_seconds) if self._step_seconds else 0.0,
@@ -292,7 +316,7 @@ class ExpertBalancer:
         )
 
     def _begin(self, decision: Decision) -> None:
-        expert_bytes = self._executor.expert_slots.expert_bytes
+        expert_bytes = self._mover.slots.expert_bytes
         left = "" if not decision.left else (
             f" {len(decision.left)} layers are left: they would gain {sum(one.gain for one in decision.left):.3g} s and cost "
             f"{sum(one.cost for one in decision.left):.3g} s."

@@ -3,7 +3,6 @@
 A block is a page; its hash is the last 64 bits of the page's name, as an unsigned integer, which is how vLLM cuts its own.
 """
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -77,26 +76,6 @@ class EventSinks:
             sink.close()
 
 
-class SharedSink:
-    """One sink for several engines, whose threads tell it of their own ranks one at a time. The last one that ends, ends it."""
-
-    def __init__(self, sink: EventSink, engines: int):
-        self._sink, self._left = sink, engines
-        self._lock = threading.Lock()
-
-    def publish(self, rank: int, events: Sequence[Event]) -> None:
-        """Pass these on."""
-        with self._lock:
-            self._sink.publish(rank, events)
-
-    def close(self) -> None:
-        """One engine ends."""
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                self._sink.close()
-
-
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """One message. ts: seconds since 1970."""
 
@@ -121,6 +100,7 @@ class PageEvents:
         self.page_size = page_size
         self._events: list[list[Event]] = [[] for _ in range(num_ranks)]
         self._known: dict[bytes, _Known] = {}
+        self._gone: list[bytes] = []  # from the disk, not told yet
 
     def computed(
         self, rank: int, names: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], salt: str | None = None
@@ -162,6 +142,10 @@ class PageEvents:
         if gone and told:
             self._tell(rank, BlockRemoved(gone, MEDIA[tier]))
 
+    def gone_from_disk(self, names: Iterable[bytes]) -> None:
+        """Pages can be found on the disk no more; it is told after everything else that happens meanwhile."""
+        self._gone += names
+
     def cleared(self, rank: int) -> None:
         """A rank finds nothing any more, in no tier."""
         self._events[rank] = [AllBlocksCleared()]
@@ -172,6 +156,9 @@ class PageEvents:
 
     def take(self) -> list[tuple[int, list[Event]]]:
         """(rank, events) of the ranks that have any; each is given once."""
+        if self._gone:
+            gone, self._gone = self._gone, []
+            self.removed(None, "disk", gone)
         found = [(rank, events) for rank, events in enumerate(self._events) if events]
         for rank, _ in found:
             self._events[rank] = []
@@ -187,6 +174,11 @@ class RankEvents:
 
     def __init__(self, events: PageEvents, rank: int):
         self._events, self._rank = events, rank
+
+    @property
+    def all_ranks(self) -> PageEvents:
+        """The events of all ranks, for a tier that they share."""
+        return self._events
 
     def computed(self, request: Request, places: Sequence[int]) -> None:
         """Pages of a request, by their numbers in it, ascending, can be found on the device."""

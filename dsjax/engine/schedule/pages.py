@@ -1,14 +1,12 @@
 """Pages of one rank's latent cache: which are free, held and cached, and the hashes that cached ones are found by."""
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from hashlib import sha256
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.schedule.page_events import RankEvents
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.tiers.page_tiers import NOWHERE, StoredPage
-from dsjax.engine.tiers.tiers_below import TiersBelow
 
 _NO_SALT = bytes(32)
 
@@ -21,24 +19,20 @@ class PagePool:
     before others, so that a lightly loaded rank keeps to few pages; then cached ones, least recently used first.
 
     Attributes:
-        below: where cached pages go when their room is needed; None: they are lost.
-        leaving: those that went there. Whoever reads it has them copied before anything else happens, and
-            empties it.
+        on_evict: called as `on_evict(page, name)` for a cached page whose room is needed. The page's values are there until the next
+            commands are carried out; afterwards they are lost.
         events: told of pages that can be found and of those that cannot any more; None: nobody wants to know.
     """
 
-    def __init__(
-        self, num_pages: int, page_size: int, below: TiersBelow | None = None, events: RankEvents | None = None
-    ):
+    def __init__(self, num_pages: int, page_size: int, events: RankEvents | None = None):
         if num_pages < 2:
             raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
         if page_size < 1:
             raise ValueError(f"found a page size of {page_size} tokens, expected at least 1")
         self.page_size = page_size
         self.num_pages = num_pages
-        self.below = below
         self.events = events
-        self.leaving: list[StoredPage] = []
+        self.on_evict: Callable[[int, bytes], None] | None = None
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
         self._hash_of: list[bytes | None] = [None] * num_pages
@@ -78,7 +72,7 @@ class PagePool:
         return self.can_allocate(count + sum(not self._holders[page] for page in found))
 
     def allocate(self, count: int, *, store: bool = True) -> list[int]:
-        """Take pages. The caller has asked `can_allocate` before. store: whether cached ones among them go to the tier below."""
+        """Take pages. The caller has asked `can_allocate` before. store: whether cached ones among them are offered to `on_evict`."""
         if not self.can_allocate(count):
             raise ValueError(f"asked for {count} pages, {self.num_free} of {self.num_usable} are free")
         pages = []
@@ -87,23 +81,21 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
-                stored = self.below.store(page, self._hash_of[page]) if self.below is not None and store else None
-                if stored is not None:
-                    self.leaving.append(stored)
+                if store and self.on_evict is not None:
+                    self.on_evict(page, self._hash_of[page])
                 self._unname(page)
             self._holders[page] = 1
             pages.append(page)
         return pages
 
-    def leave(self, most: int) -> list[StoredPage]:
-        """The `most` most recently used cached pages that the disk has not, to be written: the engine ends. They stay here too.
+    def idle_names(self) -> Iterator[tuple[int, bytes]]:
+        """(page, name) of the cached pages that nobody holds, most recently used first."""
+        for page in reversed(self._idle):
+            yield page, self._hash_of[page]
 
-        The last used comes last, as it would have come to the disk.
-        """
-        disk = self.below.disk
-        lacking = [page for page in reversed(self._idle) if not disk.has(self._hash_of[page])][:most]
-        stored = [StoredPage(page, NOWHERE, disk.write(self._hash_of[page]), self._hash_of[page]) for page in lacking]
-        return [one for one in reversed(stored) if one.number != NOWHERE]
+    def names_of(self, pages: Iterable[int]) -> list[bytes]:
+        """The names of those of these pages that can be found."""
+        return [self._hash_of[page] for page in pages if self._hash_of[page] is not None]
 
     def hold(self, found: Iterable[int]) -> None:
         """Take pages that `find` gave, beside whoever holds them."""
@@ -137,14 +129,14 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def count(self, hashes: Iterable[bytes], promised: Container[bytes] = ()) -> int:
-        """How long a beginning of `hashes` is cached, here or below, or promised."""
-        known, below, found = self._page_of, self.below or (), 0
+    def count(self, hashes: Iterable[bytes], promised: Container[bytes] = (), elsewhere: Container[bytes] = ()) -> int:
+        """How long a beginning of `hashes` is cached here, promised, or to be had elsewhere."""
+        known, length = self._page_of, 0
         for name in hashes:
-            if name not in known and name not in promised and name not in below:
+            if name not in known and name not in promised and name not in elsewhere:
                 break
-            found += 1
-        return found
+            length += 1
+        return length
 
     def seal(self, page: int, name: bytes) -> bool:
         """Let a page be found: it is full, its values are finite, and nobody writes it any more. Whether it can be found from now on.
@@ -164,30 +156,20 @@ class PagePool:
             self.events.computed(request, new)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let pages be found no more, nor what the tiers below have of them. Who holds them keeps them."""
-        named = [page for page in pages if self._hash_of[page] is not None]
-        if self.below is not None:
-            self.below.forget([self._hash_of[page] for page in named])
-        for page in named:
+        """Let pages be found no more. Who holds them keeps them."""
+        for page in [page for page in pages if self._hash_of[page] is not None]:
             self._lose(page)
 
     def flush(self) -> None:
-        """Forget every page, and those below."""
+        """Forget every page, and tell of all of them at once."""
         events, self.events = self.events, None
-        self._forget_all()
-        if self.below is not None:
-            self.below.flush()
+        self.forget_all()
         self.events = events
         if events is not None:
             events.cleared()
 
-    def doubt(self) -> None:
-        """Forget every page, and of those below what may not have got there: commands may not have been carried out."""
-        self._forget_all()
-        if self.below is not None:
-            self.below.doubt()
-
-    def _forget_all(self) -> None:
+    def forget_all(self) -> None:
+        """Forget every page, and tell of each."""
         for page in list(self._page_of.values()):
             self._lose(page)
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dsjax.engine.contract.commands import Command
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.tiers.page_tiers import PageMoves
 
 
 class ScheduledRow(NamedTuple):
@@ -26,13 +26,12 @@ class RankPlan(NamedTuple):
     """One rank's work in a step. Both lists are empty on an idle rank, which still takes part.
 
     `decodes` are rows that compute a request's last token and make the next one; `prefills` are all other rows. `copies` are pairs of
-    pages (from, to) to be copied before, and `moves` what goes below and comes from there before that.
+    pages (from, to) to be copied before.
     """
 
     decodes: list[ScheduledRow]
     prefills: list[ScheduledRow]
     copies: list[tuple[int, int]]
-    moves: PageMoves | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -46,14 +45,18 @@ class StepPlan(NamedTuple):
     Attributes:
         num_drafts: drafts that a decode row verifies at most.
         proposes: drafts to be made for the next step.
-        flushes_disk, dropped: whether all pages on the disk are to be deleted, and then which further ones, by their names.
+        page_commands: what goes before all else, for pages that come from a source or go there.
     """
 
     ranks: list[RankPlan]
     num_drafts: int = 0
     proposes: int = 0
-    flushes_disk: bool = False
-    dropped: Sequence[bytes] = ()
+    page_commands: Sequence[Command] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of prompts that the step computes on all ranks."""
+        return sum(row.length for rank in self.ranks for row in rank.prefills)
 
     @property
     def is_empty(self) -> bool:

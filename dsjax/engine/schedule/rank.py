@@ -2,19 +2,15 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dsjax.engine.schedule.arrivals import Arrivals
+from dsjax.engine.schedule.page_loads import Admission, PageLoads
 from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.plan import RankPlan, ScheduledRow
 from dsjax.engine.schedule.request import Request, Status
-from dsjax.engine.tiers.page_tiers import PageMoves, TierCounts, TierHits
-from dsjax.engine.transfer.departures import Departures
-from dsjax.engine.transfer.incoming import Incoming
-from dsjax.engine.transfer.leases import Leases
 
 _by_order = attrgetter("order")
 _MOST_PASSED = 16
@@ -32,9 +28,9 @@ class RankLoad(NamedTuple):
         usable_pages: pages that can be held at all.
         cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
             be computed (docs/scheduler.md).
-        host: of the pages in host memory; None where none go there.
-        hits: tokens that requests found cached when they were admitted for the first time, by the tier that had them. queried: tokens
-            of those requests.
+        hits: tokens that requests found cached when they were admitted for the first time, by the tier that had them: `device`, and the
+            tiers of the page sources. queried: tokens of those requests.
+        tiers: what page sources hold of this rank's pages, by tier.
     """
 
     rank: int
@@ -45,9 +41,54 @@ class RankLoad(NamedTuple):
     cached_pages: int
     usable_pages: int
     cost: float
-    host: TierCounts | None = None
-    hits: TierHits = TierHits()
+    hits: Mapping[str, int] = {"device": 0}
     queried: int = 0
+    tiers: Mapping[str, Any] = {}
+
+
+class NoLoads:
+    """What a rank has in place of `PageLoads` where no page is anywhere but on the devices."""
+
+    def __contains__(self, name: bytes) -> bool:
+        return False
+
+    def begin(self, now: float) -> None:
+        """Place nothing."""
+
+    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admission:
+        """Let every request start."""
+        return Admission.START
+
+    def hits(self, request: Request) -> dict[str, int]:
+        """Count all cached tokens for the device."""
+        return {"device": request.num_cached_tokens}
+
+    def num_computed_elsewhere(self, request: Request) -> int:
+        """Count none."""
+        return 0
+
+    def sealed(self, request: Request) -> None:
+        """Tell nobody."""
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        """Forget nothing."""
+
+    def cancel(self) -> None:
+        """Cancel nothing."""
+
+    clear = invalidate = cancel
+
+    def release(self, request: Request) -> None:
+        """Release nothing."""
+
+    preempted = release
+
+    def release_held(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
+        """Say that nothing is held."""
+        return False
+
+
+NO_LOADS = NoLoads()
 
 
 class Rank:
@@ -63,7 +104,7 @@ class Rank:
     written cannot reach a page's next owner.
 
     Attributes:
-        arrivals: what waiting requests have under way from below. departures: pages that wait to be sent to other engines.
+        loads: pages that waiting requests have on their way from a page source.
         dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
         load: known tokens of all requests.
         waiting_tokens: known tokens of the waiting ones.
@@ -83,9 +124,6 @@ class Rank:
         prefill_chunk: int,
         max_prefill_rows: int,
         prefix_caching: bool = True,
-        index: int = 0,
-        incoming: Incoming | None = None,
-        leases: Leases | None = None,
     ):
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -98,19 +136,15 @@ class Rank:
         self.load = self.waiting_tokens = self.backlog = 0
         self.promised: Counter[bytes] = Counter()
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
-        self.hits = TierHits()
+        self.hits: Counter[str] = Counter(device=0)
         self.dirty: list[int] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self.arrivals = Arrivals(pool, incoming, index)
-        self.departures = Departures(pool, leases, index)
+        self.loads: PageLoads | NoLoads = NO_LOADS
 
-    def uncached(self, request: Request, coming: Container[bytes] = ()) -> int:
-        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised.
-
-        coming: names of pages that requests on their way here are to compute.
-        """
-        found = self.pool.count(self.readable(request), _Either(self.promised, coming) if coming else self.promised)
-        return len(request.token_ids) - found * self.pool.page_size
+    def uncached(self, request: Request) -> int:
+        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
+        cached = self.pool.count(self.readable(request), self.promised, self.loads)
+        return len(request.token_ids) - cached * self.pool.page_size
 
     def add(self, request: Request) -> None:
         """Queue a request at its place by `order`. `load` counts its tokens from now on."""
@@ -127,7 +161,7 @@ class Rank:
         else:
             self.waiting.remove(request)
             self.waiting_tokens -= len(request.token_ids)
-            self.arrivals.release(request)
+            self.loads.release(request)
         self._settle(request)
         self.load -= len(request.token_ids)
 
@@ -154,8 +188,21 @@ class Rank:
         What it read of others was finite when it was computed. Yet should it be at fault, it must not fail the next one too.
         """
         request.num_clean_pages = request.num_sealed_pages
+        self.loads.forget(self.pool.names_of(request.pages))
         self.pool.forget(request.pages)
         request.num_sealed_pages = len(request.pages)  # none is left to be sealed
+
+    def flush(self) -> None:
+        """Let no page be found any more that is computed or on its way now, on the device or in a page source."""
+        self.loads.cancel()
+        self.pool.flush()
+        self.loads.clear()
+
+    def invalidate(self) -> None:
+        """Forget every page, and of those in page sources what may not have got there: commands may not have been carried out."""
+        self.loads.cancel()
+        self.pool.forget_all()
+        self.loads.invalidate()
 
     def leave_if_due(self, request: Request) -> None:
         """Preempt a running request that is to leave, now that a row of it is done."""
@@ -178,22 +225,16 @@ class Rank:
         num_drafts: drafts that a decode verifies at most.
         """
         preemptions = self.num_preemptions
-        moves = self.arrivals.enter(now)
-        if self.departures.waiting:
-            moves = moves or PageMoves()
-            self.departures.send(moves)
+        self.loads.begin(now)
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
         budget = self.max_num_batched_tokens - len(decodes)
-        plan = RankPlan(decodes, [], [], moves)
+        plan = RankPlan(decodes, [], [])
         for request in prompts:
             if budget <= 0 or len(plan.prefills) == self.max_prefill_rows:
                 break
             budget -= self._schedule_chunk(request, budget, plan.prefills)
         if self.waiting and preemptions == self.num_preemptions:
             self._admit(budget, plan, prompts + computing, now)
-        if self.pool.below is not None:
-            moves.stores, self.pool.leaving = self.pool.leaving, []
-            moves.drops = self.pool.below.take_drops()
         return plan
 
     def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
@@ -253,45 +294,42 @@ class Rank:
         prompts: those being computed. A request whose next page one of them computes is passed: it finds the page cached when it
         starts later.
         """
-        at = arriving = 0
-        while at < min(len(self.waiting), _MOST_PASSED + arriving) and self._free_slots and budget > 0:
+        at = num_loading = 0
+        while at < min(len(self.waiting), _MOST_PASSED + num_loading) and self._free_slots and budget > 0:
             request = self.waiting[at]
-            if request.is_arriving:
+            if request.is_loading:
                 at += 1
-                arriving += 1
+                num_loading += 1
                 continue
             names = self.readable(request)
-            found = self.pool.find(names)
-            if len(found) < len(names) and _computes(prompts, len(found), names[len(found)]):
+            cached = self.pool.find(names)
+            if len(cached) < len(names) and _computes(prompts, len(cached), names[len(cached)]):
                 at += 1
                 continue
-            if self.pool.below is not None:
-                if self.arrivals.fetch(request, names, found, plan.moves, now):
-                    at += 1
-                    continue
-                asked = self.arrivals.ask(request, names, found, len(self._free_slots), now)
-                if asked:
-                    self._set_backlog(request, len(request.token_ids) - len(names) * self.pool.page_size)
-                    at += 1
-                    arriving += 1
-                    continue
-                if asked is False:
+            admission = self.loads.look(request, names, cached, len(self._free_slots), now)
+            if admission is not Admission.START:
+                if admission is Admission.HELD:
                     break
-            copied = self._last_page(request) if len(found) == len(names) else []
-            left = 1 if copied else len(request.token_ids) - len(found) * self.pool.page_size
+                if admission is Admission.REMOTE:
+                    self._set_backlog(request, len(request.token_ids) - len(names) * self.pool.page_size)
+                    num_loading += 1
+                at += 1
+                continue
+            copied = self._last_page(request) if len(cached) == len(names) else []
+            left = 1 if copied else len(request.token_ids) - len(cached) * self.pool.page_size
             if left > 1 and len(plan.prefills) == self.max_prefill_rows:
                 break
-            count = self.pool.pages_for(len(request.token_ids)) - len(found)
+            count = self.pool.pages_for(len(request.token_ids)) - len(cached)
             # A hundredth of the pages stays free for decodes under way, lest a newcomer be preempted at once.
             headroom = min(len(self.running), self.pool.num_usable // 100)
-            if not self.pool.can_hold(found + copied, count + headroom):
-                # At last what is kept for itself: a page of it that nobody can find any more is of no use to it.
-                if self.arrivals.release_kept(self.waiting, request) or self.arrivals.release_kept(self.waiting):
+            if not self.pool.can_hold(cached + copied, count + headroom):
+                # At last what is held for itself: a page of it that nobody can find any more is of no use to it.
+                if self.loads.release_held(self.waiting, request) or self.loads.release_held(self.waiting):
                     continue
                 break
             del self.waiting[at]
-            self._start(request, found, copied, count, now)
-            self.arrivals.release(request)
+            self._start(request, cached, copied, count, now)
+            self.loads.release(request)
             if copied:
                 plan.copies.append((copied[0], request.pages[-1]))
             if left == 1:
@@ -312,14 +350,14 @@ class Rank:
             return []
         return self.pool.find(extend_hashes(request, page_size)[-1:])
 
-    def _start(self, request: Request, found: list[int], copied: list[int], count: int, now: float) -> None:
+    def _start(self, request: Request, cached: list[int], copied: list[int], count: int, now: float) -> None:
         """Give a request its slot and pages: those found in the cache, and `count` more, the last one for a copy of `copied`."""
-        self.pool.hold(found)
+        self.pool.hold(cached)
         self.pool.hold(copied)  # lest it be given out now; the copy comes before anything that is planned later
-        request.pages = found + self.pool.allocate(count)
+        request.pages = cached + self.pool.allocate(count)
         self.pool.release(copied)
-        request.num_sealed_pages = len(found)
-        request.num_computed_tokens = len(request.token_ids) - 1 if copied else len(found) * self.pool.page_size
+        request.num_sealed_pages = len(cached)
+        request.num_computed_tokens = len(request.token_ids) - 1 if copied else len(cached) * self.pool.page_size
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         request.admissions += 1
@@ -327,16 +365,14 @@ class Rank:
         self.waiting_tokens -= len(request.token_ids)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-            elsewhere = self.arrivals.num_computed_elsewhere(request) * self.pool.page_size
+            elsewhere = self.loads.num_computed_elsewhere(request) * self.pool.page_size
             request.num_cached_tokens = max(0, request.num_computed_tokens - elsewhere)
             if self.prefix_caching and not request.wants_prompt_logprobs:
                 self.prefix_queries += len(request.token_ids)
                 self.prefix_hits += request.num_cached_tokens
-                self.hits = self.hits.plus(
-                    request.num_cached_tokens, request.num_host_pages, request.num_disk_pages, self.pool.page_size
-                )
+                self.hits.update(self.loads.hits(request))
         bisect.insort(self.running, request, key=_by_order)
-        self.departures.keep(request)
+        self.loads.sealed(request)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Get a decode pages for so many tokens, preempting newer requests for them.
@@ -346,7 +382,7 @@ class Rank:
         self._seal(request)
         count = self.pool.pages_for(num_tokens) - len(request.pages)
         while not self.pool.can_allocate(count):
-            if self.arrivals.release_kept(self.waiting):
+            if self.loads.release_held(self.waiting):
                 continue
             victim = self.running[-1]
             if victim.num_rows_under_way:
@@ -370,7 +406,8 @@ class Rank:
         self._take_back(request)
         self._settle(request)
         request.status = Status.WAITING
-        request.must_leave = request.computes_prompt = False
+        request.must_leave = False
+        self.loads.preempted(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -402,7 +439,7 @@ class Rank:
             extend_hashes(request, self.pool.page_size)
             self.pool.seal_of(request, sealed, request.pages[sealed:full])
             request.num_sealed_pages = full
-            self.departures.keep(request)
+            self.loads.sealed(request)
 
     def _take_back(self, request: Request) -> None:
         if request.num_clean_pages is not None:
@@ -426,16 +463,6 @@ class Rank:
     def _set_backlog(self, request: Request, tokens: int) -> None:
         self.backlog += tokens - request.backlog
         request.backlog = tokens
-
-
-class _Either(NamedTuple):
-    """What is in one of two containers."""
-
-    first: Container[bytes]
-    second: Container[bytes]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.first or name in self.second
 
 
 def _computes(prompts: list[Request], index: int, name: bytes) -> bool:

@@ -9,7 +9,6 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
     from dsjax.engine.text.logit_rules import LogitRules
-    from dsjax.engine.transfer.leases import Sending
 
 
 class Status(enum.Enum):
@@ -27,15 +26,6 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the client went away, or the server is closing
     ERROR = "error"  # `ErrorKind` says which
-
-
-class ErrorKind(enum.StrEnum):
-    """Why a request ended with `FinishReason.ERROR`. The values are the codes of the server's answers and metrics."""
-
-    NON_FINITE = "non_finite_values"  # the logits held a NaN or an infinity
-    STRUCTURED_OUTPUT = "structured_output_failed"  # the grammar came to no legal token, or cost too much
-    NO_TOKEN_ALLOWED = "no_token_allowed"  # allowed tokens, bad words and minimum length exclude each other
-    NO_ROOM = "no_room_on_the_new_mesh"  # the mesh has changed while it ran, and the new one's cache cannot hold it
 
 
 @dataclass(slots=True, eq=False)
@@ -60,19 +50,14 @@ class Request:
         dp_rank: number of the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
         rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
-        rank: number of its DP rank (`Scheduler.first_rank`), for the whole life of the request, unless the mesh changes; -1 before.
+        rank: number of its DP rank, for the whole life of the request, unless the mesh changes; -1 before.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
         admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
             was preempted may come back to the same slot with other pages.
         pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
-        held_pages: of a waiting request, cached pages that are kept for it: what it lacks is on its way from below, or has come.
-        is_arriving: whether it is on its way.
-        ignores_disk: it has waited too long for the disk, and goes on without.
-        num_host_pages, num_disk_pages: that have come for it from below. num_prefill_pages: from a prefill side.
-        computes_prompt: no prefill side is asked for it, since a transfer for it was given up.
-        prefill: address and transfer where another process computes its prompt (`dsjax/engine/transfer/page_network.py`). prefill_link,
-            prefill_transfer: the same for the scheduler; None: any, and a new one.
-        sending: where this engine computes it for another one, what is to be sent.
+        held_pages: cached pages that are held for a waiting request while pages that it lacks are loaded from a source.
+        is_loading: whether a waiting request need not be looked at before a source has brought what it lacks.
+        prefill: address and transfer where another process computes its prompt (`dsjax/engine/transfer/page_network.py`).
         num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
             writes them any more. All later ones are this request's alone.
         page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
@@ -113,16 +98,8 @@ class Request:
     admissions: int = 0
     pages: list[int] = field(default_factory=list)
     held_pages: list[int] = field(default_factory=list)
-    is_arriving: bool = False
-    ignores_disk: bool = False
-    num_host_pages: int = 0
-    num_disk_pages: int = 0
-    num_prefill_pages: int = 0
-    computes_prompt: bool = False
-    sending: "Sending | None" = None
+    is_loading: bool = False
     prefill: Mapping[str, str] | None = None
-    prefill_link: int | None = None
-    prefill_transfer: str | None = None
     num_sealed_pages: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     num_promised: int = 0
@@ -150,15 +127,13 @@ class Request:
         self.max_tokens = max_tokens
         self.max_total_tokens = self.num_prompt_tokens + max_tokens
 
-    def void(self) -> None:
-        """Forget where it ran and what was computed: all below the scheduler is made anew. Its tokens and what was told of it stay."""
+    def reset(self) -> None:
+        """Forget where the request ran and what was computed, since the executor is made anew. Its tokens and its statistics stay."""
         if self.status is Status.RUNNING:
             self.num_preemptions += 1
         self.status = Status.WAITING
         self.rank = self.slot = -1
-        self.pages, self.held_pages, self.is_arriving, self.num_sealed_pages = [], [], False, 0
-        self.ignores_disk, self.num_host_pages, self.num_disk_pages = False, 0, 0
-        self.num_prefill_pages, self.computes_prompt = 0, False
+        self.pages, self.held_pages, self.is_loading, self.num_sealed_pages = [], [], False, 0
         self.num_promised = self.backlog = 0
         self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
         self.drafts, self.must_leave, self.num_clean_pages = (), False, None

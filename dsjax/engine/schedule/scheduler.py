@@ -4,19 +4,16 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from dsjax.engine.contract.executor import PageReports, RankResults, RowResult
+from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
 from dsjax.engine.schedule.page_events import Event, PageEvents, RankEvents
+from dsjax.engine.schedule.page_loads import SourcedPages
+from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.pages import PagePool
-from dsjax.engine.schedule.plan import RankPlan, ScheduledRow, StepPlan
+from dsjax.engine.schedule.plan import ScheduledRow, StepPlan
 from dsjax.engine.schedule.rank import Rank, RankLoad
-from dsjax.engine.schedule.request import ErrorKind, FinishReason, Request, Status
+from dsjax.engine.schedule.request import FinishReason, Request, Status
 from dsjax.engine.schedule.routing import Router, standing_cost
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
-from dsjax.engine.tiers.disk_tier import DiskCounts, DiskTier
-from dsjax.engine.tiers.page_tiers import HostTier, PageMoves
-from dsjax.engine.tiers.tiers_below import TiersBelow
-from dsjax.engine.transfer.incoming import Incoming
-from dsjax.engine.transfer.leases import Leases
 
 
 class Update(NamedTuple):
@@ -37,9 +34,12 @@ class Scheduler:
     The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. It may plan one step more
     before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
 
-    page_events: whether events of pages are collected, for `take_page_events`. incoming: what is asked of prefill sides. leases: of the
-    parcels that this engine computes for others. first_rank: the number of the first DP rank, where other engines have those before it:
-    requests, loads and events name ranks by such numbers.
+    Args:
+        source: where pages are beside the devices; None: nowhere. page_events: whether events of pages are collected, for
+            `take_page_events`.
+
+    Attributes:
+        pages: the loads of all ranks from the source; None without one.
     """
 
     def __init__(
@@ -47,15 +47,11 @@ class Scheduler:
         config: SchedulerConfig,
         num_ranks: int,
         *,
+        source: PageSource | None = None,
         page_events: bool = False,
-        incoming: Incoming | None = None,
-        leases: Leases | None = None,
-        first_rank: int = 0,
     ):
-        self.config, self.incoming, self._leases = config, incoming, leases
-        self.first_rank = first_rank
+        self.config, self.source = config, source
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
-        self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         self.ranks = [
             Rank(
                 pool=self._pool(rank),
@@ -64,27 +60,21 @@ class Scheduler:
                 prefill_chunk=config.prefill_chunk,
                 max_prefill_rows=config.max_prefill_rows,
                 prefix_caching=config.prefix_caching,
-                index=rank,
-                incoming=incoming,
-                leases=leases,
             )
             for rank in range(num_ranks)
         ]
-        if incoming is not None:
-            incoming.pools = [rank.pool for rank in self.ranks]
-        if self.disk is not None:
-            self.disk.tells_gone = page_events
-        self._router = Router(self.ranks, first_rank)
+        self.pages: SourcedPages | None = None
+        if source is not None:
+            self.pages = SourcedPages(source, [rank.pool for rank in self.ranks], self.events)
+            for rank, loads in zip(self.ranks, self.pages.ranks, strict=True):
+                rank.loads = loads
+        self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
 
     def _pool(self, rank: int) -> PagePool:
-        config, events = self.config, None if self.events is None else RankEvents(self.events, rank)
-        host = HostTier(config.host_pages_per_rank) if config.host_pages_per_rank else None
-        pulls = self.incoming is not None
-        has_none = host is None and self.disk is None and not pulls
-        below = None if has_none else TiersBelow(host, self.disk, events, pulls=pulls)
-        return PagePool(config.pages_per_rank, config.page_size, below, events)
+        events = None if self.events is None else RankEvents(self.events, rank)
+        return PagePool(self.config.pages_per_rank, self.config.page_size, events)
 
     @property
     def num_unfinished(self) -> int:
@@ -102,50 +92,25 @@ class Scheduler:
         return sum(rank.waiting_tokens for rank in self.ranks)
 
     @property
-    def waits_for_disk(self) -> bool:
-        """Whether a request waits for pages that are read from the disk."""
-        return any(rank.arrivals.reading for rank in self.ranks)
-
-    @property
-    def waits_for_pages(self) -> bool:
-        """Whether a request waits for pages that are read from the disk or computed by a prefill side."""
-        return self.waits_for_disk or (self.incoming is not None and self.incoming.num_under_way > 0)
-
-    @property
-    def sends(self) -> bool:
-        """Whether pages wait to be sent to another engine, and may be."""
-        return any(rank.departures.due for rank in self.ranks)
-
-    def disk_counts(self) -> DiskCounts | None:
-        """What the disk has done, and holds; None without one."""
-        return None if self.disk is None else self.disk.counts()
+    def has_work(self) -> bool:
+        """Whether a step must be planned: a request is unfinished, or a page source has something to do."""
+        return bool(self._requests) or (self.source is not None and self.source.has_work())
 
     def take_page_events(self) -> list[tuple[int, list[Event]]]:
         """(rank's number, events) of pages, of the ranks that have any; each is given once."""
         if self.events is None:
             return []
-        if self.disk is not None and self.disk.gone:
-            gone, self.disk.gone = self.disk.gone, []
-            self.events.removed(None, "disk", gone)
-        return [(self.first_rank + rank, events) for rank, events in self.events.take()]
+        return self.events.take()
 
     def take_page_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is told of once."""
-        if self.ranks[0].pool.below is None:
-            return []
-        found = [wait for rank in self.ranks for wait in rank.arrivals.waits]
-        for rank in self.ranks:
-            rank.arrivals.waits = []
-        if self.incoming is not None:
-            found += self.incoming.waits
-            self.incoming.waits = []
-        return found
+        return [] if self.pages is None else self.pages.take_waits()
 
     def loads(self) -> list[RankLoad]:
         """What each rank has to do, and has room for."""
         return [
             RankLoad(
-                self.first_rank + index,
+                index,
                 len(rank.running),
                 len(rank.waiting),
                 rank.waiting_tokens,
@@ -153,9 +118,9 @@ class Scheduler:
                 rank.pool.num_cached,
                 rank.pool.num_usable,
                 standing_cost(rank),
-                None if rank.pool.below is None or rank.pool.below.host is None else rank.pool.below.host.counts(),
-                rank.hits,
+                dict(rank.hits),
                 rank.prefix_queries,
+                {} if self.source is None else self.source.counts(index),
             )
             for index, rank in enumerate(self.ranks)
         ]
@@ -163,8 +128,7 @@ class Scheduler:
     def flush_prefix_cache(self) -> None:
         """Let no page be found any more that is computed now. Requests keep those that they hold."""
         for rank in self.ranks:
-            rank.arrivals.forget()
-            rank.pool.flush()
+            rank.flush()
 
     def add(self, request: Request) -> None:
         """Queue a request on the rank of the lowest cost (`dsjax/engine/schedule/routing.py`), or on its session's.
@@ -179,19 +143,18 @@ class Scheduler:
         priority = request.priority if self.config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._arrivals)
         self._arrivals += 1
+        if self.source is not None:
+            self.source.added(request)
         self._requests[request.request_id] = request
         self._give(request)
 
     def rank_of(self, request: Request) -> Rank:
         """The rank that has a request."""
-        return self.ranks[request.rank - self.first_rank]
+        return self.ranks[request.rank]
 
     def _give(self, request: Request) -> None:
-        index = self._router.choose(request)
-        self.ranks[index].add(request)
-        request.rank = (
-            self.first_rank + index
-        )  # last: from now on a router over several engines counts it there, and no longer as coming
+        request.rank = self._router.choose(request)
+        self.ranks[request.rank].add(request)
 
     def abort(self, request_id: str, now: float = 0.0) -> Update | None:
         """End a request; None where it is unknown or has finished. Its pages are free when no step has a row of it any more."""
@@ -199,6 +162,8 @@ class Scheduler:
         if request is None:
             return None
         self.rank_of(request).remove(request)
+        if self.source is not None:
+            self.source.ended(request)
         _finish(request, FinishReason.ABORT, now)
         return Update(request, None, FinishReason.ABORT)
 
@@ -208,24 +173,22 @@ class Scheduler:
         Slots, pages and what was computed are void, so every request that ran waits again, in its old order, as a preempted one
         does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
         """
-        if self.incoming is not None:
-            self.incoming.void()
         new = Scheduler(
             config,
             num_ranks,
+            source=self.source,
             page_events=self.events is not None,
-            incoming=self.incoming,
-            leases=self._leases,
-            first_rank=self.first_rank,
         )
         new._arrivals = self._arrivals
         refused: list[Update] = []
         for request in sorted(self._requests.values(), key=lambda request: request.order):
             ran = request.status is Status.RUNNING
-            request.void()
+            request.reset()
             try:
                 _check_fits(request, config)
             except AdmissionError as error:
+                if self.source is not None:
+                    self.source.ended(request)
                 refused.append(refuse(request, error, now))
                 continue
             new._requests[request.request_id] = request
@@ -239,44 +202,16 @@ class Scheduler:
         It is empty when no request is unfinished, or all that are have to wait for the step under way.
         """
         num_drafts = self._num_drafts()
-        if self.incoming is not None:
-            self.incoming.begin_step(now)
-        if self.disk is None:
+        if self.source is None:
             return StepPlan([rank.schedule(now, num_drafts) for rank in self.ranks], num_drafts, num_drafts)
-        self.disk.begin_step(now)
+        self.source.begin_step(now)
         ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
-        return StepPlan(ranks, num_drafts, num_drafts, *self.disk.take_dropped())
+        return StepPlan(ranks, num_drafts, num_drafts, self.pages.commands())
 
-    def leave(self, most: int, now: float = 0.0) -> StepPlan | None:
-        """Plan nothing but writing to the disk what only the devices have, `most` pages; None where nothing is left, or the disk takes
-        none now. The engine is about to end.
-        """
-        self.disk.begin_step(now)
-        each = -(-min(most, self.disk.writable) // len(self.ranks))
-        stores = [rank.pool.leave(each) for rank in self.ranks]
-        if not any(stores):
-            return None
-        ranks = [RankPlan([], [], [], PageMoves(stores=own)) for own in stores]
-        return StepPlan(ranks, 0, 0, *self.disk.take_dropped())
-
-    def enter_pages(self, reports: PageReports, now: float = 0.0) -> None:
-        """Enter what came of pages, the disk and other engines."""
-        if reports.found is not None:
-            self.disk.found(reports.found)
-        for number, ok in reports.written:
-            name = self.disk.written(number, ok, now)
-            if self.events is not None and name is not None:
-                if ok:
-                    self.events.stored(None, "disk", name)
-                else:
-                    self.events.removed(None, "disk", (name,), told=False)
-        for rank, number, ok in reports.read:
-            self.ranks[rank].arrivals.landed(number, ok, now)
-
-    def enter_pulled(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
-        """Enter what has come of a rank's pages that were pulled together."""
+    def landed(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
+        """Enter that pages have come from a source to a rank, by the numbers under which they were to land, or could not."""
         for number in numbers:
-            self.ranks[rank].arrivals.landed(number, ok, now)
+            self.ranks[rank].loads.landed(number, ok, now)
 
     def take_dirty(self) -> list[list[int]] | None:
         """Of each rank the pages that must be cleared before the next step; None where there are none. Each is told of once."""
@@ -349,16 +284,17 @@ class Scheduler:
                 rank.remove_finished(finished)
                 for request in finished:
                     del self._requests[request.request_id]
+                    if self.source is not None:
+                        self.source.ended(request)
         return updates
 
     def withdraw(self, plan: StepPlan) -> None:
         """Take back a plan whose launch failed. Its requests start anew: an executor may have been told a part of it, or nothing."""
-        if self.disk is not None:
-            self.disk.drop_again(plan.flushes_disk, plan.dropped)
-        for rank, (decodes, prefills, _, moves) in zip(self.ranks, plan.ranks, strict=True):
-            if moves is not None:  # nobody knows which of them were made
-                rank.arrivals.forget()
-                rank.pool.doubt()
+        if self.source is not None:
+            self.source.withdrawn()
+        for rank, (decodes, prefills, _) in zip(self.ranks, plan.ranks, strict=True):
+            if self.source is not None:  # nobody knows which of its commands were carried out
+                rank.invalidate()
             for request, _, length, sampled in (*decodes, *prefills):
                 request.num_in_flight -= length
                 request.num_rows_under_way -= 1

@@ -9,26 +9,16 @@ from dsjax.engine.contract.commands import (
     Admission,
     Clear,
     Copy,
-    DropPages,
-    FetchPages,
     Guide,
     PageChange,
-    PlacePages,
     PrefillRow,
-    PullPages,
     RankStep,
-    ReadPages,
     Sampling,
-    SendPages,
     Step,
-    StorePages,
     int32s,
 )
 from dsjax.engine.schedule.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.tiers.page_tiers import PageMoves
-
-PageCommand = PlacePages | FetchPages | ReadPages | PullPages | DropPages | SendPages | StorePages
 
 
 class StepWriter:
@@ -40,7 +30,6 @@ class StepWriter:
     def __init__(self, num_ranks: int, num_slots: int, page_size: int):
         self._page_size = page_size
         self._owner: list[list[tuple[Request | None, int]]] = [[(None, 0)] * num_slots for _ in range(num_ranks)]
-        self._fetches = 0
         self._told = [[0] * num_slots for _ in range(num_ranks)]
 
     def write(self, plan: StepPlan) -> Step:
@@ -57,65 +46,8 @@ class StepWriter:
             return None
         return Copy([int32s(page for pair in rank.copies for page in pair) for rank in plan.ranks])
 
-    def moves(self, plan: StepPlan) -> list[PageCommand]:
-        """What moves between devices, host, disk and other engines before the step: what has come, what is sent for, what goes."""
-        found: list[PageCommand] = []
-        if plan.flushes_disk or plan.dropped:
-            found.append(drop_command(plan.flushes_disk, plan.dropped))
-        if not any(rank.moves for rank in plan.ranks):
-            return found
-        moves = [rank.moves or PageMoves() for rank in plan.ranks]
-        if any(own.places for own in moves):
-            found.append(PlacePages([int32s(own.places) for own in moves], self._fetches))
-        if any(
-            own.fetches for own in moves
-        ):  # before the stores, which may take a slot that is fetched for the last time
-            self._fetches += 1
-            found.append(FetchPages([int32s(own.fetches) for own in moves], self._fetches))
-        if any(own.reads or own.drops for own in moves):
-            found.append(
-                ReadPages(
-                    [int32s(number for number, _ in own.reads) for own in moves],
-                    [b"".join(name for _, name in own.reads) for own in moves],
-                    [int32s(own.drops) for own in moves],
-                )
-            )
-        if any(own.pulls for own in moves):
-            sources = list(dict.fromkeys(pulled.source for own in moves for pulled in own.pulls))
-            found.append(
-                PullPages(
-                    [
-                        int32s(
-                            value
-                            for pulled in own.pulls
-                            for place, number in pulled.pages
-                            for value in (sources.index(pulled.source), pulled.parcel, place, number)
-                        )
-                        for own in moves
-                    ],
-                    [tuple(source) for source in sources],
-                )
-            )
-        if any(own.sends for own in moves):
-            found.append(
-                SendPages(
-                    [
-                        int32s(value for sent in own.sends for page in sent.pages for value in (sent.number, page))
-                        for own in moves
-                    ]
-                )
-            )
-        if any(own.stores for own in moves):
-            found.append(
-                StorePages(
-                    [int32s(number for stored in own.stores for number in stored[:3]) for own in moves],
-                    [b"".join(stored.name for stored in own.stores if stored.number >= 0) for own in moves],
-                )
-            )
-        return found
-
-    def void(self) -> None:
-        """Forget what was told: the executor has forgotten it too."""
+    def reset(self) -> None:
+        """Forget what the executor was told, since it has forgotten it too."""
         for owner, told in zip(self._owner, self._told, strict=True):
             owner[:] = [(None, 0)] * len(owner)
             told[:] = [0] * len(told)
@@ -204,11 +136,6 @@ class StepWriter:
             scored,
             request.params.prompt_logprobs or 0,
         )
-
-
-def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:
-    """The command that deletes pages from the disk."""
-    return DropPages(everything, b"".join(names))
 
 
 def clear_command(dirty: Iterable[Iterable[int]]) -> Clear:

@@ -11,6 +11,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.side_options import PREFILLS_OWN, check_sides, check_sizes
 from dsjax.engine.tiers.event_publisher import KvEventsConfig
 from dsjax.engine.transfer.page_transfer import TRANSFER_SECONDS
+from dsjax.engine.transfer.transport import BACKENDS
 from dsjax.errors import UserError
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
@@ -35,12 +36,11 @@ _OF_THE_HOST = (
     "kv_events_config",
     "prefill_mesh",
     "decode_mesh",
-    "prefill_instances",
-    "decode_instances",
     *(f"prefill_{name}" for name in PREFILLS_OWN),
     "local_prefill_tokens",
     "transfer_timeout",
     "disaggregation_mode",
+    "disaggregation_transfer_backend",
     "transfer_host",
 )
 """Options that change which commands an executor gets, and not what it makes of them; or that are another engine's."""
@@ -176,12 +176,6 @@ class EngineArgs:
         None, "devices that compute prompts for those of --decode-mesh, which make the tokens; both in place of --mesh"
     )
     decode_mesh: str | None = option(None, "devices that make tokens; with --prefill-mesh")
-    prefill_instances: int = option(1, "engines that compute prompts, each on a --prefill-mesh of its own", least=1)
-    decode_instances: int = option(
-        1,
-        "engines that make tokens, each on a --decode-mesh of its own; each steps by itself, and requests are routed over all ranks",
-        least=1,
-    )
     prefill_max_num_seqs: int | None = option(
         None,
         "most prompts under way on a DP rank of --prefill-mesh; default: as --max-num-seqs, or 256 over all ranks of that mesh, at least 8 "
@@ -215,6 +209,11 @@ class EngineArgs:
         "agg",
         "agg: prompts are computed here; decode: in other processes, whose addresses come with the requests; prefill: for other processes",
         ("agg", "prefill", "decode"),
+    )
+    disaggregation_transfer_backend: str = option(
+        "jax",
+        "what moves pages between processes: JAX's transfer server, or NVIDIA's NIXL (pip install 'dsjax[nixl]'); the same on both sides",
+        tuple(BACKENDS),
     )
     transfer_host: str | None = option(
         None, "address of this host from which others pull pages; default: that by which the host's name is known"
@@ -282,8 +281,7 @@ class EngineArgs:
 
         if not self.separated:
             return MeshSpec.parse(self.mesh).num_devices
-        decode, prefill = (MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
-        return self.decode_instances * decode + self.prefill_instances * prefill
+        return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
     @property
     def executor_options(self) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from dsjax.engine.device import expert_programs
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.program_library import ProgramLibrary
-from dsjax.engine.schedule.arrivals import MOST_FETCHED
+from dsjax.engine.schedule.landing_area import MOST_LANDED
+from dsjax.engine.schedule.page_loads import MOST_LOADED
 from dsjax.engine.setup import tier_sizes
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.engine.setup.memory import beside_the_cache
-from dsjax.engine.tiers.tiers_below import MOST_LANDED
 from dsjax.engine.transfer.page_transfer import MOST_KEPT, PARCEL_PAGES
 from dsjax.errors import UserError
 from dsjax.model.step import ModelStep
@@ -90,7 +90,7 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
 def parcel_bytes(args: EngineArgs, step: ModelStep) -> int:
     """Bytes of a device for pages on their way to another engine, or from one, where there is such an engine: the most that are there
     at once if parcels are full."""
-    landing = MOST_LANDED + MOST_FETCHED  # what has come, and what is staged
+    landing = MOST_LANDED + MOST_LOADED  # what has come, and what is staged
     pages = {"agg": 0, "prefill": MOST_KEPT + PARCEL_PAGES, "decode": landing}[args.disaggregation_mode]
     return pages * device_cache.bytes_per_page(step)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dsjax.checkpoint.fingerprint import fingerprint
@@ -25,9 +25,10 @@ from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
-from dsjax.engine.device.mesh_executor import MeshExecutor
+from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.setup import tier_sizes
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, dispatch_method, weights_format
@@ -36,6 +37,9 @@ from dsjax.engine.setup.memory import check_device_memory, check_host_memory
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
+from dsjax.engine.tiers.disk_pages import DiskPages
+from dsjax.engine.tiers.host_pages import HostPages, Shapes
+from dsjax.engine.transfer.page_parcels import PageParcels
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import device_bytes, store
@@ -45,12 +49,12 @@ from sharding import MeshSpec
 
 @dataclass(frozen=True)
 class PrefillSizes:
-    """What an engine that computes prompts for others beside it is told and has; they are all alike.
+    """Sizes of the engine that computes prompts for another one beside it.
 
     Attributes:
-        dp_ranks: of one engine; all but `cache_tokens` is of each of them.
+        dp_ranks: number of them; all but `cache_tokens` is of each of them.
         max_num_seqs, max_num_batched_tokens, prefill_chunk: as of `EngineArgs`, the last as far as a step has room for it.
-        cache_tokens: token slots of the cache of one engine, all its DP ranks together.
+        cache_tokens: token slots of the cache, all DP ranks together.
         max_model_len: tokens of a prompt, and one more, that it has room for; longer prompts are computed where they are decoded.
     """
 
@@ -63,7 +67,7 @@ class PrefillSizes:
 
     @classmethod
     def of(cls, facts: EngineFacts) -> PrefillSizes:
-        """Of what was loaded for such an engine."""
+        """Take the sizes from what was loaded for such an engine."""
         return cls(**{field.name: getattr(facts, field.name) for field in fields(cls)})
 
 
@@ -72,7 +76,7 @@ class EngineFacts:
     """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
 
     Attributes:
-        mesh: as the user wrote it, normalised: `dp=4,tp=8`; of several decode engines `2 × dp=4,tp=8`.
+        mesh: as the user wrote it, normalised: `dp=4,tp=8`.
         mesh_shape: sizes of the physical axes, in order.
         device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
         dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
@@ -85,10 +89,8 @@ class EngineFacts:
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
         max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, as of `EngineArgs`; the last as far as a step has room for it.
-        prefill_meshes: of the devices beside these that compute prompts for them. prefill_sizes: of each of those engines; None
-            without them.
-        decode_instances: engines that make tokens, each on devices of its own, of `mesh_shape`. Devices, DP ranks and tokens of caches are
-            those of all of them together.
+        prefill_meshes: the mesh of the devices beside these that compute prompts for them; empty without them. prefill_sizes: of the
+            engine there; None without it.
         host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
         page_bytes: of one page, all layers, on all the devices of a DP rank.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
@@ -124,7 +126,6 @@ class EngineFacts:
     kernels_note: str = ""
     prefill_meshes: list[str] = field(default_factory=list)
     prefill_sizes: PrefillSizes | None = None
-    decode_instances: int = 1
     activation_scheme: str = "none"
 
     def to_json(self) -> dict[str, Any]:
@@ -151,7 +152,6 @@ def load_model(
     *,
     mesh: Mesh | None = None,
     is_later: bool = False,
-    weights_of: LoadedModel | None = None,
     library: ProgramLibrary | None = None,
     show_progress: bool = False,
 ) -> LoadedModel:
@@ -161,8 +161,7 @@ def load_model(
 
     group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
     mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. is_later: no tokenizer is read, for there
-        is one already. weights_of: the same model on as many other devices of this process: its weights are copied from device to device,
-        not read again.
+        is one already.
     library: of programs that this process has compiled before.
 
     Raises:
@@ -194,8 +193,6 @@ def load_model(
             check_host_memory(args, step)
         else:
             check_device_memory(args, step, Pool.of(step, 0))
-        if weights_of is not None:
-            return {path: on_mesh(array, mesh) for path, array in weights_of.executor.params.items()}
         with explained_out_of_memory("its weights were loaded", smaller):
             return load(
                 config,
@@ -214,7 +211,7 @@ def load_model(
         group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
     params = read() if group is None else group.run("loading", read)
     with explained_out_of_memory("its weights were loaded", smaller):
-        params = materialise(step, params) if weights_of is None else params
+        params = materialise(step, params)
 
     def find_limits() -> ExecutorLimits:
         return library.settled(str(spec), layout.limits(args, library, params, None))
@@ -228,18 +225,22 @@ def load_model(
             buckets,
             num_drafts=layout.num_drafts,
             experts_per_exchange=layout.per_exchange,
-            reload=lambda paths, placements: load(
-                config,
-                directory,
-                mesh,
-                step.rules,
-                weights=weights,
-                placement=step.stored(placements),
-                mtp=step.has_module,
-                only=paths,
+            parts=_parts(
+                limits,
+                layout.per_exchange,
+                lambda paths, placements: load(
+                    config,
+                    directory,
+                    mesh,
+                    step.rules,
+                    weights=weights,
+                    placement=step.stored(placements),
+                    mtp=step.has_module,
+                    only=paths,
+                ),
+                lock and partial(tier_sizes.open_disk, args, step, directory, lock),
             ),
             meet=None if group is None else lambda: group.ask("compiled"),
-            disk=lock and partial(tier_sizes.open_disk, args, step, directory, lock),
             library=library,
         )
     if group is not None and group.is_leader and len(group.present) > 1:
@@ -258,12 +259,18 @@ def load_model(
     )
 
 
-def on_mesh(array: Array, mesh: Mesh) -> Array:
-    """A copy of an array on another mesh of the same shape: each device there gets what lies in its place here."""
-    places = dict(zip(array.sharding.mesh.devices.flat, mesh.devices.flat, strict=True))
-    shards = [jax.device_put(shard.data, places[shard.device]) for shard in array.addressable_shards]
-    sharding = NamedSharding(mesh, array.sharding.spec)
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+def _parts(
+    limits: ExecutorLimits, per_exchange: int, reload: Reload, disk: Callable[[Shapes], DiskPages] | None
+) -> list[PartMaker]:
+    """The optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
+    parts: list[PartMaker] = []
+    if limits.transfers:
+        parts.append(PageParcels)
+    if limits.host_pages_per_rank or disk is not None:
+        parts.append(partial(HostPages, disk=disk))
+    if per_exchange:
+        parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
+    return parts
 
 
 def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:

@@ -1,19 +1,19 @@
-"""Prefill apart from decode, in options: which of the whole's each side's engines get, and whether they go together. No JAX."""
+"""Prefill apart from decode, in options: which of the whole's each side's engine gets, and whether they go together. No JAX."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsjax.engine.transfer.transport import FLAG, check_installed
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:
     from dsjax.engine.setup.args import EngineArgs
 
 PREFILLS_OWN = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "cache_tokens", "redundant_experts")
-"""Options of which the engines of `--prefill-mesh` may have other values: `--prefill-` before the option's own name."""
+"""Options of which the engine of `--prefill-mesh` may have other values: `--prefill-` before the option's own name."""
 _DECODES_ALONE = {
     "host_cache_bytes": 0,
     "disk_cache": None,
@@ -21,29 +21,23 @@ _DECODES_ALONE = {
     "kv_events_config": None,
     "record_steps": None,
 }
-"""Options that prefill engines do without, and their values there."""
+"""Options that a prefill engine does without, and their values there."""
 _ONE_SIDE = {
     "prefill_mesh": None,
     "decode_mesh": None,
-    "prefill_instances": 1,
-    "decode_instances": 1,
     **{f"prefill_{name}": None for name in PREFILLS_OWN},
 }
 """Options of two sides, and their values in the options of one."""
 
 
-def decode_args(args: EngineArgs, instance: int = 0) -> EngineArgs:
-    """The options of an engine that makes tokens. Of several each has its share of host memory and disk, and a folder of its own."""
+def decode_args(args: EngineArgs) -> EngineArgs:
+    """Give the options of the engine that makes tokens."""
     own: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
-    if args.decode_instances > 1:
-        own |= {name: getattr(args, name) // args.decode_instances for name in ("host_cache_bytes", "disk_cache_bytes")}
-    if args.decode_instances > 1 and args.disk_cache is not None:
-        own["disk_cache"] = str(Path(args.disk_cache) / f"instance-{instance}")
     return replace(args, **own, **_experts(args, args.decode_mesh, {}), **_ONE_SIDE)
 
 
 def prefill_args(args: EngineArgs) -> EngineArgs:
-    """The options of an engine that computes prompts, with sizes of its own where they are given."""
+    """Give the options of the engine that computes prompts, with sizes of its own where they are given."""
     own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | _prefills_own(args)
     own |= _experts(args, args.prefill_mesh, own)
     return replace(args, **own, **_DECODES_ALONE, **_ONE_SIDE)
@@ -67,7 +61,7 @@ def _experts(args: EngineArgs, mesh: str, own: dict[str, Any]) -> dict[str, Any]
 
 
 def check_sizes(args: EngineArgs, own: frozenset[str] = frozenset()) -> None:
-    """Whether the sizes of an engine go together. own: of `PREFILLS_OWN`, those of which the prefill engines have values of their own.
+    """Check that the sizes of an engine go together. own: of `PREFILLS_OWN`, those of which the prefill engine has values of its own.
 
     Raises:
         UserError: they do not.
@@ -103,6 +97,12 @@ def check_sides(args: EngineArgs) -> None:
         _check_transfers(args, f"--disaggregation-mode {args.disaggregation_mode}")
         if args.disaggregation_mode == "prefill":
             _check_prefills_alone(args)
+        check_installed(args.disaggregation_transfer_backend)
+    elif args.disaggregation_transfer_backend != type(args).disaggregation_transfer_backend:
+        raise UserError(
+            f"{FLAG} {args.disaggregation_transfer_backend} moves pages between processes, and no others are told of here; leave it out, "
+            "or give --disaggregation-mode too (dsjax dynamo)"
+        )
     if args.prefill_mesh is None and args.decode_mesh is None:
         _check_no_sides(args)
         return
@@ -128,9 +128,6 @@ def check_sides(args: EngineArgs) -> None:
 
 def _check_no_sides(args: EngineArgs) -> None:
     """Whether an engine that has no two sides is given what only sides have."""
-    for side in ("prefill", "decode"):
-        if getattr(args, f"{side}_instances") > 1:
-            raise UserError(f"--{side}-instances is given without --prefill-mesh and --decode-mesh; give them too")
     for name in _prefills_own(args):
         raise UserError(
             f"{_flag(f'prefill_{name}')} is given without --prefill-mesh and --decode-mesh; give them too, or {_flag(name)} alone"
@@ -161,7 +158,7 @@ def _check_prefills_alone(args: EngineArgs) -> None:
 
 
 def _prefills_own(args: EngineArgs) -> dict[str, Any]:
-    """Of `PREFILLS_OWN`, those of which the prefill engines have values of their own, by the options' own names."""
+    """Give those of `PREFILLS_OWN` of which the prefill engine has values of its own, by the options' own names."""
     own = {name: getattr(args, f"prefill_{name}") for name in PREFILLS_OWN}
     return {name: value for name, value in own.items() if value is not None}
 

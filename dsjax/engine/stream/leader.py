@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from dsjax.engine.contract.commands import Command, Flush, Score, Step
-from dsjax.engine.contract.executor import Executor, ExecutorAround, Progress
-from dsjax.engine.transfer.page_transfer import Pull, PulledParcel
+from dsjax.engine.contract.executor import Executor, ExecutorWrapper, Kind, Progress
+from dsjax.engine.transfer.page_transfer import Parcel, ParcelPort, Pull, PulledParcel
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.stream import StreamReader, StreamWriter
 
@@ -90,7 +90,7 @@ class Landings:
         self._report(parcel._replace(ok=all(heard)))
 
 
-class LeaderExecutor(ExecutorAround):
+class LeaderExecutor(ExecutorWrapper):
     """An executor that writes down each command for the other processes of a generation, and then carries it out itself.
 
     What fails because a process is known to have gone away is a `GroupError` that names it. Nothing more is to be launched then: who
@@ -143,12 +143,14 @@ class LeaderExecutor(ExecutorAround):
         self._put(Record(on))
         self.inner.set_recording(on)
 
-    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
-        """As the inner executor. A parcel is reported when every process with devices of its rank has said what came of it there."""
-        processes = self.inner.processes_of_ranks
-        landings = Landings(processes, report)
-        self.inner.pull_parcels(pull, landings.enter)
-        for process_id in sorted({each for own in processes for each in own} - {self.group.options.process_id}):
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """What the inner executor offers. Parcels are pulled by all processes, so what is reported of them is put together."""
+        port = self.inner.extension(kind)
+        return _LeaderPort(port, self) if kind is ParcelPort and port is not None else port
+
+    def listen(self, landings: Landings, process_ids: Iterable[int]) -> None:
+        """Hear what these processes have pulled, each in a thread."""
+        for process_id in sorted(set(process_ids) - {self.group.options.process_id}):
             reader = StreamReader(self.group, pulled_stream(process_id), is_only=True, look=_LOOK_SECONDS)
             thread = threading.Thread(
                 target=_read_pulled, args=(reader, landings), name="dsjax-pulled-elsewhere", daemon=True
@@ -193,6 +195,38 @@ class LeaderExecutor(ExecutorAround):
         ) as error:  # a collective that lost its other side, as may be known by now or soon (`Generations.after`)
             self.group.check(error)
             raise
+
+
+class _LeaderPort:
+    """The way to other engines of an executor that leads other processes."""
+
+    def __init__(self, port: ParcelPort, leader: LeaderExecutor):
+        self._port, self._leader = port, leader
+
+    @property
+    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of a parcel's arrays, by name."""
+        return self._port.parcel_shapes
+
+    @property
+    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
+        """The processes that have devices of each DP rank."""
+        return self._port.processes_of_ranks
+
+    def send_parcels(
+        self,
+        offer: Callable[[int, Parcel | None], None],
+        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
+    ) -> None:
+        """Have parcels offered, and dropped."""
+        self._port.send_parcels(offer, drop)
+
+    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
+        """Report a parcel when every process with devices of its rank has said what came of it there."""
+        processes = self._port.processes_of_ranks
+        landings = Landings(processes, report)
+        self._port.pull_parcels(pull, landings.enter)
+        self._leader.listen(landings, (each for own in processes for each in own))
 
 
 def _read_pulled(reader: StreamReader, landings: Landings) -> None:

@@ -25,8 +25,8 @@ import msgspec
 from dsjax.engine.contract.commands import VERSION, Command, Flush, Score, Step
 from dsjax.engine.contract.executor import (
     Executor,
-    ExecutorAround,
     ExecutorLimits,
+    ExecutorWrapper,
     RankResults,
     RowResult,
 )
@@ -219,7 +219,7 @@ class StepFile:
         self._used += len(message)
 
 
-class RecordingExecutor(ExecutorAround):
+class RecordingExecutor(ExecutorWrapper):
     """An executor that writes down what it is told, and what came of it.
 
     It must be made before an engine uses `inner`: the recording begins with a `Flush`, so that it holds everything that the cache holds.

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.executor import ErrorKind, RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.schedule.request import ErrorKind, FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.text.detokenizer import IncrementalDetokenizer, StopStrings
 from dsjax.engine.text.input_processor import PreparedRequest

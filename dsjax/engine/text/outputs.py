@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsjax.engine.schedule.request import ErrorKind, FinishReason, Request
+from dsjax.engine.contract.executor import ErrorKind
+from dsjax.engine.schedule.request import FinishReason, Request
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-from dsjax.engine.contract.executor import PageReports
 from dsjax.engine.tiers.page_files import Page, PageFileError, PageFiles
+from dsjax.engine.tiers.page_tiers import PageReports
 
 LISTING_SECONDS = 10.0
 """Loading waits so long for the list of pages at most. The listing then goes on beside serving, and until it is done nothing is written."""

@@ -3,15 +3,14 @@
 docs/cache-tiers.md has the design.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from dsjax.engine.contract.backoff import Backoff
 from dsjax.engine.tiers.page_tiers import NOWHERE, SegmentedLru
 
 MOST_WRITING = 256
 """Pages on their way to the disk. What leaves the device while there are so many is not written: a slow disk must not fill the memory."""
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds for which a disk that failed, or was too slow, is left alone; twice as long each time, until it does its work again."""
 
 
 class DiskCounts(NamedTuple):
@@ -38,27 +37,6 @@ class DiskCounts(NamedTuple):
     page_bytes: int = 0
 
 
-class Pause:
-    """How long something that failed is left alone: twice as long each time, until it does its work again."""
-
-    def __init__(self):
-        self._seconds, self._until = FIRST_PAUSE, float("-inf")
-
-    def begin(self, now: float) -> None:
-        """It failed. What fails while it is left alone was begun before, and changes nothing."""
-        if not self.holds(now):
-            self._until = now + self._seconds
-            self._seconds = min(2 * self._seconds, LONGEST_PAUSE)
-
-    def holds(self, now: float) -> bool:
-        """Whether it is left alone now."""
-        return now < self._until
-
-    def end(self) -> None:
-        """It has done its work."""
-        self._seconds = FIRST_PAUSE
-
-
 class DiskTier:
     """The names of the pages on the disk, which all ranks share, and of those on their way there.
 
@@ -67,10 +45,10 @@ class DiskTier:
     Attributes:
         reads_pause, writes_pause: whether the disk is left alone now: it was too slow, and no page of it is found meanwhile; or it
             could not be written.
-        gone: names that can be found no more; kept only where `tells_gone`, and then whoever reads it empties it.
+        on_gone: is told the names of pages that can be found no more; None: nobody wants to know.
     """
 
-    tells_gone = False
+    on_gone: Callable[[Sequence[bytes]], None] | None = None
 
     def __init__(self, num_pages: int, page_bytes: int = 0):
         if num_pages < 1:
@@ -83,10 +61,9 @@ class DiskTier:
         self._writing: dict[bytes, int] = {}
         self._by_number: dict[int, bytes] = {}
         self._dropped: list[bytes] = []
-        self.gone: list[bytes] = []
         self._flushed = False
         self._numbers = 0
-        self._reads, self._writes = Pause(), Pause()
+        self._reads, self._writes = Backoff(), Backoff()
         self._counts = DiskCounts(usable_pages=num_pages, page_bytes=page_bytes)
 
     def __contains__(self, name: bytes) -> bool:
@@ -170,11 +147,10 @@ class DiskTier:
             if name in self._writing:  # it is deleted when it has been written
                 del self._by_number[self._writing.pop(name)]
                 self._dropped.append(name)
-                if self.tells_gone:
-                    self.gone.append(name)
+                self._tell_gone([name])
         return self._drop(names)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Forget what is on its way."""
         self.forget(list(self._writing))
 
@@ -203,8 +179,7 @@ class DiskTier:
             victim, _ = self._names.remove_first()
             self._dropped.append(victim)
             self._count("evicted")
-            if self.tells_gone:
-                self.gone.append(victim)
+            self._tell_gone([victim])
         return True
 
     def _drop(self, names: Iterable[bytes]) -> list[bytes]:
@@ -212,9 +187,12 @@ class DiskTier:
         for name in gone:
             self._names.remove(name)
         self._dropped += gone
-        if self.tells_gone:
-            self.gone += gone
+        self._tell_gone(gone)
         return gone
+
+    def _tell_gone(self, names: Sequence[bytes]) -> None:
+        if self.on_gone is not None and names:
+            self.on_gone(names)
 
     def _count(self, what: str) -> None:
         self._counts = self._counts._replace(**{what: getattr(self._counts, what) + 1})

@@ -21,8 +21,13 @@ from typing import Any
 
 import msgspec
 
+from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.json_option import is_integer, parse_json_option, wrong_field
-from dsjax.engine.schedule.page_events import Event, EventBatch
+from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.page_events import AllBlocksCleared, Event, EventBatch, EventSink
+from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.scheduler import Scheduler, Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 
 FLAG = "--kv-events-config"
@@ -221,3 +226,41 @@ def _open(socket: Any, endpoint: str, bound: bool = False) -> None:
         raise UserError(
             f"{FLAG}: {endpoint} cannot be used: {error.strerror or error}; each DP rank takes a port of its own, from the endpoint's on"
         ) from error
+
+
+class PageEventStream(Attachment):
+    """The part of an engine's core that tells a sink which pages can be found from now on, and which no more."""
+
+    wants_page_events = True
+
+    def __init__(self, sink: EventSink):
+        self._sink = sink
+        self._scheduler: Scheduler | None = None
+
+    def start(self, executor: Executor, config: SchedulerConfig) -> None:
+        """Say of every DP rank of the mesh before, and of this one, that nothing can be found."""
+        if self._scheduler is not None:
+            for rank in range(max(len(self._scheduler.ranks), executor.limits.num_ranks)):
+                self._sink.publish(rank, [AllBlocksCleared()])
+
+    def scheduled(self, scheduler: Scheduler) -> None:
+        """Tell of this scheduler's pages."""
+        self._scheduler = scheduler
+
+    def planned(self) -> None:
+        """Tell what has happened since the last time."""
+        for rank, events in self._scheduler.take_page_events():
+            self._sink.publish(rank, events)
+
+    def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
+        """Tell what the step has sealed."""
+        self.planned()
+
+    def flush(self) -> None:
+        """Tell that nothing can be found."""
+        self.planned()
+
+    def close(self, failed: bool) -> None:
+        """End the sink, unless the engine has failed."""
+        if not failed:
+            self._sink.close()

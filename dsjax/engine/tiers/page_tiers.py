@@ -1,62 +1,18 @@
-"""What lies below a device's pages: `HostTier`, the moves between the two, and the order in which pages go when room is needed.
+"""`HostTier`: which pages lie in a rank's host memory; `SegmentedLru`: the order in which pages go when room is needed. Plain Python.
 
 The executor has the bytes; `disk_tier.py` has the disk. docs/cache-tiers.md has the design.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from dsjax.engine.transfer.page_transfer import PulledPages, SentPages
+from typing import NamedTuple, Protocol
 
 PROTECTED_SHARE = 0.75
 """Of a tier's pages, at most so many are ones that were asked for again."""
 STEPS_TO_STORE = 2
 """Planned steps after which a stored page can be fetched: by then it has left the device, and nobody waits for it."""
-PATIENCE = 2.0
-"""Seconds that a request waits for pages that are read from the disk. Then it goes on without, and the disk is left alone for a while."""
 
 NOWHERE = -1
-
-
-class StoredPage(NamedTuple):
-    """A page whose room is needed.
-
-    Attributes:
-        slot: of host memory that it is copied to; −1: none. number: of the writing to the disk, under which its end is reported; −1: none.
-    """
-
-    page: int
-    slot: int
-    number: int
-    name: bytes
-
-
-@dataclass
-class PageMoves:
-    """What moves between one rank's device and what lies below it before a step.
-
-    Attributes:
-        stores: pages whose room is needed; they are copied before anything else happens to the page.
-        fetches: host slots whose pages are sent to the device, where they are staged; numbers from the count of slots on mean pages
-            that came from the disk, by the numbers under which they were read.
-        places: pages that get what the fetches of the last such plan staged, in their order.
-        reads: (number, name) of pages that are to be read from the disk.
-        drops: numbers of those read or pulled that nobody wants any more.
-        pulls: pages of other engines' parcels that are to land. sends: pages that go into parcels for other engines.
-    """
-
-    stores: list[StoredPage] = field(default_factory=list)
-    fetches: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    reads: list[tuple[int, bytes]] = field(default_factory=list)
-    drops: list[int] = field(default_factory=list)
-    pulls: list[PulledPages] = field(default_factory=list)
-    sends: list[SentPages] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.stores or self.fetches or self.places or self.reads or self.drops or self.pulls or self.sends)
 
 
 class TierCounts(NamedTuple):
@@ -72,20 +28,6 @@ class TierCounts(NamedTuple):
     stored: int
     fetched: int
     evicted: int
-
-
-class TierHits(NamedTuple):
-    """Tokens that were found cached, by the tier that had them."""
-
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-
-    def plus(self, cached: int, host_pages: int, disk_pages: int, page_size: int) -> "TierHits":
-        """With a request's: `cached` tokens, of which so many pages came from below. A page can have come twice."""
-        disk = min(cached, disk_pages * page_size)
-        host = min(cached - disk, host_pages * page_size)
-        return TierHits(self.device + cached - disk - host, self.host + host, self.disk + disk)
 
 
 class SegmentedLru:
@@ -198,3 +140,24 @@ class HostTier:
     def flush(self) -> list[bytes]:
         """Forget every page; give them."""
         return self.forget(list(self._names))
+
+
+class PageReports(NamedTuple):
+    """What came of the pages' ways to the disk and from it since the last time it was asked.
+
+    Attributes:
+        read: (rank, number, whether it has come) of pages that were to be read.
+        written: (number, whether it was written) of those to be written.
+        found: names of the pages that an earlier run has left, least recently used first; None until they are known, and ever after.
+    """
+
+    read: list[tuple[int, int, bool]]
+    written: list[tuple[int, bool]]
+    found: list[bytes] | None = None
+
+
+class PageReporter(Protocol):
+    """What an executor with offload tiers offers (`Executor.extension`)."""
+
+    def page_reports(self, seconds: float = 0.0) -> PageReports:
+        """What came of pages and the disk since the last time; where that is nothing, wait so long for the disk's first."""

@@ -1,4 +1,4 @@
-"""`Channel`, `Listener` and `connected`: connections between processes that hand pages over, and the greeting with which each begins."""
+"""`TransferChannel`, `TransferListener`, `connect_to`: connections between processes that transfer pages, and how each begins."""
 
 from __future__ import annotations
 
@@ -17,47 +17,67 @@ from dsjax.engine.transfer.page_transfer import (
     Cancel,
     Failed,
     Forget,
-    Granted,
     Offer,
+    PullDone,
+    PullRequest,
+    PullResponse,
     Release,
-    Take,
-    Taken,
     UnderWay,
 )
 from dsjax.errors import UserError
 from dsjax.hosts.wire import keep_alive, receive_frame, send_frame
 
-VERSION = 3
-"""Of the messages. It changes whenever an older side could misunderstand a newer one."""
+VERSION = 4
+"""Version of the messages. It changes whenever an older side could misunderstand a newer one."""
 
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 64 << 20
 _CONNECT_SECONDS = 5.0
 _GONE_SECONDS = 30
-"""After which a host that has gone without a word, as when it loses power, is known to be gone."""
+"""Seconds after which a host that has gone without a word, as when it loses power, is known to be gone."""
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Decode comes. space: everything that a page's values depend on beside its tokens; both sides must have the same."""
+class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """The decode side's first message.
+
+    Attributes:
+        space: what both sides must have alike: everything that a page's values depend on beside its tokens, and the transport.
+    """
 
     version: int
     space: dict[str, Any]
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Prefill's answer. carrier: the address that granted parcels are pulled from. error: why there is no connection."""
+class GreetingAnswer(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """The prefill side's answer.
 
-    carrier: str = ""
+    Attributes:
+        transport: address of its transport, from which chunks are pulled.
+        error: why there is no connection; empty where there is one.
+    """
+
+    transport: str = ""
     error: str = ""
 
 
 _decoder = msgspec.msgpack.Decoder(
-    Hello | Welcome | Take | Granted | Taken | Ask | Cancel | Release | Forget | Offer | UnderWay | Failed
+    Greeting
+    | GreetingAnswer
+    | PullRequest
+    | PullResponse
+    | PullDone
+    | Ask
+    | Cancel
+    | Release
+    | Forget
+    | Offer
+    | UnderWay
+    | Failed
 )
 
 
-class Channel:
-    """Messages over a connection: whoever sends does not wait, and what comes is handed over in a thread."""
+class TransferChannel:
+    """Sends messages over a connection without waiting, and hands over in a thread those that come."""
 
     def __init__(self, connection: socket.socket, receive: Callable[[Any], None], closed: Callable[[], None]):
         keep_alive(connection, _GONE_SECONDS)
@@ -101,21 +121,27 @@ class Channel:
         self._closed()
 
 
-class Listener:
-    """An address at which processes of the other side greet this one, and connections to those that may come.
+class TransferListener:
+    """Listens at an address where processes of the other side greet this one, and holds the connections to those that may come.
 
     Args:
-        serve: makes what stands behind a connection, whose `channel` is started then. space: as of `Hello`. carrier: as of `Welcome`.
-        port: 0: a free one.
+        serve: makes the owner of a connection, whose `channel` is started then.
+        space: as in `Greeting`. transport: as in `GreetingAnswer`.
+        port: 0 takes a free one.
 
     Attributes:
         address: `HOST:PORT`.
     """
 
     def __init__(
-        self, serve: Callable[[socket.socket], Any], space: dict[str, Any], host: str, port: int = 0, carrier: str = ""
+        self,
+        serve: Callable[[socket.socket], Any],
+        space: dict[str, Any],
+        host: str,
+        port: int = 0,
+        transport: str = "",
     ):
-        self._serve, self._space, self._carrier = serve, plain(space), carrier
+        self._serve, self._space, self._transport = serve, plain(space), transport
         try:
             self._listener = socket.create_server(
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -128,7 +154,7 @@ class Listener:
         threading.Thread(target=self._accept, name="dsjax-transfer", daemon=True).start()
 
     def forget(self, client: Any) -> None:
-        """A connection has ended."""
+        """Forget a connection that has ended."""
         self._clients.discard(client)
 
     def close(self) -> None:
@@ -151,7 +177,7 @@ class Listener:
         try:
             connection.settimeout(_CONNECT_SECONDS)
             error = self._objection(read(connection))
-            write(connection, Welcome(self._carrier, error))
+            write(connection, GreetingAnswer(self._transport, error))
             if error:
                 connection.close()
                 return
@@ -164,7 +190,7 @@ class Listener:
         client.channel.start()
 
     def _objection(self, hello: Any) -> str:
-        if not isinstance(hello, Hello) or hello.version != VERSION:
+        if not isinstance(hello, Greeting) or hello.version != VERSION:
             return f"the other side speaks another version of these messages than {VERSION}; use the same dsjax on both sides"
         different = sorted(
             k for k in self._space.keys() | hello.space.keys() if self._space.get(k) != hello.space.get(k)
@@ -177,8 +203,8 @@ class Listener:
         return ""
 
 
-def connected(address: str, space: dict[str, Any]) -> tuple[socket.socket, str]:
-    """A connection to a listener, greeted, and the address that granted parcels are pulled from.
+def connect_to(address: str, space: dict[str, Any]) -> tuple[socket.socket, str]:
+    """Connect to a listener and greet it. Return the connection, and the address of the other side's transport.
 
     Raises:
         OSError, EOFError, msgspec.MsgspecError: it cannot be reached, or is something else. UserError: the address is none, or it refuses.
@@ -186,15 +212,15 @@ def connected(address: str, space: dict[str, Any]) -> tuple[socket.socket, str]:
     connection = socket.create_connection(split_address(address), _CONNECT_SECONDS)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        write(connection, Hello(VERSION, plain(space)))
+        write(connection, Greeting(VERSION, plain(space)))
         answer = read(connection)
-        if not isinstance(answer, Welcome) or answer.error:
-            raise UserError(answer.error if isinstance(answer, Welcome) else "it is no prefill engine")
+        if not isinstance(answer, GreetingAnswer) or answer.error:
+            raise UserError(answer.error if isinstance(answer, GreetingAnswer) else "it is no prefill engine")
         connection.settimeout(None)
     except BaseException:
         connection.close()
         raise
-    return connection, answer.carrier
+    return connection, answer.transport
 
 
 def write(connection: socket.socket, message: Any) -> None:
@@ -212,10 +238,10 @@ def read(connection: socket.socket) -> Any:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`.
+    """Return host and port of `HOST:PORT`.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is no such address.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -224,5 +250,5 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def plain(space: dict[str, Any]) -> dict[str, Any]:
-    """As the other side reads it."""
+    """Return a space as the other side reads it."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(space, enc_hook=str))

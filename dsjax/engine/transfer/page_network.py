@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.commands import int32s
-from dsjax.engine.transfer.page_channel import Channel, Listener, connected, split_address
+from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
+from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to, split_address
 from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill, UnderWay
-from dsjax.engine.transfer.parcel_network import ParcelServer, RemoteParcels
-from dsjax.engine.transfer.prefill_engine import PrefillEngine, Receive
+from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
 
 if TYPE_CHECKING:
     from dsjax.engine.contract.executor import Progress
@@ -24,12 +24,12 @@ _log = logging.getLogger(__name__)
 class PrefillServer:
     """A prefill engine that decode engines of other processes reach at an address. Parcels are pulled elsewhere.
 
-    space: as of `Hello`. parcels: this process's, which ends with the engine.
+    space: as in `Greeting`. parcels: this process's, which ends with the engine.
     """
 
-    def __init__(self, engine: PrefillEngine, parcels: ParcelServer, space: dict[str, Any], host: str, port: int = 0):
+    def __init__(self, engine: PrefillEndpoint, parcels: ChunkServer, space: dict[str, Any], host: str, port: int = 0):
         self.engine, self._parcels = engine, parcels
-        self.listener = Listener(lambda connection: _Client(self, connection), space, host, port)
+        self.listener = TransferListener(lambda connection: _Client(self, connection), space, host, port)
 
     @property
     def address(self) -> str:
@@ -44,9 +44,10 @@ class PrefillServer:
         room: where the decode engine is told beforehand (`bootstrap_room`); it may have asked already.
         """
         params = handoff(self.address, room)
-        end = (len(token_ids) - 1) // self.engine.core.scheduler.config.page_size
+        page_size = self.engine.page_size
+        end = (len(token_ids) - 1) // page_size
         if end:
-            tokens = int32s(token_ids[: end * self.engine.core.scheduler.config.page_size + 1])
+            tokens = int32s(token_ids[: end * page_size + 1])
             self.engine.post(Ask(params["transfer"], tokens, 0, end, salt, priority), None)
         return params
 
@@ -56,10 +57,7 @@ class PrefillServer:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first prompt, in all processes."""
-        core = self.engine.core
-        core.executor.warm_up(progress)
-        if core.generations is not None:
-            core.generations.has_warmed_up()
+        self.engine.warm_up(progress)
 
     def shutdown(self) -> None:
         """End the connections and the engine."""
@@ -73,7 +71,7 @@ class _Client:
 
     def __init__(self, server: PrefillServer, connection: socket.socket):
         self._server = server
-        self.channel = Channel(connection, self._take, self._leave)
+        self.channel = TransferChannel(connection, self._take, self._leave)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Ask | Cancel | Release | Forget):
@@ -88,17 +86,17 @@ class _Client:
 class RemoteLink:
     """A prefill engine of another process, as of `PrefillLink`. It connects when it is asked for something, and again after a loss.
 
-    parcels: by which its parcels are pulled, from whichever process keeps them. space: as of `Hello`.
+    parcels: by which its parcels are pulled, from whichever process keeps them. space: as in `Greeting`.
     """
 
-    def __init__(self, address: str, parcels: RemoteParcels, space: dict[str, Any]):
+    def __init__(self, address: str, parcels: RemoteChunks, space: dict[str, Any]):
         split_address(address)
         self.address, self._parcels, self._space = address, parcels, space
         self._receive: Receive = lambda message: None
         self._lock = threading.Lock()
         self._outbox: list[ToPrefill] = []  # until it is connected
         self._connecting = self._closed = False
-        self._channel: Channel | None = None
+        self._channel: TransferChannel | None = None
 
     def connect(self, receive: Receive) -> None:
         """Have its messages handed to `receive`."""
@@ -134,8 +132,8 @@ class RemoteLink:
     def _connect(self) -> None:
         channel, reason = None, ""
         try:
-            connection, _ = connected(self.address, self._space)
-            channel = Channel(connection, self._take, lambda: self._lost(channel))
+            connection, _ = connect_to(self.address, self._space)
+            channel = TransferChannel(connection, self._take, lambda: self._lost(channel))
         except Exception as error:  # whatever it is: what was asked for must not wait for an answer
             reason = f"the prefill engine at {self.address} cannot be reached: {error}"
         with self._lock:
@@ -157,7 +155,7 @@ class RemoteLink:
         if isinstance(message, Offer | UnderWay | Failed):
             self._receive(message)
 
-    def _lost(self, channel: Channel) -> None:
+    def _lost(self, channel: TransferChannel) -> None:
         with self._lock:
             if self._channel is channel:
                 self._channel = None

@@ -7,18 +7,18 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.commands import DropParcels, PullPages, SendPages
-from dsjax.engine.transfer.page_transfer import Parcel, ParcelGoneError, Pull, PulledParcel, Source
-from sharding.arrays import put
-
-if TYPE_CHECKING:
-    from dsjax.engine.device.mesh_executor import MeshExecutor, Running
+from dsjax.engine.contract.commands import Command, DropParcels, PullPages, SendPages
+from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
+from dsjax.engine.device.device_state import MOVED_PAGES
+from dsjax.engine.device.page_staging import Layout, PageStaging, Piece
+from dsjax.engine.transfer.page_transfer import Parcel, ParcelGoneError, ParcelPort, Pull, PulledParcel, Source
 
 PULLERS = 2
 """Threads that pull: while one waits for a parcel, the other asks for the next."""
@@ -55,13 +55,13 @@ class PageParcels:
     it is staged on all of them.
 
     Attributes:
-        processes: of each rank those that have devices of it, in the order of the devices.
+        processes_of_ranks: of each rank those that have devices of it, in the order of the devices.
     """
 
-    def __init__(self, executor: MeshExecutor):
-        self._executor = executor
-        self._described = executor.programs.described_moved()
-        self._devices, self.processes = self._places_of_ranks()
+    def __init__(self, device: DeviceAccess, staging: PageStaging):
+        self._device = device
+        self._described = device.programs.described_moved()
+        self._devices, self.processes_of_ranks = self._places_of_ranks()
         self._offer: Callable[[int, Parcel | None], None] | None = None
         self._drop: Callable[[Sequence[int]], None] = lambda numbers: None
         self._pull: Pull | None = None
@@ -73,22 +73,45 @@ class PageParcels:
         self._lock = threading.Lock()
         self._zeros: dict[tuple[str, jax.Device], Array] = {}
         self._threads: list[threading.Thread] = []
+        staging.add(self)
 
-    def send_to(self, offer: Callable[[int, Parcel | None], None], drop: Callable[[Sequence[int]], None]) -> None:
+    def register(self, table: CommandTable) -> None:
+        """Add the commands that send pages to other engines, pull theirs, and drop what was sent."""
+        table.add(SendPages, Handler(self._send))
+        table.add(PullPages, Handler(self._begin_pulls))
+        table.add(DropParcels, Handler(self._drop_sent))
+
+    def extension(self, kind: type) -> Any:
+        """The way to other engines, for the scheduler's part in transfers."""
+        return self if kind is ParcelPort else None
+
+    def rehearse(self, run: Callable[[Command], Any]) -> None:
+        """Try nothing: no program here has to be run before it is needed."""
+
+    @property
+    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of a parcel's arrays, by name."""
+        return {name: ((1, *array.shape[1:]), np.dtype(array.dtype)) for name, array in self._described.items()}
+
+    def send_parcels(
+        self,
+        offer: Callable[[int, Parcel | None], None],
+        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
+    ) -> None:
         """Have parcels offered as ``offer(number, parcel)``, and dropped, in a thread of their own. Others' have no parcel here."""
         self._offer, self._drop = offer, drop
         self._start(self._offer_on, "dsjax-parcels")
 
-    def pull_by(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
+    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
         """Pull parcels by this; what came of each is reported in a thread of its own."""
         self._pull, self._report = pull, report
         for _ in range(PULLERS):
             self._start(self._pull_on, "dsjax-pull")
 
-    def send(self, command: SendPages) -> Running:
+    def _send(self, _: Pending, command: SendPages) -> Running:
         """Copy pages to parcels."""
         ranks = [_parcels(np.frombuffer(own, "<i4").reshape(-1, 2)) for own in command.ranks]
-        programs = self._executor.programs
+        device = self._device
         launches = []
         for turn in range(max(map(len, ranks))):
             own = [parcels[turn] if turn < len(parcels) else None for parcels in ranks]
@@ -96,20 +119,20 @@ class PageParcels:
             for rank, parcel in enumerate(own):
                 if parcel is not None:
                     packed[rank, : len(parcel[1])] = parcel[1]
-            launches.append((own, put(packed, programs.rows)))
+            launches.append((own, device.send(packed)))
 
         def run() -> Running:
             for own, pages in launches:
-                taken = programs.take_pages()(self._executor.state, pages)
+                taken = device.programs.take_pages()(device.state, pages)
                 for rank, parcel in enumerate(own):
                     if parcel is not None:
-                        kept = self.processes[rank][0] == jax.process_index()
+                        kept = self.processes_of_ranks[rank][0] == jax.process_index()
                         self._leaving.put((parcel[0], self._part(taken, rank if kept else None), kept))
                 yield next(iter(taken.values()))
 
         return run()
 
-    def drop(self, command: DropParcels) -> Running:
+    def _drop_sent(self, _: Pending, command: DropParcels) -> Running:
         """Keep parcels no longer that `send` has made."""
 
         def run() -> Running:
@@ -118,7 +141,7 @@ class PageParcels:
 
         return run()
 
-    def pull(self, command: PullPages) -> Running:
+    def _begin_pulls(self, _: Pending, command: PullPages) -> Running:
         """Begin to pull what ranks with a device of this process are to have; of all others know that it is pulled.
 
         That is known from here on, before earlier commands are done: a `FetchPages` may be laid out before they are.
@@ -141,11 +164,31 @@ class PageParcels:
 
         return run()
 
-    def has(self, rank: int, number: int) -> bool:
-        """Whether a page of this number has come, or is being pulled, here or by other processes."""
-        return (rank, number) in self._landed
+    def take(self, wanted: Layout, places: Layout) -> tuple[list[Piece], Layout]:
+        """Pieces of the pages that have come in parcels, a parcel of each rank at a time, and the places of all others."""
+        rest: Layout = []
+        groups: list[list[tuple[Landing, np.ndarray]]] = []
+        for rank, (numbers, own) in enumerate(zip(wanted, places, strict=True)):
+            by_parcel: dict[int, tuple[Landing, np.ndarray]] = {}
+            others = []
+            for position in own.tolist():
+                number = int(numbers[position])
+                if (rank, number) not in self._landed:
+                    others.append(position)
+                    continue
+                landing, place = self._take(rank, number)
+                _, positions = by_parcel.setdefault(id(landing), (landing, np.full(MOVED_PAGES, -1, np.int32)))
+                positions[place] = position
+            rest.append(np.array(others, np.int32))
+            groups.append(list(by_parcel.values()))
+        pieces = []
+        for turn in range(max(map(len, groups))):
+            now = [own[turn] if turn < len(own) else None for own in groups]
+            layout = [np.full(MOVED_PAGES, -1, np.int32) if one is None else one[1] for one in now]
+            pieces.append(Piece(layout, partial(self.stage, [one and one[0] for one in now])))
+        return pieces, rest
 
-    def take(self, rank: int, number: int) -> tuple[Landing, int]:
+    def _take(self, rank: int, number: int) -> tuple[Landing, int]:
         """The parcel of a page that was reported as come, and its place there; it is kept no longer."""
         with self._lock:
             landing, place = self._landed.pop((rank, number))

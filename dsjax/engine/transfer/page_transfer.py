@@ -3,7 +3,7 @@
 docs/disaggregation.md has the design. No JAX: arrays go beside these messages, from executor to executor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -58,7 +58,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     Attributes:
         first, count: which pages of the transfer it has, in their order.
         cached: tokens, from the prompt's first one on, that prefill had cached and did not compute for this transfer.
-        address: of the process that keeps the parcel, as `ParcelServer` has it; empty in one process.
+        address: of the process that keeps the parcel, as `ChunkServer` has it; empty in one process.
     """
 
     transfer: str
@@ -82,23 +82,29 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
+class PullRequest(msgspec.Struct, frozen=True, array_like=True, tag="pull_request"):
     """A process of the decode side is about to pull a parcel, from the process that keeps it."""
 
     number: int
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
-    """The parcel can be pulled now, once, by the number of this grant. grant: 0: it is not kept any more."""
+class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_response"):
+    """The parcel can be pulled now, once, by the number of this pull.
+
+    Attributes:
+        pull: 0 where the parcel is not kept any more.
+        ticket: what the transport of the process that pulls needs beside the number (`Transport.publish`).
+    """
 
     number: int
-    grant: int
+    pull: int
+    ticket: bytes = b""
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """What was granted has been pulled."""
+class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
+    """The pull of this number is over: the parcel has come."""
 
-    grant: int
+    pull: int
 
 
 ToPrefill = Ask | Cancel | Release | Forget
@@ -131,6 +137,30 @@ class PulledParcel(NamedTuple):
 
 Pull = Callable[[Source, int, Any], Parcel]
 """`pull(source, number, device)`: a parcel on this device, complete. Raises `ParcelGoneError`, or anything else."""
+
+
+class ParcelPort(Protocol):
+    """What an executor offers that sends pages to other engines, or pulls theirs (`Executor.extension`)."""
+
+    @property
+    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of a parcel's arrays, by name."""
+
+    @property
+    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
+        """The processes that have devices of each DP rank; the first one keeps the rank's parcels."""
+
+    def send_parcels(
+        self,
+        offer: Callable[[int, Parcel | None], None],
+        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
+    ) -> None:
+        """Have what `SendPages` makes offered as `offer(number, parcel)` when it is complete, and `drop(numbers)` called at `DropParcels`,
+        from any thread and in the order of the commands. The parcel is None where another process keeps it.
+        """
+
+    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
+        """Have `PullPages` pull by this, and what came of each parcel reported, from any thread."""
 
 
 class ParcelGoneError(Exception):

@@ -1,17 +1,23 @@
-"""`PrefillLinks`: the prefill sides that a decode engine reaches, and what they and its scheduler tell each other; `LocalLink`: one of this
-process. Plain Python."""
+"""`PrefillLinks`: the part of an engine's core that has prompts computed by prefill engines; `LocalLink`: the way to one of this process.
+
+Plain Python.
+"""
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dsjax.engine.contract.executor import Progress
-from dsjax.engine.transfer.incoming import Incoming
+from dsjax.engine.contract.executor import Executor, Progress
+from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.page_transfer import (
+    TRANSFER_SECONDS,
     Forget,
     Parcel,
+    ParcelPort,
     PrefillLink,
     PulledParcel,
     Release,
@@ -19,28 +25,41 @@ from dsjax.engine.transfer.page_transfer import (
     ToDecode,
     ToPrefill,
 )
+from dsjax.engine.transfer.prefill_service import PrefillEndpoint
+from dsjax.engine.transfer.remote_prefill import RemotePrefills
 
-if TYPE_CHECKING:  # it has a core, which has links
-    from dsjax.engine.transfer.prefill_engine import PrefillEngine
+TRANSFER_WAIT = 0.01
+"""Seconds that the engine waits for prefill engines where every request does. It ends as soon as one has said something."""
 
 
-class PrefillLinks:
-    """Belongs to the engine's thread. The sides answer from threads of their own, and what they say waits until `enter`.
+class PrefillLinks(Attachment):
+    """Belongs to the engine's thread. Prefill engines answer from threads of their own, and what they say waits until a step begins.
 
     Args:
-        incoming: the scheduler's account of transfers, which gives and takes the messages.
-        links: those that are there from the start.
+        links: those that are there from the start; they are closed at the end.
         connect: makes further ones, by the address that a request names.
+        local_tokens, timeout: as of `RemotePrefills`.
 
     Attributes:
-        links: by their numbers.
-        wake: set when a side has said something, or the executor has pulled something.
+        source: the account of transfers, which gives and takes the messages. links: by their numbers.
+        wake: set when a prefill engine has said something, or the executor has pulled something.
     """
 
+    source: RemotePrefills
+    statistics_name = "transfers"
+
     def __init__(
-        self, incoming: Incoming, links: Sequence[PrefillLink], connect: Callable[[str], PrefillLink] | None = None
+        self,
+        links: Sequence[PrefillLink],
+        connect: Callable[[str], PrefillLink] | None = None,
+        *,
+        local_tokens: int = 1,
+        timeout: float = TRANSFER_SECONDS,
     ):
-        self._incoming, self._connect = incoming, connect
+        self.source, self._connect = RemotePrefills(len(links), local_tokens, timeout), connect
+        if connect is not None:
+            self.source.connect = self.number_of
+        self._scheduler: Scheduler | None = None
         self._addresses: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
         self._pulled: queue.SimpleQueue[PulledParcel] = queue.SimpleQueue()
@@ -50,18 +69,40 @@ class PrefillLinks:
             self._add(link)
 
     def number_of(self, address: str) -> int:
-        """The number of the side at an address."""
+        """The number of the prefill engine at an address."""
         if address not in self._addresses:
             link = self._connect(address)
-            self._addresses[address] = self._incoming.add_link()
+            self._addresses[address] = self.source.add_link()
             self._add(link)
         return self._addresses[address]
 
-    def enter(self, now: float) -> None:
-        """Hand the scheduler what the sides have said."""
+    def start(self, executor: Executor, config: SchedulerConfig) -> None:
+        """Have this executor pull what is ready."""
+        self.take_pulled()  # by the executor before
+        executor.extension(ParcelPort).pull_parcels(self.pull, self.report)
+
+    def scheduled(self, scheduler: Scheduler) -> None:
+        """Enter what has come into this scheduler."""
+        self._scheduler = scheduler
+
+    def begin_step(self, now: float) -> None:
+        """Hand on what prefill engines have said, and what was pulled."""
         self.wake.clear()  # what comes from now on ends the next wait at once
         while not self._inbox.empty():
-            self._incoming.receive(*self._inbox.get(), now)
+            self.source.receive(*self._inbox.get(), now)
+        for rank, _, _, numbers, ok in self.take_pulled():
+            self._scheduler.landed(rank, numbers, ok, now)
+
+    def wait(self) -> bool:
+        """Wait for prefill engines, if a request does."""
+        if self.source.num_under_way:
+            self.wake.wait(TRANSFER_WAIT)
+            return True
+        return False
+
+    def statistics(self) -> Any:
+        """What has come of transfers so far."""
+        return self.source.transfer_counts
 
     def pull(self, source: Source, number: int, device: Any) -> Parcel:
         """For the executor, from any thread: a parcel on this device."""
@@ -73,7 +114,7 @@ class PrefillLinks:
         self.wake.set()
 
     def take_pulled(self) -> list[PulledParcel]:
-        """Parcels that have come, or could not, since the last time; their sides need not keep them any more."""
+        """Parcels that have come, or could not, since the last time; their prefill engines need not keep them any more."""
         found = []
         while not self._pulled.empty():
             found.append(self._pulled.get())
@@ -81,17 +122,17 @@ class PrefillLinks:
         return found
 
     def send(self) -> None:
-        """Send the sides what the scheduler has for them."""
-        for link, message in self._incoming.take_messages():
+        """Send the prefill engines what the scheduler has for them."""
+        for link, message in self.source.take_messages():
             self.links[link].send(message)
 
-    def forget(self) -> None:
-        """Have all sides let no page be found that they have computed."""
+    def flush(self) -> None:
+        """Have all prefill engines let no page be found that they have computed."""
         self.send()
         for link in self.links:
             link.send(Forget())
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Ask and pull nothing more."""
         for link in self.links:
             link.close()
@@ -106,15 +147,14 @@ class PrefillLinks:
 
 
 class LocalLink:
-    """A prefill engine of this process, as of `PrefillLink`. Each decode engine has a link of its own to it.
+    """The way to a prefill engine of this process.
 
     move: gives a parcel on another device.
     """
 
-    def __init__(self, engine: "PrefillEngine", move: Callable[[Parcel, Any], Parcel] = lambda parcel, device: parcel):
+    def __init__(self, engine: PrefillEndpoint, move: Callable[[Parcel, Any], Parcel] = lambda parcel, device: parcel):
         self.engine, self._move = engine, move
         self._receive: Callable[[ToDecode], None] = lambda message: None
-        engine.enter_link(self)
 
     def connect(self, receive: Callable[[ToDecode], None]) -> None:
         """Have its messages handed to `receive`."""
@@ -126,15 +166,12 @@ class LocalLink:
 
     def pull(self, number: int, device: Any, address: str = "") -> Parcel:
         """A parcel on this device."""
-        return self._move(self.engine.leases.take(number), device)
+        return self._move(self.engine.buffers.take(number), device)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile its programs, before anything is asked of it."""
-        self.engine.core.executor.warm_up(progress)
+        self.engine.warm_up(progress)
 
     def close(self) -> None:
-        """Ask nothing more. The last link that is closed ends the engine."""
-        if self.engine.leave_link(self):
-            self.engine.shutdown()
-        else:
-            self.engine.leave(self._receive)
+        """End the engine, which is this link's alone."""
+        self.engine.shutdown()

@@ -16,9 +16,9 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.executor import ErrorKind, RowResult
 from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.schedule.request import ErrorKind, Request
+from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest

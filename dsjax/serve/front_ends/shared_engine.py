@@ -36,7 +36,7 @@ class SharedEngine(AsyncEngine):
         for (handle, request_id, _), one in zip(request.completions, requests, strict=True):
             link.requests[handle] = one
             self._owners[request_id] = _Owner(link, handle)
-        self._enqueue(requests)
+        self._thread.add(requests)
 
     def drop(self, link: FrontEnd, handles: Iterable[int]) -> list[Request]:
         """End completions that nobody waits for; give those that had not ended."""

@@ -9,6 +9,7 @@ import pytest
 from dsjax.dynamo.kv_events import KvEvents, signed
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine import attachments_of
 from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored, EventSinks
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -51,7 +52,11 @@ def engine_of(ranks: int, **sizes):
     events, told, routers = KvEvents(), Subscriber(ranks, 4), [Router() for _ in range(ranks)]
     for rank, router in enumerate(routers):
         events.connect(rank, router)
-    return EngineCore(executor, config, publisher=EventSinks((told, events))), routers, told
+    return (
+        EngineCore(executor, config, attachments=attachments_of(config, sink=EventSinks((told, events)))),
+        routers,
+        told,
+    )
 
 
 def parents_held(block: int, held: set[int], told: Subscriber) -> bool:

@@ -5,8 +5,9 @@ import struct
 import pytest
 
 from dsjax.dynamo.translation import Chunks, CompletionError, ThinkingTokens, translate
+from dsjax.engine.contract.executor import ErrorKind
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
-from dsjax.engine.schedule.request import ErrorKind, FinishReason
+from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput
 
 NULLS = {

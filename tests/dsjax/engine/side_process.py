@@ -11,6 +11,7 @@ import sys
 from dsjax import LLM, SamplingParams
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -39,7 +40,7 @@ def prefill(args: EngineArgs) -> None:
             tell(**server.prefill(request["tokens"], room=request.get("room")))
             continue
         pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
-        tell(jobs=engine.num_jobs, parcels=engine.leases.num_kept, pages=pages, sent=engine.leases.pages_sent)
+        tell(jobs=engine.num_jobs, parcels=engine.buffers.num_kept, pages=pages, sent=engine.buffers.pages_sent)
     server.shutdown()
 
 
@@ -49,7 +50,7 @@ def decode(llm: LLM) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "requests" not in request:
-            counts = core.scheduler.incoming.counts._asdict()
+            counts = core.part(PrefillLinks).source.transfer_counts._asdict()
             tell(used=sum(rank.pool.num_used for rank in core.scheduler.ranks), mesh=llm.facts.mesh, **counts)
             continue
         llm.engine.flush_prefix_cache()

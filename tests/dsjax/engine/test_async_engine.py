@@ -39,7 +39,7 @@ async def until(condition, seconds: float = 5.0) -> None:
 
 
 def pages_in_use(engine: AsyncEngine) -> int:
-    return sum(rank.pool.num_used for rank in engine.cores[0].scheduler.ranks)
+    return sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
 
 
 def run(coroutine):
@@ -245,7 +245,7 @@ def test_requests_that_come_during_the_first_step_after_a_rest_are_in_the_second
                 await anext(stream)
             planned = [command for command in executor.commands if isinstance(command, Step)]
             assert [len(step.ranks[0].prefills) for step in planned[:3]] == [1, 1, 0]
-            await until(lambda: not engine.cores[0].has_unfinished)
+            await until(lambda: not engine.core.has_unfinished)
         await engine.shutdown()
 
     run(main())

@@ -50,7 +50,7 @@ def generate(engine: LLMEngine, prompt="", **params):
 def test_the_engine_imports_no_jax():
     modules = (
         "engine,text.input_processor,text.output_processor,schedule.scheduler,schedule.plan,text.tokenizer,text.detokenizer,setup.args,"
-        "async_engine,engine_thread,instances,schedule.routing"
+        "async_engine,engine_thread,schedule.routing"
     )
     imports = ";".join(f"import dsjax.engine.{name}" for name in modules.split(","))
     code = f"import sys;{imports};sys.exit('jax' in sys.modules)"

@@ -12,7 +12,7 @@ from fake_executor import FakeExecutor
 
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.engine import LLMEngine, attachments_of
 from dsjax.engine.schedule.page_events import BlockRemoved
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -57,7 +57,7 @@ DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 def core(publisher, **sizes):
     executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, **sizes)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return EngineCore(executor, config, publisher=publisher)
+    return EngineCore(executor, config, attachments=attachments_of(config, sink=publisher))
 
 
 def run(engine, *prompts, together=False):

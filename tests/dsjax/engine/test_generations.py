@@ -15,11 +15,11 @@ from quick_compilation import FEW_SHAPES
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind
-from dsjax.engine.core import ChangeUnderWayError
 from dsjax.engine.engine import LLMEngine
+from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
-from dsjax.errors import UserError
+from dsjax.errors import ChangeUnderWayError, UserError
 from sharding import MeshError, MeshSpec
 
 
@@ -238,7 +238,7 @@ def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_t
             llm.engine.step()
         llm.scale(mesh)
         assert llm.facts.mesh == mesh
-        assert (llm.executor.expert_slots is None) == (mesh == "dp=1")
+        assert (llm.executor.extension(ExpertMover) is None) == (mesh == "dp=1")
     assert llm._generations.number == 2
     while llm.engine.has_unfinished():
         found |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step() if output.finished}

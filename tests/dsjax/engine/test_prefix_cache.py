@@ -8,6 +8,7 @@ from fake_executor import FakeExecutor, expected_tokens
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine import attachments_of
 from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Scheduler
@@ -18,13 +19,11 @@ PROMPT = list(range(100, 120))  # five pages of four tokens
 
 def make(*, prefix_caching: bool = True, policy: str = "fcfs", budget: int = 24, **sizes) -> EngineCore:
     executor = FakeExecutor(**{"page_size": 4, "pages_per_rank": 33, "max_chunk": 24, **sizes})
-    return EngineCore(
-        executor,
-        SchedulerConfig.from_limits(
-            executor.limits, max_num_batched_tokens=budget, prefix_caching=prefix_caching, policy=policy
-        ),
-        async_scheduling=False,  # so that a call of `step` is a step
+    config = SchedulerConfig.from_limits(
+        executor.limits, max_num_batched_tokens=budget, prefix_caching=prefix_caching, policy=policy
     )
+    # Without asynchronous scheduling a call of `step` is a step.
+    return EngineCore(executor, config, async_scheduling=False, attachments=attachments_of(config))
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 1, *, salt: str | None = None, **params) -> Request:

@@ -101,7 +101,7 @@ def test_ranks_and_slots_are_apart():
 def test_after_the_executor_has_forgotten_all_is_told_again():
     told, request = Told(), running(1, [1, 2])
     told.step([request])
-    told.writer.void()
+    told.writer.reset()
     told.tables[:] = 0
     (rank,) = told.step([request]).ranks
     assert len(rank.admissions) == 1

@@ -60,7 +60,7 @@ def main() -> None:
             Follower(group).follow(loaded.executor)
             continue
         engine = LLMEngine(loaded.executor, None, args.scheduler_config(loaded.executor.limits), eplb=args.eplb)
-        balance = engine.core.balance()
+        balance = engine.core.statistics().get("balance")
         found.append(
             {
                 "greedy": [
@@ -68,8 +68,10 @@ def main() -> None:
                     for each in ([PROMPTS, OTHERS, PROMPTS] if options else [PROMPTS])
                 ],
                 "sampled": continuations(engine, PROMPTS[:2], SAMPLED) if sampled else None,
-                "rebalances": balance and engine.core.balance().rebalances,
-                "fetched": [load.host and load.host.fetched for load in engine.core.loads()],
+                "rebalances": balance and balance.rebalances,
+                "fetched": [
+                    load.tiers["host"].fetched if "host" in load.tiers else None for load in engine.core.loads()
+                ],
             }
         )
         loaded.executor._put(End())

@@ -23,10 +23,7 @@ from dsjax.serve.serving import Phase, Serving
 
 
 class LiveServer:
-    """A server in a thread; `executor` is the fake device under it. front_ends: processes before it; 0: it speaks HTTP itself.
-
-    beside: fake devices of further engines.
-    """
+    """A server in a thread; `executor` is the fake device under it. front_ends: processes before it; 0: it speaks HTTP itself."""
 
     def __init__(
         self,
@@ -40,7 +37,6 @@ class LiveServer:
         metrics=None,
         front_ends=0,
         stream_interval=1,
-        beside=(),
         **sizes,
     ):
         self.executor = executor or FakeExecutor(**sizes)
@@ -51,7 +47,6 @@ class LiveServer:
             config,
             eos_token_ids=eos,
             stream_interval=stream_interval,
-            beside=[(executor, None) for executor in beside],
         )
         self.engine = (SharedEngine if front_ends else AsyncEngine)(self.llm_engine)
         self.serving = Serving(
@@ -76,7 +71,7 @@ class LiveServer:
 
     @property
     def pages_in_use(self) -> int:
-        return sum(rank.pool.num_used for core in self.llm_engine.cores for rank in core.scheduler.ranks)
+        return sum(rank.pool.num_used for rank in self.llm_engine.core.scheduler.ranks)
 
     def post(self, path: str, body=None, **options) -> httpx.Response:
         return httpx.post(self.url + path, **({"json": body} if body is not None else {}), timeout=60, **options)

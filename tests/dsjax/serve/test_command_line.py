@@ -284,14 +284,14 @@ def test_without_a_terminal_a_line_is_written_at_each_tenth():
     assert lines[-1].startswith("compiling shapes: 31 of 31 (100%)")
 
 
-def test_without_a_terminal_each_of_several_engines_says_how_far_it_is():
+def test_without_a_terminal_the_decode_and_the_prefill_engine_say_how_far_they_are():
     engine = make_engine()
     engine.prefills = (engine.core.executor,)  # it has what a link has of a warm-up
     console = Console(file=io.StringIO(), width=120)
     with warm_up_bar(console) as progress:
         engine.warm_up(progress)
     lines = console.file.getvalue().splitlines()
-    for name in ("decode engine 0", "prefill engine 0"):
+    for name in ("decode engine", "prefill engine"):
         own = [line for line in lines if line.startswith(f"compiling shapes of {name}: ")]
         assert "3 of 3" in own[-1]
     assert len(lines) == len(set(lines)), "nothing is said twice"

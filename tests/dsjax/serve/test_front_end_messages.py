@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import msgspec
 
-from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.executor import ErrorKind, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.schedule.request import ErrorKind, FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.output_processor import error_kind

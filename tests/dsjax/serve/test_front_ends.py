@@ -1,6 +1,6 @@
 """Front ends over an engine do what one process does: tests of the other files, over such a server; and what is new with them.
 
-The imported tests run here with this file's `server`, which has two engines beside each other, and `start_server`, which has one.
+The imported tests run here with this file's `server`, which has four DP ranks, and `start_server`, which has one.
 """
 # ruff: noqa: F401
 
@@ -53,11 +53,10 @@ ADMIN = {"Authorization": "Bearer root"}
 
 @pytest.fixture(scope="module")
 def server():
-    sizes = {"num_ranks": 2, "max_rows_decode": 8, "max_chunk": 16, "pages_per_rank": 257, "max_model_len": 512}
+    sizes = {"num_ranks": 4, "max_rows_decode": 8, "max_chunk": 16, "pages_per_rank": 257, "max_model_len": 512}
     live = LiveServer(
         front_ends=2,
         executor=FakeExecutor(**sizes),
-        beside=[FakeExecutor(**sizes)],
         options=ServeOptions(admin_api_key="root"),
         metrics=Metrics("tiny", 4, 512),
     )

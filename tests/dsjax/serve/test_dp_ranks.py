@@ -1,4 +1,4 @@
-"""A server over two engines beside each other shows their ranks as one's, and admin endpoints mean both."""
+"""A server of four DP ranks spreads requests over them, shows each by its number, and lets clients name one."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,20 +18,17 @@ SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def server():
     tokenizer = tool_tokenizer()
-    executors = [ScriptedExecutor(tokenizer, num_ranks=2) for _ in range(2)]
     live = LiveServer(
         tokenizer=tokenizer,
-        executor=executors[0],
-        beside=executors[1:],
+        executor=ScriptedExecutor(tokenizer, num_ranks=4),
         options=ServeOptions(admin_api_key="root"),
         metrics=Metrics("tiny", 4, 512),
     )
-    live.executors = executors
     yield live
     wait_until(lambda: live.pages_in_use == 0 and live.engine.num_unfinished == 0)
     live.signal()
     assert live.join() == 0
-    assert all(executor.closed for executor in executors)
+    assert live.executor.closed
 
 
 def samples(server, name: str) -> dict[str, float]:
@@ -48,7 +45,7 @@ def complete(server, prompt, **fields):
     return server.post("/v1/completions", {**SHORT, "prompt": prompt, **fields})
 
 
-def test_requests_spread_over_both_and_ranks_are_numbered_through(server):
+def test_requests_spread_over_all_ranks(server):
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda i: complete(server, [30 + i] * 20, n=2, seed=i, temperature=1), range(24)))
     assert [answer.status_code for answer in answers] == [200] * 24
@@ -61,14 +58,14 @@ def test_requests_spread_over_both_and_ranks_are_numbered_through(server):
     assert sum(samples(server, "dsjax_rank_pages_cached").values()) > 0
 
 
-def test_a_flush_empties_both(server):
+def test_a_flush_empties_every_rank(server):
     for index in range(4):
         complete(server, [60 + index] * 30)
     assert server.post("/flush_cache", headers=ADMIN).json() == {"status": "flushed"}
     assert samples(server, "dsjax_rank_pages_cached") == {str(rank): 0 for rank in range(4)}
 
 
-def test_a_shared_beginning_and_a_session_stay_with_the_engine_that_has_them(server):
+def test_a_shared_beginning_and_a_session_stay_with_the_rank_that_has_them(server):
     def cached(prompt, **options) -> int:
         answer = server.post("/v1/completions", {**SHORT, "prompt": prompt}, **options)
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -101,18 +98,8 @@ def test_a_router_outside_names_the_rank_by_its_number(server):
         assert "this server has 0 to 3" in refused.json()["error"]["message"]
 
 
-def test_both_record_where_tokens_go_and_what_both_found_is_added_up(server):
-    assert server.post("/start_expert_distribution_record", headers=ADMIN).json() == {"status": "recording"}
-    assert all(executor.recording for executor in server.executors)
-    dumped = server.post("/dump_expert_distribution_record", headers=ADMIN).json()
-    assert dumped["tokens_per_expert"] == [[0, 2, 4, 6], [8, 10, 12, 14]]
-    assert server.post("/stop_expert_distribution_record", headers=ADMIN).json() == {"status": "stopped"}
-    assert server.post("/rebalance_experts", headers=ADMIN).json()["error"]["code"] == "no_eplb"
-
-
 def test_all_requests_are_aborted_wherever_they_are(server):
-    for executor in server.executors:
-        executor.step_seconds = 0.05
+    server.executor.step_seconds = 0.05
     answers = []
     threads = [
         threading.Thread(
@@ -122,7 +109,7 @@ def test_all_requests_are_aborted_wherever_they_are(server):
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: all(core.scheduler.num_unfinished for core in server.llm_engine.cores))
+    wait_until(lambda: all(rank.running for rank in server.llm_engine.core.scheduler.ranks))
     wait_until(lambda: server.engine.num_unfinished == 4)
     assert server.post("/abort_request", {"request_id": "mine"}, headers=ADMIN).json() == {"aborted": 4}
     for thread in threads:
