@@ -30,8 +30,8 @@ from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.model.dense import forward
 from dsjax.model.transformer import parameter_table
 from sharding.balancing import balancedness, rebalance
-from sharding.coactivation import chosen_together, crossings, place_together
 from sharding.placement import Placement, assign_copies
+from tools.coactivation_placement import chosen_together, crossings, place_together
 from tools.demo.corpus import read_corpus
 from tools.demo.dialogues import load_template, make_dialogues
 

@@ -19,7 +19,7 @@ MAGIC = b"dsjaxmt3"
 _MOST_BYTES = 1 << 20
 
 
-class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
+class JoinRequest(msgspec.Struct, frozen=True, tag="arrival"):
     """What a process says when it comes.
 
     machine: equal for processes that reach each other over the loopback interface. port: where it answers who looks at links
@@ -35,7 +35,7 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
     port: int = 0
 
     @classmethod
-    def of(cls, options: HostOptions, port: int = 0) -> Arrival:
+    def of(cls, options: HostOptions, port: int = 0) -> JoinRequest:
         """This process."""
         return cls(
             options.process_id,
@@ -60,14 +60,14 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     error: str | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+class JoinResponse(msgspec.Struct, frozen=True, tag="verdict"):
     """Who is in the group, or why there is none.
 
     service: `HOST:PORT` of JAX's coordination service. generation: the first one that this process may be in. here: where the group had
     formed before, the ids of those that live. wanted: the mesh that was asked for last; empty: that of the start.
     """
 
-    members: list[Arrival] = []
+    members: list[JoinRequest] = []
     error: str | None = None
     service: str = ""
     generation: int = 0
@@ -75,7 +75,7 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     wanted: str = ""
 
 
-Message = Arrival | Prepared | Verdict
+Message = JoinRequest | Prepared | JoinResponse
 encode = msgspec.msgpack.encode
 decode = msgspec.msgpack.Decoder(Message).decode
 
@@ -138,7 +138,7 @@ def close(connection: socket.socket) -> None:
 
 
 def _machine() -> str:
-    """The same for processes that share a loopback interface: this boot of this kernel, and the network namespace."""
+    """Name what processes share that share a loopback interface: this boot of this kernel, and the network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()

@@ -16,7 +16,7 @@ from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, host_bytes
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import LAUNCHED, Launch, script
+from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
 from dsjax.plan.launch_flags import launch
 from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
@@ -34,7 +34,7 @@ REPOSITORIES = {
 
 
 _MOST = 0.98
-"""Of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
+"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
 _BESIDE_DECODES = EngineArgs.prefill_chunk
 """Prompt tokens that a step of a decode worker has room for: the end of a prompt, at most a page, or a chunk where prefill is lost. What a
 larger one needs while it runs would be missing from the cache, and was not priced."""
@@ -90,8 +90,9 @@ def serve_options(
 
 
 def memory_share(instance: Instance, tokens: float) -> float:
-    """Of a device's memory, what weights, the cache of so many tokens and a step's temporaries take, rounded up; at most 0.98: the rest
-    of what is set aside is the runtime's."""
+    """Share of a device's memory that weights, the cache of so many tokens and a step's temporaries take, rounded up.
+
+    It is at most 0.98: the rest of what is set aside is the runtime's."""
     memory = instance.memory
     temporaries = max(0.0, memory.reserve.value - (1 - _MOST) * memory.device)
     needed = memory.weights_total + tokens * memory.cache_per_token + temporaries
@@ -167,7 +168,7 @@ def _contradicted(candidate: Candidate) -> list[str]:
     return found
 
 
-def launches(engine: str, model: str, candidate: Candidate) -> list[Launch]:
+def launches(engine: str, model: str, candidate: Candidate) -> list[LaunchCommand]:
     """The services of a plan as another engine starts them, prefill first."""
     return [launch(engine, REPOSITORIES.get(model, model), *service) for service in _roles(candidate)]
 

@@ -10,8 +10,8 @@ from dsjax.engine.contract.commands import TOKEN_MADE, PrefillRow, RankStep, Ste
 from dsjax.engine.device.buckets import Buckets
 from dsjax.top.reading import Exposition
 from tools.soak import judge
-from tools.soak_bound import ChunkBudget
-from tools.soak_sessions import Mix, Outcome
+from tools.soaks.bound import ChunkBudget
+from tools.soaks.sessions import Mix, Outcome
 
 
 @st.composite

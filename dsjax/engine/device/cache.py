@@ -11,20 +11,20 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import UserError
 from dsjax.model.parameters import storage_dtype
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 
 HOST_CACHE_BYTES = 2 << 30
 """On the CPU platform all emulated devices share the host's memory: their caches together take at most this by default."""
 
 
-def bytes_per_page(step: Step) -> int:
+def bytes_per_page(step: ModelStep) -> int:
     """Bytes of one page, all layers, on one device."""
     shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
     entry = sum(math.prod(width) * dtype.itemsize for width, dtype in step.attention.arrays.values())
     return entry // shards * step.page_size * step.cache_layers
 
 
-def pages_that_fit(step: Step, wanted: int, pool: Pool | None = None) -> int:
+def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None) -> int:
     """Pages of a DP rank: ``wanted``, or what memory allows, whichever is less.
 
     pool: of an accelerator; None on the CPU platform.
@@ -58,7 +58,7 @@ class Pool:
     temporaries: int
 
     @classmethod
-    def of(cls, step: Step, temporaries: int) -> Pool | None:
+    def of(cls, step: ModelStep, temporaries: int) -> Pool | None:
         """The pool of this process's first device; None where it does not tell, as on CPU."""
         device = next(d for d in step.mesh.devices.flat if d.process_index == jax.process_index())
         stats = None if device.platform == "cpu" else device.memory_stats()
@@ -76,7 +76,7 @@ class Pool:
         )
 
 
-def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
+def describe(step: ModelStep, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, storage dtypes and shardings of the cache's arrays ``[layers, dp × pages, page_size, …]``, pages spread over the
     DP ranks."""
     heads = step.spec.head_axes if step.attention.layout == "decompressed" else None
@@ -89,6 +89,6 @@ def describe(step: Step, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def token_slots(step: Step, pages: int) -> int:
+def token_slots(step: ModelStep, pages: int) -> int:
     """Usable token slots of all DP ranks together."""
     return (pages - 1) * step.page_size * step.spec.dp_size

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.model.attention import Cache
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding.placement import CopyTables
 
 MOST_COUNTED = 32_000
@@ -63,7 +63,9 @@ class DeviceState:
     loads: Int[Array, "L N X"] | None
 
 
-def describe(step: Step, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False) -> DeviceState:
+def describe(
+    step: ModelStep, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False
+) -> DeviceState:
     """Shapes, dtypes and shardings of the state's arrays.
 
     num_drafts: the most that are ever drafted. counts_loads: whether the experts' loads are added up.
@@ -109,7 +111,7 @@ def description(state: DeviceState) -> DeviceState:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
 
 
-def copy_pages(step: Step, state: DeviceState, pairs: Int[Array, "B K 2"]) -> DeviceState:
+def copy_pages(step: ModelStep, state: DeviceState, pairs: Int[Array, "B K 2"]) -> DeviceState:
     """Copy pages (from, to) of each rank, in all layers; (0, 0) is nothing: nobody reads page 0."""
 
     def copy(array: Array, pairs, axis: int) -> Array:
@@ -122,7 +124,7 @@ def copy_pages(step: Step, state: DeviceState, pairs: Int[Array, "B K 2"]) -> De
     return _change_pages_of_cache(step, state, pairs, copy)
 
 
-def clear_pages(step: Step, state: DeviceState, marked: Bool[Array, "B P"]) -> DeviceState:
+def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P"]) -> DeviceState:
     """Zeros in the pages that are marked, rank by rank, in all layers."""
 
     def clear(array: Array, marked, axis: int) -> Array:
@@ -132,7 +134,7 @@ def clear_pages(step: Step, state: DeviceState, marked: Bool[Array, "B P"]) -> D
     return _change_pages_of_cache(step, state, marked, clear)
 
 
-def describe_moved(step: Step, state: DeviceState) -> dict[str, jax.ShapeDtypeStruct]:
+def describe_moved(step: ModelStep, state: DeviceState) -> dict[str, jax.ShapeDtypeStruct]:
     """Pages on their way to host memory or from it: of each array that has pages ``[B, MOVED_PAGES, layers, page_size, …]``."""
     B, batch = step.spec.dp_size, step.spec.batch_axes
     found = {}
@@ -146,7 +148,7 @@ def describe_moved(step: Step, state: DeviceState) -> dict[str, jax.ShapeDtypeSt
     return found
 
 
-def take_pages(step: Step, state: DeviceState, pages: Int[Array, "B K"]) -> PagesOnTheWay:
+def take_pages(step: ModelStep, state: DeviceState, pages: Int[Array, "B K"]) -> PagesOnTheWay:
     """Copies of pages, rank by rank."""
 
     def local(cache, filled, pages):
@@ -156,7 +158,7 @@ def take_pages(step: Step, state: DeviceState, pages: Int[Array, "B K"]) -> Page
     return _over_pages(step, state, local, _specs_of_moved(step, state))(state.cache, state.filled, pages)
 
 
-def put_pages(step: Step, state: DeviceState, moved: PagesOnTheWay, pages: Int[Array, "B K"]) -> DeviceState:
+def put_pages(step: ModelStep, state: DeviceState, moved: PagesOnTheWay, pages: Int[Array, "B K"]) -> DeviceState:
     """Write pages, rank by rank; page 0 is nothing: nobody reads it."""
 
     def local(cache, filled, pages, moved):
@@ -171,14 +173,14 @@ def put_pages(step: Step, state: DeviceState, moved: PagesOnTheWay, pages: Int[A
     return dataclasses.replace(state, cache=cache, filled=filled)
 
 
-def _specs_of_moved(step: Step, state: DeviceState) -> dict[str, P]:
+def _specs_of_moved(step: ModelStep, state: DeviceState) -> dict[str, P]:
     batch = step.spec.batch_axes
     cache = device_cache.describe(step, 2)
     found = {name: P(batch, None, None, *array.sharding.spec[2:]) for name, array in cache.items()}
     return found if state.filled is None else found | {"filled": P(batch)}
 
 
-def _over_pages(step: Step, state: DeviceState, local: Callable, out_specs, *further):
+def _over_pages(step: ModelStep, state: DeviceState, local: Callable, out_specs, *further):
     """``local`` on each rank's pages; its arguments are cache, filled, what each rank is given, and ``further`` as their specs say."""
     cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
     rows = P(step.spec.batch_axes)
@@ -187,7 +189,7 @@ def _over_pages(step: Step, state: DeviceState, local: Callable, out_specs, *fur
     )
 
 
-def _change_pages_of_cache(step: Step, state: DeviceState, argument: Array, change: Callable) -> DeviceState:
+def _change_pages_of_cache(step: ModelStep, state: DeviceState, argument: Array, change: Callable) -> DeviceState:
     """``change(array, own argument, axis of its pages)`` on each rank's part of every array that has pages."""
     cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
     rows = P(step.spec.batch_axes)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 from jaxtyping import Array, Int
 
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
 from sharding.placement import CopyTables
@@ -44,7 +44,7 @@ class ExpertLayers(NamedTuple):
         return {name: params[path] for name, path in self.names.items()}
 
 
-def expert_layers(step: Step) -> list[ExpertLayers]:
+def expert_layers(step: ModelStep) -> list[ExpertLayers]:
     """The stacks that have experts."""
     found, first = [], 0
     for stack in STACKS:
@@ -56,7 +56,7 @@ def expert_layers(step: Step) -> list[ExpertLayers]:
     return found
 
 
-def describe_staging(step: Step) -> Stack:
+def describe_staging(step: ModelStep) -> Stack:
     """The buffer: a layer's experts as words of their width, ``[X, …]``, sharded as they are."""
     found = {}
     for name, path in expert_layers(step)[0].names.items():
@@ -66,29 +66,29 @@ def describe_staging(step: Step) -> Stack:
     return found
 
 
-def staging_bytes(step: Step) -> int:
+def staging_bytes(step: ModelStep) -> int:
     """Bytes of the buffer on one device."""
     buffers = describe_staging(step).values()
     return sum(math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in buffers)
 
 
-def expert_bytes(step: Step) -> int:
+def expert_bytes(step: ModelStep) -> int:
     """Bytes of one expert on one device: the whole of it, or its part where its width is split."""
     return staging_bytes(step) * step.spec.ep_size // step.stored_placement.n_physical
 
 
-def exchange_bytes(step: Step, experts: int) -> int:
+def exchange_bytes(step: ModelStep, experts: int) -> int:
     """Bytes of one device that moving experts takes beside the weights: the buffer, and what a rank sends at once."""
     return staging_bytes(step) + experts * expert_bytes(step)
 
 
-def received_bytes(step: Step, experts: int) -> int:
+def received_bytes(step: ModelStep, experts: int) -> int:
     """Bytes that a device receives in one run of ``stage``, at most: where the platform gathers, what all ranks send."""
     native = step.mesh.devices.flat[0].platform in NATIVE_PLATFORMS
     return experts * expert_bytes(step) * (1 if native else step.spec.ep_size - 1)
 
 
-def experts_within(step: Step, max_bytes: int) -> int:
+def experts_within(step: ModelStep, max_bytes: int) -> int:
     """How many experts a rank may send and receive in one run of ``stage`` under a bound on bytes; at least 1, at most all of its slots."""
     return max(1, min(max_bytes // max(received_bytes(step, 1), 1), step.placement.n_physical // step.spec.ep_size))
 
@@ -114,7 +114,7 @@ def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, e
     return packed
 
 
-def lower_stage(step: Step, params: Mapping[str, Any], layers: ExpertLayers, experts: int) -> Lowered:
+def lower_stage(step: ModelStep, params: Mapping[str, Any], layers: ExpertLayers, experts: int) -> Lowered:
     """``(stack, staging, moves, layer) -> (staging, done)``: staging donated; moves as of ``pack_moves``; layer: in its stack."""
     group = ExpertGroup.of(step.spec, step.placement.n_physical, step.mesh.devices.flat[0].platform)
     stack, staging, everywhere = layers.of(params), describe_staging(step), NamedSharding(step.mesh, P())
@@ -174,7 +174,9 @@ def pack_slots(slots: Sequence[int], *, ranks: int, per_rank: int) -> Int[np.nda
     return marked.reshape(ranks, per_rank)
 
 
-def lower_place(step: Step, params: Mapping[str, Any], layers: ExpertLayers, copies: CopyTables, loads: Any) -> Lowered:
+def lower_place(
+    step: ModelStep, params: Mapping[str, Any], layers: ExpertLayers, copies: CopyTables, loads: Any
+) -> Lowered:
     """``(stack, staging, copies, loads, marked, tables, layer, row) -> (stack, copies, loads, retired, done)``.
 
     Staged experts go into their slots, and the layer's tables are in force. Donated are the stack, and copies and loads, of which one

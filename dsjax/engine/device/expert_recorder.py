@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.engine.contract.executor import ExpertCounts
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding.dispatch import DispatchStatistics
 from sharding.layer_placement import LayerPlacements
 
@@ -25,7 +25,7 @@ class ExpertRecorder:
     once: ``counts`` is as old as that, ``read`` reads what is there. Whoever begins anew makes another one.
     """
 
-    def __init__(self, step: Step):
+    def __init__(self, step: ModelStep):
         self._step = step
         self._held: list[tuple[Mapping[str, Array], int, LayerPlacements]] = []
         self._read_at = 0.0

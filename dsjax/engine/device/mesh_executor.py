@@ -65,7 +65,7 @@ class MeshExecutor:
 
     def __init__(
         self,
-        step: model_step.Step,
+        step: model_step.ModelStep,
         params: Mapping[str, Array],
         limits: ExecutorLimits,
         buckets: Buckets,

@@ -13,7 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from dsjax.errors import UserError
-from sharding.emulation import backend_is_running
+from sharding.jax_internals import backend_is_running
 
 LEAST_COMPILE_SECONDS = 0.2
 """Programs that compile faster than this are not worth a file."""

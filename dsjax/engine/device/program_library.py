@@ -16,12 +16,12 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from dsjax.engine.contract.executor import ExecutorLimits
+from sharding import jax_internals
 
 _LEAST_SHARE_OF_PAGES = 0.95
 """A cache smaller than it could be by more than this costs more than compiling programs for the larger one."""
@@ -40,8 +40,7 @@ _read_last = _ReadLast()
 
 def _listen_to_jax_cache() -> None:
     """Have what JAX's cache gives noted in `_read_last`."""
-    from jax._src import compilation_cache
-
+    compilation_cache = jax_internals.compilation_cache()
     extract = compilation_cache.extract_executable_and_time
     if getattr(extract, "notes", False):
         return
@@ -191,11 +190,4 @@ class _Reader(serialize_executable._JaxPjrtUnpickler):
 
     def _options(self):
         """Those with which JAX would compile for these devices; of them only the devices matter once a program is compiled."""
-        from jax._src.compiler import get_compile_options
-
-        return get_compile_options(
-            num_replicas=1,
-            num_partitions=len(self.devices_by_id),
-            device_assignment=np.array([[device.id for device in self.devices_by_id.values()]]),
-            backend=self.backend,
-        )
+        return jax_internals.compile_options([device.id for device in self.devices_by_id.values()], self.backend)

@@ -21,7 +21,7 @@ from dsjax.engine.device.logit_edits import mask_words
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.device.traced_programs import TracedPrograms, launches, positions
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding.arrays import put
 
 _SELDOM_WANTED = {"step": 5, "drafting step": 3, "draw": 2, "drafts": 1}
@@ -38,7 +38,7 @@ class Programs(TracedPrograms):
 
     def __init__(
         self,
-        step: Step,
+        step: ModelStep,
         params: Mapping[str, Array],
         state: DeviceState,
         limits: ExecutorLimits,

@@ -14,11 +14,11 @@ from dsjax.engine.device import logit_edits
 from dsjax.engine.device.device_state import MOST_COUNTED, DeviceState, SlotSampling
 from dsjax.engine.device.sampler import SamplingRows, Scores, Wanted, sample, score
 from dsjax.engine.device.slots import StepRows, commit
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 
 
 def add_biases(
-    step: Step, state: DeviceState, rows: StepRows, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
+    step: ModelStep, state: DeviceState, rows: StepRows, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
 ) -> Float[Array, "B J V"]:
     """Logits with the biases of ``logit_edits.add_biases``; the vocabulary stays spread over ``tp``."""
     spec, own = step.rules.spec(("ranks", None, "vocab")), P(step.spec.batch_axes)
@@ -34,7 +34,7 @@ def add_biases(
 
 
 def draw(
-    step: Step,
+    step: ModelStep,
     state: DeviceState,
     rows: StepRows,
     raw: Float[Array, "B J V"],
@@ -81,7 +81,7 @@ def draw(
     return _count(step, state, rows, outcome, wanted), outcome, scores
 
 
-def score_prompt(step: Step, rows: StepRows, tokens: Int[Array, "B 1 T"], logits: Float[Array, "B T V"]) -> Scores:
+def score_prompt(step: ModelStep, rows: StepRows, tokens: Int[Array, "B 1 T"], logits: Float[Array, "B T V"]) -> Scores:
     """Scores of the token behind each position of the only prefill row of a rank, whose ``tokens`` are given."""
     own = P(step.spec.batch_axes)
     targets = jnp.maximum(tokens_behind(rows, tokens, rows.next_token)[:, 0], 0)
@@ -104,7 +104,7 @@ def _places(state: DeviceState, rows: StepRows) -> Int[Array, "B J"]:
 
 
 def _count(
-    step: Step, state: DeviceState, rows: StepRows, outcome: Int[Array, "B J+2R"], wanted: Wanted
+    step: ModelStep, state: DeviceState, rows: StepRows, outcome: Int[Array, "B J+2R"], wanted: Wanted
 ) -> DeviceState:
     """Count the tokens made by slots that have penalties."""
     own = P(step.spec.batch_axes)

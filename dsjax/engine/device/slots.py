@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 from dsjax.engine.device.device_state import DeviceState, SlotSampling
 from dsjax.model.rows import GroupShape, RowGroup
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +129,7 @@ def _without_pages(state: DeviceState) -> DeviceState:
     return dataclasses.replace(state, cache={}, filled=None, copies=None, loads=None)
 
 
-def _on_each_rank(step: Step, function: Callable, *arguments):
+def _on_each_rank(step: ModelStep, function: Callable, *arguments):
     """``function`` on each DP rank's own arrays, their leading axis taken off and put back."""
 
     def local(*arguments):
@@ -140,7 +140,7 @@ def _on_each_rank(step: Step, function: Callable, *arguments):
     return jax.shard_map(local, mesh=step.mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arguments)
 
 
-def _change_slots(step: Step, function: Callable, state: DeviceState, *arguments) -> tuple[DeviceState, Any]:
+def _change_slots(step: ModelStep, function: Callable, state: DeviceState, *arguments) -> tuple[DeviceState, Any]:
     """The state, all but its pages changed by ``function(state, *arguments) -> (state, more)`` on each rank; and more."""
     changed, more = _on_each_rank(step, function, _without_pages(state), *arguments)
     whole = {name: getattr(state, name) for name in ("cache", "filled", "copies", "loads")}
@@ -156,7 +156,7 @@ COUNTED = 1024
 ADMIT_WIDTH = ADMISSIONS * ADMISSION_WIDTH + 3 * PAGE_CHANGES + 3 * COUNTED
 
 
-def admit(step: Step, state: DeviceState, packed: Int[Array, "B W"]) -> DeviceState:
+def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> DeviceState:
     """Give slots to requests, and change page tables.
 
     packed: admissions (slot, start, token, length of the prompt, seed, top-k, bits of temperature, top-p, min-p and the three
@@ -202,7 +202,7 @@ def admit(step: Step, state: DeviceState, packed: Int[Array, "B W"]) -> DeviceSt
 
 
 def read(
-    step: Step, state: DeviceState, packed: Int[Array, "B W"], shape: LaunchShape
+    step: ModelStep, state: DeviceState, packed: Int[Array, "B W"], shape: LaunchShape
 ) -> tuple[DeviceState, StepRows, list[RowGroup]]:
     """Change page tables, and read the rows of a launch with what the state knows of them.
 
@@ -246,7 +246,7 @@ def read(
 
 
 def commit(
-    step: Step, state: DeviceState, rows: StepRows, tokens: Int[Array, "B J"]
+    step: ModelStep, state: DeviceState, rows: StepRows, tokens: Int[Array, "B J"]
 ) -> tuple[DeviceState, Int[Array, "B J+2R"]]:
     """Enter the tokens that were drawn: which drafts they accept, where each slot stands now, and its last token.
 
@@ -277,7 +277,7 @@ def commit(
     return _change_slots(step, local, state, rows, tokens)
 
 
-def tables_of(step: Step, state: DeviceState, rows: StepRows) -> Int[Array, "B R+R2 Pr"]:
+def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array, "B R+R2 Pr"]:
     """The page tables of a launch's rows, decode rows first."""
 
     def local(tables, slot, prefill_slot):
@@ -286,7 +286,7 @@ def tables_of(step: Step, state: DeviceState, rows: StepRows) -> Int[Array, "B R
     return _on_each_rank(step, local, state.tables, rows.slot, rows.prefill_slot)
 
 
-def enter_drafts(step: Step, state: DeviceState, rows: StepRows, drafts: Int[Array, "B R+R2 n"]) -> DeviceState:
+def enter_drafts(step: ModelStep, state: DeviceState, rows: StepRows, drafts: Int[Array, "B R+R2 n"]) -> DeviceState:
     """Keep what the MTP module proposes for every row that has made a token."""
 
     def local(state: DeviceState, rows: StepRows, drafts):

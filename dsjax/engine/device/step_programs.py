@@ -15,11 +15,11 @@ from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.sampler import greedy
 from dsjax.engine.device.slots import LaunchShape, StepRows
 from dsjax.model.rows import GroupShape, RowGroup
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 
 
 def compute(
-    step: Step,
+    step: ModelStep,
     params: Mapping[str, Array],
     state: DeviceState,
     packed: Int[Array, "B W"],
@@ -43,7 +43,7 @@ def compute(
 
 
 def propose(
-    step: Step,
+    step: ModelStep,
     params: Mapping[str, Array],
     state: DeviceState,
     packed: Int[Array, "B W"],
@@ -111,7 +111,7 @@ def _count(loads: Array | None, first: int, reports: Mapping[str, Array]) -> Arr
     return loads.at[first : first + counts.shape[0]].add(counts)
 
 
-def unfill(step: Step, state: DeviceState, groups: list[RowGroup]) -> Bool[Array, "P G"] | None:
+def unfill(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> Bool[Array, "P G"] | None:
     """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
     if state.filled is None:
         return None

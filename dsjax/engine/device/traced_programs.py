@@ -27,7 +27,7 @@ from dsjax.engine.device.logit_edits import bias_width, mask_words
 from dsjax.engine.device.sampler import Wanted
 from dsjax.engine.device.slots import ADMIT_WIDTH, LaunchShape, StepRows
 from dsjax.model.rows import GroupShape, RowGroup
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 
 COPIES = 32
 """Pairs of pages that one run of the copying program takes."""
@@ -49,7 +49,7 @@ class TracedPrograms:
 
     def __init__(
         self,
-        step: Step,
+        step: ModelStep,
         params: Mapping[str, Array],
         state: DeviceState,
         limits: ExecutorLimits,

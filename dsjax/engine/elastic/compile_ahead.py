@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MeshCandidate:
     """A mesh that may come. device_ids: by process and id; any others would do. reason: for people."""
 
     spec: MeshSpec
@@ -102,7 +102,7 @@ class CompileAhead:
     def _run(
         self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights, going: threading.Event
     ) -> None:
-        def find() -> list[Candidate]:
+        def find() -> list[MeshCandidate]:
             config, losses = self._open().config, self._args.compile_ahead
             devices = [device for device in _all_devices() if device.process_index in live]
             found = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
@@ -110,7 +110,7 @@ class CompileAhead:
 
         self._compile(find, going, rests=True)
 
-    def _compile(self, find: Callable[[], list[Candidate]], going: threading.Event, *, rests: bool) -> None:
+    def _compile(self, find: Callable[[], list[MeshCandidate]], going: threading.Event, *, rests: bool) -> None:
         """Compile for each mesh in turn, as long as `going` is set. Whatever goes wrong, serving goes on: the mesh that comes compiles."""
         try:
             enable_compile_cache()
@@ -131,7 +131,7 @@ class CompileAhead:
                 self.label = None
 
     def _pace(
-        self, wanted: Candidate, before: int, total: int, going: threading.Event, rests: bool
+        self, wanted: MeshCandidate, before: int, total: int, going: threading.Event, rests: bool
     ) -> Callable[[int, str], bool]:
         last = time.monotonic()
 
@@ -154,9 +154,9 @@ class CompileAhead:
         return self._checkpoint
 
 
-def _over_all(spec: MeshSpec, reason: str) -> Candidate:
+def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:
     """A mesh over the first of all devices."""
-    return Candidate(spec, tuple(device.id for device in _all_devices()[: spec.num_devices]), reason)
+    return MeshCandidate(spec, tuple(device.id for device in _all_devices()[: spec.num_devices]), reason)
 
 
 def _all_devices() -> list[jax.Device]:
@@ -171,12 +171,12 @@ def candidates(
     devices: Sequence[jax.Device],
     own: int,
     losses: int,
-) -> list[Candidate]:
+) -> list[MeshCandidate]:
     """The meshes that are formed when up to so many processes are gone, but for process 0 and this one; each once.
 
     devices: of the processes that live, by process and id. own: this process.
     """
-    found: dict[MeshSpec, Candidate] = {}
+    found: dict[MeshSpec, MeshCandidate] = {}
     others = sorted({device.process_index for device in devices} - {0, own})
     for count in range(1, min(losses, len(others)) + 1):
         for lost in itertools.combinations(others, count):
@@ -188,12 +188,12 @@ def candidates(
             if any(device.process_index == own for device in left[: spec.num_devices]):
                 reason = "a process is gone" if count == 1 else f"{count} processes are gone"
                 ids = tuple(device.id for device in left[: spec.num_devices])
-                found.setdefault(spec, Candidate(spec, ids, reason))
+                found.setdefault(spec, MeshCandidate(spec, ids, reason))
     return list(found.values())
 
 
 def described_programs(
-    args: EngineArgs, checkpoint: Checkpoint, wanted: Candidate, library: ProgramLibrary
+    args: EngineArgs, checkpoint: Checkpoint, wanted: MeshCandidate, library: ProgramLibrary
 ) -> tuple[Programs, Buckets]:
     """The programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
     own = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)

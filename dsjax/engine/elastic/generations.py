@@ -29,7 +29,7 @@ from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
 from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.announcement import Announcement
-from dsjax.hosts.device_orders import DeviceOrders
+from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
 from sharding import MeshSpec
 

@@ -21,7 +21,7 @@ from dsjax.engine.transfer.prefill_service import Keepers
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.meeting import Arrival
+from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.hosts.stream import StreamWriter
 
 _LOOK_SECONDS = 1.0
@@ -78,7 +78,7 @@ def keepers_of(own: str, group: HostGroup | None) -> Keepers:
     return keepers
 
 
-def _address_of(member: Arrival, group: HostGroup) -> str:
+def _address_of(member: JoinRequest, group: HostGroup) -> str:
     """Where the parcels of another process are pulled from. It says so once its model is loaded."""
     deadline = time.monotonic() + group.options.start_timeout
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""From options and a configuration to a ``Step``, with every check and without any weights: loading and dry run share it."""
+"""From options and a configuration to a ``ModelStep``, with every check and without any weights: loading and dry run share it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import BLOCK, Weights
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from dsjax.model.transformer import parameter_table
 from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
@@ -41,7 +41,7 @@ def make_step(
     *,
     bf16_experts: bool | None = None,
     mtp: bool = False,
-) -> Step:
+) -> ModelStep:
     """The step that ``args`` describe, for this model on this mesh.
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
@@ -86,7 +86,7 @@ def make_step(
         derived_dtype=dtype,
         mtp=mtp,
     )
-    return Step(
+    return ModelStep(
         config=config,
         table=table,
         spec=spec,
@@ -293,7 +293,7 @@ def _fits(table: np.ndarray, layers: int, width: int) -> bool:
     return table.shape[1] == width and table.shape[0] in (layers, layers + 1)
 
 
-def experts_per_exchange(args: EngineArgs, step: Step) -> int:
+def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
     """How many experts a rank sends and receives between two steps at most; 0 where experts stay where they are.
 
     Raises:
@@ -316,7 +316,7 @@ def experts_per_exchange(args: EngineArgs, step: Step) -> int:
     return expert_programs.experts_within(step, most)
 
 
-def dispatch_method(step: Step, tokens: int) -> str:
+def dispatch_method(step: ModelStep, tokens: int) -> str:
     """How a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
 
     ``local`` where one device holds all experts, ``none`` for a model without any.

@@ -24,7 +24,7 @@ from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.engine.setup.memory import beside_the_cache
 from dsjax.engine.transfer.page_transfer import MOST_KEPT, PARCEL_PAGES
 from dsjax.errors import UserError
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 
 TOTAL_SEQUENCES = 256
@@ -40,7 +40,7 @@ class Layout:
     sizes: with the fewest pages that can be. per_exchange: experts that a rank sends and receives at once; 0: they stay where they are.
     """
 
-    step: Step
+    step: ModelStep
     sizes: ExecutorLimits
     buckets: Buckets
     num_drafts: int
@@ -87,7 +87,7 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
     return args.max_model_len or config.max_position_embeddings
 
 
-def parcel_bytes(args: EngineArgs, step: Step) -> int:
+def parcel_bytes(args: EngineArgs, step: ModelStep) -> int:
     """Bytes of a device for pages on their way to another engine, or from one, where there is such an engine: the most that are there
     at once if parcels are full."""
     landing = MOST_LANDED + MOST_LOADED  # what has come, and what is staged
@@ -95,7 +95,7 @@ def parcel_bytes(args: EngineArgs, step: Step) -> int:
     return pages * device_cache.bytes_per_page(step)
 
 
-def _sizes(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
+def _sizes(args: EngineArgs, step: ModelStep, max_model_len: int) -> ExecutorLimits:
     """The executor's sizes but for the cache's, which has the fewest pages that can be."""
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
@@ -113,7 +113,7 @@ def _sizes(args: EngineArgs, step: Step, max_model_len: int) -> ExecutorLimits:
     )
 
 
-def _limits(args: EngineArgs, step: Step, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
+def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
     """``sizes`` with as many pages as are wanted and fit."""
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
     pages = device_cache.pages_that_fit(step, wanted + 1, pool)

@@ -44,7 +44,7 @@ from dsjax.engine.transfer.page_parcels import PageParcels
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import device_bytes, store
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 
 
@@ -314,7 +314,7 @@ def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path
     return RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
 
 
-def materialise(step: Step, params: Mapping[str, Array]) -> dict[str, Array]:
+def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array]:
     """``params`` with the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
     derived = {path: info for path, info in step.table.infos.items() if info.init == "derived"}
     if not derived:
@@ -367,7 +367,7 @@ def _eos_field(path: Path) -> set[int]:
     return set(ids)
 
 
-def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
+def _dispatch_methods(step: ModelStep, buckets: Buckets) -> dict[str, str]:
     """How the fullest launch of each kind sends tokens to their experts."""
     prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
     decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
@@ -375,7 +375,12 @@ def _dispatch_methods(step: Step, buckets: Buckets) -> dict[str, str]:
 
 
 def _facts(
-    args: EngineArgs, step: Step, limits: ExecutorLimits, buckets: Buckets, params: Mapping[str, Array], weights: str
+    args: EngineArgs,
+    step: ModelStep,
+    limits: ExecutorLimits,
+    buckets: Buckets,
+    params: Mapping[str, Array],
+    weights: str,
 ) -> EngineFacts:
     spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank

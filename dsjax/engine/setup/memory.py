@@ -18,10 +18,10 @@ from dsjax.engine.device.traced_programs import TracedPrograms
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.model.parameters import device_bytes
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 
 
-def check_host_memory(args: EngineArgs, step: Step) -> None:
+def check_host_memory(args: EngineArgs, step: ModelStep) -> None:
     """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read."""
     available = available_bytes()
     needed = weight_bytes(step) * len(step.mesh.local_devices)
@@ -33,7 +33,7 @@ def check_host_memory(args: EngineArgs, step: Step) -> None:
         )
 
 
-def check_device_memory(args: EngineArgs, step: Step, pool: Pool | None) -> None:
+def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) -> None:
     """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything.
 
     Raises:
@@ -53,7 +53,7 @@ def check_device_memory(args: EngineArgs, step: Step, pool: Pool | None) -> None
     )
 
 
-def weight_bytes(step: Step) -> int:
+def weight_bytes(step: ModelStep) -> int:
     """Bytes of all weights on one device."""
     found = 0
     for info in step.table.infos.values():
@@ -63,7 +63,7 @@ def weight_bytes(step: Step) -> int:
 
 
 def beside_the_cache(
-    step: Step, params: Mapping[str, Array], limits: ExecutorLimits, buckets: Buckets, num_drafts: int
+    step: ModelStep, params: Mapping[str, Array], limits: ExecutorLimits, buckets: Buckets, num_drafts: int
 ) -> int:
     """Bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
 

@@ -15,16 +15,16 @@ from dsjax.engine.tiers.host_pages import Shapes
 from dsjax.engine.tiers.page_files import PageFiles, bytes_on_disk, lock_folder
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 
 
-def page_bytes(step: Step) -> int:
+def page_bytes(step: ModelStep) -> int:
     """Count the bytes of a page outside the devices: all layers, all shards, and which slots the MTP module has filled."""
     shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
     return device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
 
 
-def below(args: EngineArgs, step: Step) -> dict[str, int]:
+def below(args: EngineArgs, step: ModelStep) -> dict[str, int]:
     """The fields of ``ExecutorLimits`` that say what lies below the devices.
 
     Raises:
@@ -53,12 +53,12 @@ def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
     return lock_folder(args.disk_cache)
 
 
-def open_disk(args: EngineArgs, step: Step, directory: Path, lock: IO[bytes], shapes: Shapes) -> DiskPages:
+def open_disk(args: EngineArgs, step: ModelStep, directory: Path, lock: IO[bytes], shapes: Shapes) -> DiskPages:
     """The folder's pages of this model. directory: of its checkpoint; shapes: of a page's arrays."""
     return DiskPages(PageFiles(args.disk_cache, page_space(args, step, directory), shapes), args.disk_cache_bytes, lock)
 
 
-def page_space(args: EngineArgs, step: Step, directory: Path) -> dict[str, Any]:
+def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
     """What a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
     return {
         "fingerprint": fingerprint(directory),
@@ -73,7 +73,7 @@ def page_space(args: EngineArgs, step: Step, directory: Path) -> dict[str, Any]:
     }
 
 
-def _disk_pages(args: EngineArgs, step: Step) -> int:
+def _disk_pages(args: EngineArgs, step: ModelStep) -> int:
     """Pages for which ``--disk-cache-bytes`` has room."""
     if args.disk_cache is None:
         return 0
@@ -85,7 +85,7 @@ def _disk_pages(args: EngineArgs, step: Step) -> int:
     return args.disk_cache_bytes // each
 
 
-def _host_pages(args: EngineArgs, step: Step) -> int:
+def _host_pages(args: EngineArgs, step: ModelStep) -> int:
     """Pages of each DP rank for which ``--host-cache-bytes`` has room."""
     if not args.host_cache_bytes:
         return 0

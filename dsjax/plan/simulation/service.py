@@ -48,7 +48,7 @@ def _results(rank: RankPlan) -> RankResults:
     return RankResults([_SOME] * len(rank.decodes), [_SOME if row.sampled else _NONE for row in rank.prefills])
 
 
-class Engine:
+class SimulatedEngine:
     """One instance under the engine's scheduler: aggregated serving, or the prefill side (outputs of one token).
 
     gaps: (begin, seconds, decodes) of each step with decodes: a running request waits so long for its next token. made: tokens that a

@@ -24,7 +24,7 @@ from dsjax.plan.program import needed_flops
 from dsjax.plan.search import search
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import StepModel
-from dsjax.plan.workload import Options
+from dsjax.plan.workload import PlanOptions
 from sharding.mesh import MeshSpec
 
 FILES = Path(__file__).parent / "dry_runs"
@@ -39,7 +39,7 @@ def runs():
 @pytest.fixture
 def planned(ask, runs):
     def make(*names, mesh="dp=8", dispatch="auto", cluster="h200-16", **kwargs):
-        options = Options(
+        options = PlanOptions(
             compiled=tuple(runs[name] for name in names),
             mesh=MeshSpec.parse(mesh),
             redundant=0,

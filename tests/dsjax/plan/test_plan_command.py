@@ -20,7 +20,7 @@ from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.kubernetes import overlay
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import search
-from dsjax.plan.workload import Objective, Options, Pins
+from dsjax.plan.workload import Objective, Pins, PlanOptions
 from sharding.mesh import MeshSpec
 
 # What the engines that publish their kernels can do, in front of what dsjax serve can.
@@ -153,7 +153,13 @@ def test_a_recipe_that_there_is_none_of_is_said_and_not_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(modes=("separated",)), Options(redundant=32, fused=True), Options(dispatch="auto")]
+    "options",
+    [
+        PlanOptions(),
+        PlanOptions(modes=("separated",)),
+        PlanOptions(redundant=32, fused=True),
+        PlanOptions(dispatch="auto"),
+    ],
 )
 def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
     question = ask("h200-16", objective=Objective(tpot=0.05), options=options)
@@ -195,7 +201,7 @@ def test_a_recipe_starts_an_engine_whose_limits_are_those_that_were_priced(ask, 
 
 
 def test_prefill_instances_run_as_many_prompts_as_their_step_was_priced_with(ask):
-    question = ask("h200-16", prompt=2000, options=Options(modes=("separated",)))
+    question = ask("h200-16", prompt=2000, options=PlanOptions(modes=("separated",)))
     winner = search(question).winner
     service, decode = recipe("deepseek-v3", question, winner)["services"]
     assert service["role"] == "prefill"
@@ -212,7 +218,7 @@ def test_prefill_instances_run_as_many_prompts_as_their_step_was_priced_with(ask
 def separated(ask, config, prefill, decode, redundant=None, cluster="h200-8", counts=(1, 1), **load):
     """A question about so many prefill and decode engines on these meshes, and its winner."""
     pins = Pins(MeshSpec.parse(prefill), MeshSpec.parse(decode), *counts)
-    options = Options(modes=("separated",), pins=pins, redundant=redundant)
+    options = PlanOptions(modes=("separated",), pins=pins, redundant=redundant)
     question = dataclasses.replace(ask(cluster, options=options, **load), config=load_config(config))
     return question, search(question).winner
 
@@ -305,7 +311,7 @@ def test_what_dsjax_serve_cannot_do_is_refused_or_told_beside():
 
 def test_no_more_is_credited_than_the_engine_can(ask):
     able = dataclasses.replace(dsjax_engine(), balances=False, overlaps=False, transfers=False)
-    limited = search(ask("h200-16", options=Options(engine=able, dispatch="auto"))).winner
+    limited = search(ask("h200-16", options=PlanOptions(engine=able, dispatch="auto"))).winner
     assert limited.mode == "aggregated"
     assert not limited.decode.overlapped(limited.batch)
     uneven = limited.decode.step_models()[0]

@@ -25,7 +25,7 @@ from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.engine.tiers.page_tiers import TierCounts
-from dsjax.top.reading import Client, Exposition, NoAnswerError, Reading
+from dsjax.top.reading import Exposition, NoAnswerError, StatusClient, StatusReading
 from dsjax.top.screen import Screen
 from dsjax.top.view import quantile, view
 
@@ -39,9 +39,9 @@ def server():
     watched.close()
 
 
-def reading(server: WatchedServer, at: float) -> Reading:
-    with contextlib.closing(Client(server.url)) as client:
-        return Reading(at, *(getattr(client.read(), name) for name in ("metrics", "info", "loads")))
+def reading(server: WatchedServer, at: float) -> StatusReading:
+    with contextlib.closing(StatusClient(server.url)) as client:
+        return StatusReading(at, *(getattr(client.read(), name) for name in ("metrics", "info", "loads")))
 
 
 def feed(server: WatchedServer, name: str) -> None:

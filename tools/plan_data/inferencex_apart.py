@@ -14,13 +14,13 @@ from dsjax.config import load_config
 from dsjax.plan.candidate import Candidate, prefill_pool, separated
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Figure, Kind
-from dsjax.plan.inferencex import LENGTHS_SHARE, LENGTHS_VARIATION, RUN_PRECISIONS, SOURCE
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
-from dsjax.plan.validation import Point
-from dsjax.plan.validation_score import score
-from dsjax.plan.workload import Lengths, Options, Workload
+from dsjax.plan.workload import Lengths, PlanOptions, Workload
+from tools.plan_data.inferencex import LENGTHS_SHARE, LENGTHS_VARIATION, RUN_PRECISIONS, SOURCE
+from tools.plan_data.validation import Point
+from tools.plan_data.validation_score import score
 
 _CLUSTERS = {"h100": "h100-32", "gb200": "gb200-nvl72-36", "gb300": "gb300-nvl72-36"}
 _REDUNDANT = 32
@@ -59,7 +59,7 @@ class ApartRun:
         cluster = cluster.resized(-(-devices // cluster.devices_per_host))
         lengths = (Lengths(LENGTHS_SHARE * tokens, LENGTHS_VARIATION) for tokens in (self.prompt, self.output))
         work = Workload(*lengths, concurrency=float(self.users))
-        options = Options(precision(RUN_PRECISIONS[self.weights], "fp8"), overlap="off")
+        options = PlanOptions(precision(RUN_PRECISIONS[self.weights], "fp8"), overlap="off")
         first, then = (Instance(config, cluster, layout, options, work) for layout in layouts)
         batch = self.users / (then.replicas * self.decode[0])
         return separated(prefill_pool(first, _STEP), self.prefill[0], then, self.decode[0], batch)

@@ -1,4 +1,4 @@
-"""The meeting, its processes played by threads: who comes, what must be alike, and one clear message for everybody."""
+"""The rendezvous, its processes played by threads: who comes, what must be alike, and one clear message for everybody."""
 
 import dataclasses
 import socket
@@ -9,8 +9,8 @@ import time
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.hosts import HostOptions, meeting
-from dsjax.hosts.meeting import Arrival, GroupError, Meeting, meet
+from dsjax.hosts import HostOptions, rendezvous
+from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
 from dsjax.hosts.wire import send
 
 ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint fingerprint": "ab12"}
@@ -18,17 +18,17 @@ ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint finger
 
 @pytest.fixture(autouse=True)
 def short_linger(monkeypatch):
-    monkeypatch.setattr(meeting, "_LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "_LINGER_SECONDS", 0.5)
 
 
-open_meetings: list[Meeting] = []
+open_rendezvous: list[Rendezvous] = []
 
 
 @pytest.fixture(autouse=True)
 def closed_in_the_end():
     yield
-    while open_meetings:
-        open_meetings.pop().close()
+    while open_rendezvous:
+        open_rendezvous.pop().close()
 
 
 def free_port() -> int:
@@ -42,7 +42,9 @@ def group_of(count: int, timeout: int = 20) -> list[HostOptions]:
     return [HostOptions(("127.0.0.1", port), count, i, "127.0.0.1", timeout, 10) for i in range(count)]
 
 
-def hold(processes: list[HostOptions], alike: list[dict | Exception] | None = None) -> list[list[Arrival] | Exception]:
+def hold(
+    processes: list[HostOptions], alike: list[dict | Exception] | None = None
+) -> list[list[JoinRequest] | Exception]:
     """What `meet` gives or raises in each process, all at once; it may take ten seconds in all."""
     found: list = [None] * len(processes)
 
@@ -55,7 +57,7 @@ def hold(processes: list[HostOptions], alike: list[dict | Exception] | None = No
 
         try:
             meeting_of = meet(processes[index], prepare)
-            open_meetings.append(meeting_of)
+            open_rendezvous.append(meeting_of)
             found[index] = meeting_of.members
         except Exception as error:
             found[index] = error
@@ -86,7 +88,7 @@ def test_all_get_the_same_members_in_the_order_of_their_ids():
 def test_all_are_told_where_the_service_will_be_which_is_beside_the_meetings_port():
     processes = group_of(3)
     hold(processes)
-    services = {found.service for found in open_meetings}
+    services = {found.service for found in open_rendezvous}
     assert len(services) == 1
     host, port = services.pop().split(":")
     assert host == "127.0.0.1"
@@ -152,11 +154,11 @@ def test_another_number_of_processes_ends_the_meeting():
     assert all("has --num-processes 4, process 0 has 3" in text for text in found)
 
 
-def door_of(left: list, next_generation: int | None = 3):
-    """The door of the group that was held last, with a group behind it that lets everybody come back."""
-    door = next(found.door for found in open_meetings if found.door)
-    door.watch(lambda arrival: left.append(arrival.process_id), lambda arrival: next_generation)
-    return door
+def listener_of(left: list, next_generation: int | None = 3):
+    """The listener of the group that was held last, with a group behind it that lets everybody come back."""
+    listener = next(found.listener for found in open_rendezvous if found.listener)
+    listener.watch(lambda request: left.append(request.process_id), lambda request: next_generation)
+    return listener
 
 
 def until(condition) -> None:
@@ -170,25 +172,25 @@ def test_a_member_that_goes_is_seen_at_once_and_may_come_back_under_its_id():
     processes = group_of(3)
     hold(processes)
     left: list[int] = []
-    door_of(left).wanted = "dp=2"
-    connections = {found.connection.getsockname()[1]: found for found in open_meetings if found.connection}
+    listener_of(left).wanted = "dp=2"
+    connections = {found.connection.getsockname()[1]: found for found in open_rendezvous if found.connection}
     gone = next(iter(connections.values()))
     gone.close()
     until(lambda: len(left) == 1)
     back = processes[left[0]]
     (members,) = hold([back])
     assert [member.process_id for member in members] == [0, 1, 2]
-    assert open_meetings[-1].generation == 3
-    assert open_meetings[-1].here == [0, 1, 2]  # whom it has to reach, itself among them
-    assert open_meetings[-1].wanted == "dp=2"  # what it should compile for
-    assert open_meetings[-1].service == open_meetings[0].service
+    assert open_rendezvous[-1].generation == 3
+    assert open_rendezvous[-1].here == [0, 1, 2]  # whom it has to reach, itself among them
+    assert open_rendezvous[-1].wanted == "dp=2"  # what it should compile for
+    assert open_rendezvous[-1].service == open_rendezvous[0].service
 
 
 def test_another_process_under_the_id_of_a_member_that_lives_is_refused_alone():
     processes = group_of(2)
     hold(processes)
     left: list[int] = []
-    door_of(left)
+    listener_of(left)
     (found,) = messages(hold([processes[1]]))
     assert "is in the group, and another on " in found
     assert "has its --process-id 1; give each its own" in found
@@ -199,8 +201,8 @@ def test_one_that_comes_back_otherwise_or_at_the_end_is_told_so():
     processes = group_of(2)
     hold(processes)
     left: list[int] = []
-    door = door_of(left, None)
-    door.drop(1)
+    listener = listener_of(left, None)
+    listener.drop(1)
     (found,) = messages(hold([processes[1]], [ALIKE | {"--mesh": "dp=8"}]))
     assert "has --mesh dp=8, process 0 has dp=4" in found
     (found,) = messages(hold([processes[1]]))
@@ -244,8 +246,8 @@ def test_a_process_that_dies_while_the_group_forms_ends_it():
 
     # It comes, and goes without a word.
     def visit() -> None:
-        connection = meeting._connect(processes[2])
-        send(connection, Arrival.of(processes[2]))
+        connection = rendezvous._connect(processes[2])
+        send(connection, JoinRequest.of(processes[2]))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
 
@@ -258,7 +260,12 @@ def test_strangers_at_the_port_are_ignored():
     processes = group_of(2)
 
     def knock() -> None:
-        for data in (b"GET / HTTP/1.1\r\n\r\n", meeting.MAGIC + b"\xff" * 64, meeting.MAGIC + b"\x01\0\0\0x", b""):
+        for data in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            rendezvous.MAGIC + b"\xff" * 64,
+            rendezvous.MAGIC + b"\x01\0\0\0x",
+            b"",
+        ):
             for _ in range(100):
                 try:
                     with socket.create_connection(processes[0].coordinator, timeout=1) as connection:
@@ -279,15 +286,15 @@ def test_strangers_at_the_port_are_ignored():
 
 
 def test_loopback_addresses_are_refused_where_the_machines_differ():
-    here = Arrival(0, 2, "a", 1, "10.0.0.1", "boot-1")
-    other = Arrival(1, 2, "b", 2, "127.0.1.1", "boot-2")
-    assert "listens at 127.0.1.1, which other hosts cannot reach" in meeting._on_loopback({0: here, 1: other})
-    assert meeting._on_loopback({0: here, 1: changed(other, machine="boot-1")}) is None
-    assert meeting._on_loopback({0: here, 1: changed(other, address="10.0.0.2")}) is None
+    here = JoinRequest(0, 2, "a", 1, "10.0.0.1", "boot-1")
+    other = JoinRequest(1, 2, "b", 2, "127.0.1.1", "boot-2")
+    assert "listens at 127.0.1.1, which other hosts cannot reach" in rendezvous._on_loopback({0: here, 1: other})
+    assert rendezvous._on_loopback({0: here, 1: changed(other, machine="boot-1")}) is None
+    assert rendezvous._on_loopback({0: here, 1: changed(other, address="10.0.0.2")}) is None
 
 
-def changed(arrival: Arrival, **changes) -> Arrival:
-    return Arrival(**{name: getattr(arrival, name) for name in arrival.__struct_fields__} | changes)
+def changed(request: JoinRequest, **changes) -> JoinRequest:
+    return JoinRequest(**{name: getattr(request, name) for name in request.__struct_fields__} | changes)
 
 
 def test_a_group_error_is_the_users_to_mend():

@@ -11,14 +11,14 @@ from dsjax.plan.candidate import aggregated
 from dsjax.plan.cluster import Cluster, load_cluster
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.instance import Instance
-from dsjax.plan.layout import Layout, parse_layout
+from dsjax.plan.layout import InstanceLayout, parse_layout
 from dsjax.plan.precision import Precision, precision
-from dsjax.plan.simulation.load import Load
+from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.step import StepModel
-from dsjax.plan.validation import Point
-from dsjax.plan.validation_score import rows, score
-from dsjax.plan.workload import Lengths, Objective, Options, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
+from tools.plan_data.validation import Point
+from tools.plan_data.validation_score import rows, score
 
 GB200_1 = "LMSYS 2025-06-16, GB200 part 1"
 GB200_2 = "LMSYS 2025-09-25, GB200 part 2"
@@ -43,7 +43,7 @@ class Unseen:
     open: str = ""
 
 
-def _steps(cluster: Cluster, layout: Layout, numbers: Precision) -> StepModel:
+def _steps(cluster: Cluster, layout: InstanceLayout, numbers: Precision) -> StepModel:
     return StepModel(_CONFIG, cluster, layout, numbers)
 
 
@@ -63,14 +63,14 @@ def _gb200_prefill(numbers: Precision) -> Figure:
 def _b200_serving(batch: float, numbers: Precision) -> Figure:
     """Output tokens a second a GPU of 8 B200, DEP8, 1K/2K, one prompt a step as `max_num_tokens` leaves room for."""
     layout, work = parse_layout("dp=8", 0, _CONFIG), Workload(Lengths(1024), Lengths(2048))
-    instance = Instance(_CONFIG, load_cluster("b200-8"), layout, Options(numbers, overlap="off"), work)
+    instance = Instance(_CONFIG, load_cluster("b200-8"), layout, PlanOptions(numbers, overlap="off"), work)
     return aggregated(instance, 1, batch, 1024).per_device
 
 
 def _h100_tp16(prompt: float) -> Figure:
     """Milliseconds a token of one request on 16 H100, TP16 over InfiniBand, outputs of 128."""
     layout, work = parse_layout("tp=16,ep=1", 0, _CONFIG), Workload(Lengths(prompt), Lengths(128))
-    instance = Instance(_CONFIG, load_cluster("h100-32").resized(2), layout, Options(), work)
+    instance = Instance(_CONFIG, load_cluster("h100-32").resized(2), layout, PlanOptions(), work)
     return instance.tpot(1) * 1e3
 
 
@@ -136,9 +136,9 @@ def _closed(users: int, output: Lengths, requests: int, prompt: Lengths) -> Figu
     """
     layout = parse_layout("tp=8,ep=1", 0, _CONFIG)
     work = Workload(prompt, output, concurrency=float(users))
-    options = Options(overlap="off", prefill_tokens=32768, host="serial")
+    options = PlanOptions(overlap="off", prefill_tokens=32768, host="serial")
     found = aggregated(Instance(_CONFIG, load_cluster("h200-8"), layout, options, work), 1, users, 32768)
-    played = simulate(found, Load(None, users), Objective(), num_requests=requests, warmup=0, at_once=True)
+    played = simulate(found, OfferedLoad(None, users), Objective(), num_requests=requests, warmup=0, at_once=True)
     rate, mean = played.tokens_per_s, found.throughput
     return Figure(rate, rate * mean.low / mean.value, rate * mean.high / mean.value, mean.kinds)
 

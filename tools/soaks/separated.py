@@ -1,6 +1,6 @@
 """A decode engine with tiers, and a prefill process that is killed and started again, under random traffic: was anything lost or wrong?
 
-    python tools/soak_separated.py --minutes 10
+    python tools/soak.py --separated --minutes 10
 
 The decode engine runs in this process, on `--mesh` emulated devices with a cache far smaller than what the prompts need, a small tier in
 host memory and one on a disk; prompts are computed by another process, which is killed at random moments and started again. Some
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 
-ROOT, BEGAN = Path(__file__).parents[1], time.monotonic()
+ROOT, BEGAN = Path(__file__).parents[2], time.monotonic()
 sys.path.insert(0, str(ROOT))
 SIZES = {"max_num_seqs": 8, "max_model_len": 512, "prefill_chunk": 64, "max_num_batched_tokens": 128}
 WORD_SECONDS = 10.0  # between two lines that say how far it is
@@ -47,7 +47,7 @@ class PrefillProcess:
         self._start()
 
     def _start(self) -> None:
-        command = [sys.executable, __file__, "--prefill", json.dumps(self._options)]
+        command = [sys.executable, __file__, json.dumps(self._options)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""}, **pipes)
         threading.Thread(target=self._await_ready, args=(self._process,), daemon=True).start()
@@ -233,44 +233,15 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--mesh", default="dp=2", help="of the decode engine")
-    parser.add_argument("--prefill-mesh", default="tp=2")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--sessions", type=int, default=12)
-    parser.add_argument(
-        "--requests", type=int, default=160, help="different ones, of which each is asked again and again"
-    )
-    parser.add_argument("--abort-share", type=float, default=0.15)
-    parser.add_argument("--abandon-share", type=float, default=0.05, help="prompts computed beside that nobody decodes")
-    parser.add_argument("--kill-seconds", type=float, default=45.0, help="about so long lives a prefill process")
-    parser.add_argument("--growth", type=float, default=0.03, help="of resident memory, most that counts as flat")
-    parser.add_argument("--more", type=int, default=3, help="threads or open files, most that counts as flat")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--disaggregation-transfer-backend", default="jax", help="what moves the pages: jax, nixl")
-    parser.add_argument("--prefill", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.prefill:
-        serve_prefill(json.loads(args.prefill))
-        return
+def soak_separated(args: argparse.Namespace) -> dict:
+    """Start the prefill process, run the traffic, and end the process."""
     own = {"model": args.model, "mesh": args.prefill_mesh, "disaggregation_mode": "prefill"}
     prefill = PrefillProcess({**own, **SIZES, **transfer_options(args)})
     try:
         with tempfile.TemporaryDirectory(prefix="dsjax-soak-") as folder:
-            found = run(args, folder, prefill)
+            return run(args, folder, prefill)
     finally:
         prefill.end()
-    for name in ("counts", "transfers", "hits", "prefill starts", "wrong by request", "wrong"):
-        print(f"{name}: {found[name]}")
-    for name, claim in found["claims"].items():
-        print(f"{'holds' if claim['holds'] else 'FAILS'}  {name}: found {claim['found']}, expected {claim['expected']}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
-    if not all(claim["holds"] for claim in found["claims"].values()):
-        sys.exit(1)
 
 
 def transfer_options(args: argparse.Namespace) -> dict:
@@ -312,5 +283,5 @@ def run(args: argparse.Namespace, folder: str, prefill: PrefillProcess) -> dict:
         llm.shutdown()
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # the prefill process
+    serve_prefill(json.loads(sys.argv[1]))

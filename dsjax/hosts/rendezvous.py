@@ -2,10 +2,10 @@
 
 JAX's coordination service ends a process with a C++ stack trace when another one is missing, has the same id, or cannot be
 reached, and tells no names. So process 0 listens at the coordinator's port itself; the others come there, say what they
-are, prepare (a model may have to be downloaded), and get one verdict, the same for all: who is there, and where JAX's service will be.
+are, prepare (a model may have to be downloaded), and get one response, the same for all: who is there, and where JAX's service will be.
 
-The port stays open and the connections stay too (`dsjax/hosts/door.py`): they show at once that a process has died, and one that was
-started again comes in by the same way.
+The port stays open and the connections stay too (`dsjax/hosts/join_listener.py`): they show at once that a process has died, and
+one that was started again comes in by the same way.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dsjax.errors import UserError
 from dsjax.hosts.options import HostOptions, joined
 from dsjax.hosts.wire import (
     MAGIC,
-    Arrival,
+    JoinRequest,
+    JoinResponse,
     Prepared,
-    Verdict,
     close,
     decode,
     encode,
@@ -37,7 +37,7 @@ from dsjax.hosts.wire import (
 )
 
 if TYPE_CHECKING:
-    from dsjax.hosts.door import Door
+    from dsjax.hosts.join_listener import JoinListener
 
 _RETRY_SECONDS = 0.1
 _PEEK_SECONDS = 10.0
@@ -49,38 +49,38 @@ class GroupError(UserError):
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What came of a meeting.
+class Rendezvous:
+    """The group that a rendezvous has formed.
 
     Attributes:
         members: in the order of their ids.
         service: `HOST:PORT` at which process 0 starts JAX's coordination service, and the others find it.
         generation: the first one that this process may be in: not 0 where the group had formed before it came. here: then, the ids of
-            those that live. wanted: as of `Verdict`.
-        door: process 0's. connection: every other one's, to process 0, which sees by it that this process lives.
+            those that live. wanted: as of `JoinResponse`.
+        listener: process 0's. connection: every other one's, to process 0, which sees by it that this process lives.
     """
 
-    members: list[Arrival]
+    members: list[JoinRequest]
     service: str
     generation: int = 0
     here: Sequence[int] = ()
     wanted: str = ""
-    door: Door | None = None
+    listener: JoinListener | None = None
     connection: socket.socket | None = None
 
     def close(self) -> None:
         """Let nobody in any more."""
-        if self.door is not None:
-            self.door.close()
+        if self.listener is not None:
+            self.listener.close()
         if self.connection is not None:
             close(self.connection)
 
 
-def meet(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int = 0) -> Meeting:
+def meet(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int = 0) -> Rendezvous:
     """Meet the other processes.
 
     prepare: checks what this process can check alone, and gives what must be alike everywhere. It runs while the others come. port: as of
-    `Arrival`.
+    `JoinRequest`.
 
     Raises:
         GroupError: somebody is missing, could not prepare, or was started otherwise: in all processes.
@@ -96,16 +96,16 @@ class _Host:
         self._options = options
         self._deadline = time.monotonic() + options.start_timeout
         self._changed = threading.Condition()
-        self._arrivals: dict[int, Arrival] = {0: Arrival.of(options, port)}
+        self._requests: dict[int, JoinRequest] = {0: JoinRequest.of(options, port)}
         self._prepared: dict[int, Prepared] = {}
         self._problem: str | None = None
         self._connections: dict[int, socket.socket] = {}
         self._strays: list[socket.socket] = []  # of processes that cannot be in the group, which hear why
-        self._door: Door | None = None
+        self._join_listener: JoinListener | None = None
         self._listener = _listen(options)
 
-    def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> Meeting:
-        threading.Thread(target=self._accept, name="dsjax-meeting", daemon=True).start()
+    def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> Rendezvous:
+        threading.Thread(target=self._accept, name="dsjax-rendezvous", daemon=True).start()
         failure: UserError | None = None
         error: str | None = None
         try:
@@ -113,36 +113,38 @@ class _Host:
                 own = decode(encode(Prepared(dict(prepare()))))  # as the others' come
             except ValueError as caught:  # a UserError or one of the mesh's, which `sharding` has for itself
                 failure, own = caught, Prepared(error=str(caught))
-            self._enter(self._arrivals[0], own)
+            self._enter(self._requests[0], own)
             error = self._wait()
         except BaseException as caught:
-            error = f"{self._arrivals[0].name} ended while the group was forming ({type(caught).__name__})"
+            error = f"{self._requests[0].name} ended while the group was forming ({type(caught).__name__})"
             raise
         finally:
-            verdict = self._tell(error)
+            response = self._tell(error)
         if failure is not None:
             raise failure
         if error is not None:
             raise GroupError(error)
-        return Meeting(verdict.members, verdict.service, door=self._door)
+        return Rendezvous(response.members, response.service, listener=self._join_listener)
 
-    def _tell(self, error: str | None) -> Verdict:
-        """Give all that came the verdict. Where there is a group, the door and its connections stay open."""
-        from dsjax.hosts.door import Door
+    def _tell(self, error: str | None) -> JoinResponse:
+        """Send the response to all that came. Where there is a group, the listener and its connections stay open."""
+        from dsjax.hosts.join_listener import JoinListener
 
         with self._changed:
             service = "" if error else joined(self._options.coordinator[0], _free_port(self._options.address))
-            verdict = Verdict([self._arrivals[i] for i in sorted(self._arrivals)], error, service)
+            response = JoinResponse([self._requests[i] for i in sorted(self._requests)], error, service)
             if error is None:
-                self._door = Door(self._options, verdict, self._prepared[0], self._listener, self._connections)
+                self._join_listener = JoinListener(
+                    self._options, response, self._prepared[0], self._listener, self._connections
+                )
         if error is not None:
             close(self._listener)
         for connection in (*self._connections.values(), *self._strays):
             with contextlib.suppress(OSError):
-                send(connection, verdict)
+                send(connection, response)
             if error is not None:
                 close(connection)
-        return verdict
+        return response
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -152,67 +154,67 @@ class _Host:
 
     def _serve(self, connection: socket.socket) -> None:
         """Read what one process says. Strangers, who do not begin as our processes do, are ignored."""
-        arrival = None
+        request = None
         try:
             connection.settimeout(_PEEK_SECONDS)
             connection.sendall(MAGIC)
             if exactly(connection, len(MAGIC)) != MAGIC:
                 return
-            arrival = receive(connection)
+            request = receive(connection)
             connection.settimeout(None)
             keep_alive(connection, self._options.heartbeat_timeout)
-            if not isinstance(arrival, Arrival):
+            if not isinstance(request, JoinRequest):
                 return
-            greeted = self._greet(arrival, connection)
-            if self._door is not None and not greeted:
-                self._door.enter(connection, arrival)
+            greeted = self._greet(request, connection)
+            if self._join_listener is not None and not greeted:
+                self._join_listener.enter(connection, request)
             elif greeted:
                 prepared = receive(connection)
-                self._enter(arrival, prepared if isinstance(prepared, Prepared) else Prepared(error="spoke nonsense"))
+                self._enter(request, prepared if isinstance(prepared, Prepared) else Prepared(error="spoke nonsense"))
                 connection.recv(1)  # it says nothing more: this returns when it goes away
-                self._lost(arrival, connection)
+                self._lost(request, connection)
         except (OSError, EOFError, msgspec.MsgspecError):
-            if isinstance(arrival, Arrival):
-                self._lost(arrival, connection)
+            if isinstance(request, JoinRequest):
+                self._lost(request, connection)
 
-    def _greet(self, arrival: Arrival, connection: socket.socket) -> bool:
+    def _greet(self, request: JoinRequest, connection: socket.socket) -> bool:
         here = self._options.num_processes
         with self._changed:
-            if self._door is not None:
+            if self._join_listener is not None:
                 return False
-            known = self._arrivals.get(arrival.process_id)
-            if arrival.num_processes != here:
+            known = self._requests.get(request.process_id)
+            if request.num_processes != here:
                 self._fail(
-                    f"{arrival.name} has --num-processes {arrival.num_processes}, process 0 has {here}; give all the same"
+                    f"{request.name} has --num-processes {request.num_processes}, process 0 has {here}; give all the same"
                 )
-            elif not 0 < arrival.process_id < here:
-                self._fail(f"{arrival.name} came, but ids go from 0 to {here - 1}")
+            elif not 0 < request.process_id < here:
+                self._fail(f"{request.name} came, but ids go from 0 to {here - 1}")
             elif known is not None:
                 self._fail(
-                    f"{known.name} and another on {arrival.host}, pid {arrival.pid}, both have --process-id "
-                    f"{arrival.process_id}; give each its own"
+                    f"{known.name} and another on {request.host}, pid {request.pid}, both have --process-id "
+                    f"{request.process_id}; give each its own"
                 )
             else:
-                self._arrivals[arrival.process_id] = arrival
-                self._connections[arrival.process_id] = connection
+                self._requests[request.process_id] = request
+                self._connections[request.process_id] = connection
                 self._changed.notify_all()
                 return True
             self._strays.append(connection)
         return False
 
-    def _enter(self, arrival: Arrival, prepared: Prepared) -> None:
+    def _enter(self, request: JoinRequest, prepared: Prepared) -> None:
         with self._changed:
-            self._prepared[arrival.process_id] = prepared
+            self._prepared[request.process_id] = prepared
             if prepared.error is not None:
-                self._fail(f"{arrival.name}: {prepared.error}")
+                self._fail(f"{request.name}: {prepared.error}")
             self._changed.notify_all()
 
-    def _lost(self, arrival: Arrival, connection: socket.socket) -> None:
-        if self._door is not None:
-            self._door.left(arrival, connection)
+    def _lost(self, request: JoinRequest, connection: socket.socket) -> None:
+        if self._join_listener is not None:
+            self._join_listener.left(request, connection)
             return
         with self._changed:
-            self._fail(f"{arrival.name} has gone away while the group was forming; its own messages say why")
+            self._fail(f"{request.name} has gone away while the group was forming; its own messages say why")
 
     def _fail(self, problem: str) -> None:
         self._problem = self._problem or problem
@@ -224,21 +226,21 @@ class _Host:
         with self._changed:
             while self._problem is None and len(self._prepared) < options.num_processes:
                 rest = None
-                if len(self._arrivals) < options.num_processes:
+                if len(self._requests) < options.num_processes:
                     rest = self._deadline - time.monotonic()
                     if rest <= 0:
-                        return _missing(options, self._arrivals)
+                        return _missing(options, self._requests)
                 self._changed.wait(rest)
             if self._problem is None:
-                return _unlike(self._arrivals, self._prepared) or _on_loopback(self._arrivals)
+                return _unlike(self._requests, self._prepared) or _on_loopback(self._requests)
             # Whoever is on the way hears of it too, instead of waiting for a process 0 that has ended.
-            self._changed.wait_for(lambda: len(self._arrivals) == options.num_processes, _LINGER_SECONDS)
+            self._changed.wait_for(lambda: len(self._requests) == options.num_processes, _LINGER_SECONDS)
             return self._problem
 
 
-def _missing(options: HostOptions, arrivals: Mapping[int, Arrival]) -> str:
-    absent = [str(i) for i in range(options.num_processes) if i not in arrivals]
-    here = ", ".join(f"{i} ({arrivals[i].host})" for i in sorted(arrivals))
+def _missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
+    absent = [str(i) for i in range(options.num_processes) if i not in requests]
+    here = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
     return (
         f"process{'es' if len(absent) > 1 else ''} {', '.join(absent)} of {options.num_processes} did not come to "
         f"{options.coordinator_text} within {options.start_timeout} s (--start-timeout); here: {here}. Start all with the same "
@@ -246,19 +248,19 @@ def _missing(options: HostOptions, arrivals: Mapping[int, Arrival]) -> str:
     )
 
 
-def _unlike(arrivals: Mapping[int, Arrival], prepared: Mapping[int, Prepared]) -> str | None:
+def _unlike(requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str | None:
     """The first thing that is not the same everywhere."""
-    found = (unlike_first(arrivals[i], prepared[i], prepared[0]) for i in sorted(prepared))
+    found = (unlike_first(requests[i], prepared[i], prepared[0]) for i in sorted(prepared))
     return next(filter(None, found), None)
 
 
-def unlike_first(arrival: Arrival, prepared: Prepared, first: Prepared) -> str | None:
+def unlike_first(request: JoinRequest, prepared: Prepared, first: Prepared) -> str | None:
     """The first thing that a process has otherwise than process 0; None where they are alike."""
     expected, found = first.alike, prepared.alike
     for name in sorted(expected.keys() | found.keys(), key=lambda name: (list(expected) + [name]).index(name)):
         if expected.get(name) != found.get(name):
             return (
-                f"{arrival.name} has {name} {_shown(found.get(name))}, process 0 has {_shown(expected.get(name))}; "
+                f"{request.name} has {name} {_shown(found.get(name))}, process 0 has {_shown(expected.get(name))}; "
                 "start all processes alike"
             )
     return None
@@ -268,14 +270,14 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else str(value)
 
 
-def _on_loopback(arrivals: Mapping[int, Arrival]) -> str | None:
+def _on_loopback(requests: Mapping[int, JoinRequest]) -> str | None:
     """A process on another machine cannot reach an address that is the loopback interface's."""
-    if len({arrival.machine for arrival in arrivals.values()}) == 1:
+    if len({request.machine for request in requests.values()}) == 1:
         return None
-    for _, arrival in sorted(arrivals.items()):
-        if arrival.address.startswith("127.") or arrival.address == "::1":
+    for _, request in sorted(requests.items()):
+        if request.address.startswith("127.") or request.address == "::1":
             return (
-                f"{arrival.name} listens at {arrival.address}, which other hosts cannot reach; give its own --host-address, "
+                f"{request.name} listens at {request.address}, which other hosts cannot reach; give its own --host-address, "
                 "or a --coordinator-address that is not the loopback interface's"
             )
     return None
@@ -304,19 +306,19 @@ def _free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int) -> Meeting:
+def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int) -> Rendezvous:
     """Every other process's side."""
     connection, keeping = _connect(options), False
     try:
-        send(connection, Arrival.of(options, port))
+        send(connection, JoinRequest.of(options, port))
         try:
             own = Prepared(dict(prepare()))
         except ValueError as error:
             send(connection, Prepared(error=str(error)))
             raise
         send(connection, own)
-        verdict = receive(connection)
-        keeping = isinstance(verdict, Verdict) and verdict.error is None
+        response = receive(connection)
+        keeping = isinstance(response, JoinResponse) and response.error is None
     except (OSError, EOFError, msgspec.MsgspecError) as error:
         raise GroupError(
             f"process 0 at {options.coordinator_text} has gone away while the group was forming; its own messages say why"
@@ -324,11 +326,11 @@ def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port
     finally:
         if not keeping:
             close(connection)
-    assert isinstance(verdict, Verdict)
-    if verdict.error is not None:
-        raise GroupError(verdict.error)
-    return Meeting(
-        verdict.members, verdict.service, verdict.generation, verdict.here, verdict.wanted, connection=connection
+    assert isinstance(response, JoinResponse)
+    if response.error is not None:
+        raise GroupError(response.error)
+    return Rendezvous(
+        response.members, response.service, response.generation, response.here, response.wanted, connection=connection
     )
 
 

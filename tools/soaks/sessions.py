@@ -1,4 +1,4 @@
-"""The sessions of `soak.py`: each sends one request after the other, and ends some of them on purpose."""
+"""The sessions of `tools/soak.py`: each sends one request after the other, and ends some of them on purpose."""
 
 import asyncio
 import itertools

@@ -16,11 +16,11 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.operator_tables import BUNDLED, OperatorTables
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.simulation.load import Load
+from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM, Skew
 from dsjax.plan.step import StepModel
-from dsjax.plan.workload import Lengths, Objective, Options, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 NODE = 8
 LMSYS = "LMSYS 2025-05-05"
@@ -123,7 +123,7 @@ def _serving(
     """
     config = load_config("deepseek-v3")
     work = Workload(Lengths(prompt), Lengths(output))
-    options = Options(overlap="off", prefill_tokens=8192, operators=operators)
+    options = PlanOptions(overlap="off", prefill_tokens=8192, operators=operators)
     layout = dataclasses.replace(parse_layout(mesh, 0, config), fused=fused)
     instance = Instance(config, load_cluster(cluster), layout, options, work)
     found = aggregated(instance, 1, batch, prompt)
@@ -163,11 +163,13 @@ def _started(users: int, warm: bool, operators: OperatorTables) -> Figure:
     work = Workload(lengths, lengths, concurrency=users)
     config = load_config("deepseek-v3")
     layout = dataclasses.replace(parse_layout("tp=8,ep=1", 0, config), fused=True)
-    options = Options(overlap="off", prefill_tokens=32768, operators=operators.of_version(_VERSION))
+    options = PlanOptions(overlap="off", prefill_tokens=32768, operators=operators.of_version(_VERSION))
     found = aggregated(Instance(config, load_cluster("h200-8"), layout, options, work), 1, users, 32768)
     first = users if warm else 0
     counted = _REQUESTS_A_USER * users - first
-    mean = simulate(found, Load(None, users), Objective(), num_requests=counted, warmup=first, at_once=True).ttft.mean
+    mean = simulate(
+        found, OfferedLoad(None, users), Objective(), num_requests=counted, warmup=first, at_once=True
+    ).ttft.mean
     own = found.ttft
     return Figure(mean, mean * own.low / own.value, mean * own.high / own.value, own.kinds) * 1e3
 

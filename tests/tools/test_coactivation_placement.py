@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sharding import MeshError
 from sharding.balancing import rebalance
-from sharding.coactivation import chosen_together, crossings, place_together, together_on_a_host
+from tools.coactivation_placement import chosen_together, crossings, place_together, together_on_a_host
 
 
 def routing(rng, tokens, families, layers=2, top_k=4):

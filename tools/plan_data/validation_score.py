@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from dsjax.plan.operator_tables import BUNDLED, TABLES
-from dsjax.plan.validation import Point, points
+from tools.plan_data.validation import Point, points
 
 KINDS = {
     "prefill": "prefill rates",

@@ -1,4 +1,4 @@
-"""`Door`: process 0's port while the group lives: it sees members go, and lets one that was started again come back."""
+"""`JoinListener`: process 0's port while the group lives: it sees members go, and lets one that was started again come back."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from collections.abc import Callable
 
 import msgspec
 
-from dsjax.hosts.meeting import unlike_first
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.wire import Arrival, Prepared, Verdict, close, receive, send
+from dsjax.hosts.rendezvous import unlike_first
+from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared, close, receive, send
 
 
-class Door:
-    """Belongs to a group that has formed. Each connection has a thread, the meeting's or its own.
+class JoinListener:
+    """Belongs to a group that has formed. Each connection has a thread, the rendezvous's or its own.
 
     Args:
-        verdict: what the members were told. first: what process 0 has of what must be alike.
+        response: what the members were told. first: what process 0 has of what must be alike.
         connections: to the members, by their ids; each is open as long as its process lives.
 
     Attributes:
-        wanted: as of `Verdict`, for one that comes back.
+        wanted: as of `JoinResponse`, for one that comes back.
     """
 
     def __init__(
         self,
         options: HostOptions,
-        verdict: Verdict,
+        response: JoinResponse,
         first: Prepared,
         listener: socket.socket,
         connections: dict[int, socket.socket],
     ):
-        self._options, self._verdict, self._first = options, verdict, first
+        self._options, self._response, self._first = options, response, first
         self._listener, self._connections = listener, dict(connections)
-        self._members = {member.process_id: member for member in verdict.members}
+        self._members = {member.process_id: member for member in response.members}
         self.wanted = ""
         self._lock = threading.Lock()
         self._watched = threading.Event()
-        self._on_left: Callable[[Arrival], None] = lambda arrival: None
-        self._may_come: Callable[[Arrival], int | None] = lambda arrival: None
+        self._on_left: Callable[[JoinRequest], None] = lambda request: None
+        self._may_come: Callable[[JoinRequest], int | None] = lambda request: None
 
-    def watch(self, on_left: Callable[[Arrival], None], may_come: Callable[[Arrival], int | None]) -> None:
+    def watch(self, on_left: Callable[[JoinRequest], None], may_come: Callable[[JoinRequest], int | None]) -> None:
         """Begin to tell of members.
 
         on_left: told of each whose connection ends. may_come: waits until one that left may come back under its id, and gives the first
@@ -51,20 +51,20 @@ class Door:
         self._on_left, self._may_come = on_left, may_come
         self._watched.set()
 
-    def left(self, arrival: Arrival, connection: socket.socket) -> None:
+    def left(self, request: JoinRequest, connection: socket.socket) -> None:
         """A connection has ended."""
         with self._lock:
-            if self._connections.get(arrival.process_id) is not connection:
+            if self._connections.get(request.process_id) is not connection:
                 return
-            del self._connections[arrival.process_id]
+            del self._connections[request.process_id]
         self._watched.wait()
-        self._on_left(arrival)
+        self._on_left(request)
 
-    def has(self, arrival: Arrival) -> bool:
+    def has(self, request: JoinRequest) -> bool:
         """Whether this process is a member, and its connection is open."""
         with self._lock:
-            known = self._members.get(arrival.process_id)
-            return arrival.process_id in self._connections and known is not None and known.pid == arrival.pid
+            known = self._members.get(request.process_id)
+            return request.process_id in self._connections and known is not None and known.pid == request.pid
 
     def drop(self, process_id: int) -> None:
         """Close a member's connection: it has given no sign of life for too long, and must come in again."""
@@ -73,29 +73,29 @@ class Door:
         if connection is not None:
             close(connection)
 
-    def enter(self, connection: socket.socket, arrival: Arrival) -> None:
+    def enter(self, connection: socket.socket, request: JoinRequest) -> None:
         """Somebody comes after the group has formed: let it in, or say why not; then wait until it goes."""
         prepared = receive(connection)  # also of one that cannot come in: it reads an answer only then
         if not isinstance(prepared, Prepared) or prepared.error is not None:
             close(connection)  # it cannot start, and says why itself
             return
-        refusal = self._refusal(arrival) or unlike_first(arrival, prepared, self._first)
-        generation = self._may_come(arrival) if refusal is None else None
+        refusal = self._refusal(request) or unlike_first(request, prepared, self._first)
+        generation = self._may_come(request) if refusal is None else None
         if refusal is None and generation is None:
             refusal = "process 0 is ending the group; start all processes again"
         if refusal is not None:
-            send(connection, Verdict(error=refusal))
+            send(connection, JoinResponse(error=refusal))
             close(connection)
             return
         with self._lock:
-            self._members[arrival.process_id] = arrival
-            self._connections[arrival.process_id] = connection
+            self._members[request.process_id] = request
+            self._connections[request.process_id] = connection
             here = [0, *sorted(self._connections)]
         members = [self._members[i] for i in sorted(self._members)]
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
-            send(connection, Verdict(members, None, self._verdict.service, generation, here, self.wanted))
+            send(connection, JoinResponse(members, None, self._response.service, generation, here, self.wanted))
             connection.recv(1)  # it says nothing more: this returns when it goes away
-        self.left(arrival, connection)
+        self.left(request, connection)
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -106,19 +106,19 @@ class Door:
         for connection in connections.values():
             close(connection)
 
-    def _refusal(self, arrival: Arrival) -> str | None:
+    def _refusal(self, request: JoinRequest) -> str | None:
         count = self._options.num_processes
-        if arrival.num_processes != count:
+        if request.num_processes != count:
             return (
-                f"{arrival.name} has --num-processes {arrival.num_processes}, process 0 has {count}; give all the same"
+                f"{request.name} has --num-processes {request.num_processes}, process 0 has {count}; give all the same"
             )
-        if not 0 < arrival.process_id < count:
-            return f"{arrival.name} came, but ids go from 0 to {count - 1}"
+        if not 0 < request.process_id < count:
+            return f"{request.name} came, but ids go from 0 to {count - 1}"
         with self._lock:
-            if arrival.process_id in self._connections:
-                known = self._members[arrival.process_id]
+            if request.process_id in self._connections:
+                known = self._members[request.process_id]
                 return (
-                    f"{known.name} is in the group, and another on {arrival.host}, pid {arrival.pid}, has its --process-id "
-                    f"{arrival.process_id}; give each its own"
+                    f"{known.name} is in the group, and another on {request.host}, pid {request.pid}, has its --process-id "
+                    f"{request.process_id}; give each its own"
                 )
         return None

@@ -17,9 +17,9 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.precision import precision
-from dsjax.plan.validation import Point
-from dsjax.plan.validation_score import score
-from dsjax.plan.workload import Lengths, Options, Workload
+from dsjax.plan.workload import Lengths, PlanOptions, Workload
+from tools.plan_data.validation import Point
+from tools.plan_data.validation_score import score
 
 SOURCE = "InferenceX's results as the fixtures of its own application (vngcloud/InferenceX-app, commit 7fe6d62, benchmarks.json)"
 LENGTHS_SHARE, LENGTHS_VARIATION = 0.9, 0.064
@@ -62,7 +62,7 @@ class Run:
         lengths = (Lengths(LENGTHS_SHARE * tokens, LENGTHS_VARIATION) for tokens in (self.prompt, self.output))
         cache = "bf16" if (self.device, self.engine) == ("h200", "sglang") else "fp8"
         operators = BUNDLED.of_version(self.tables) if self.tables else BUNDLED
-        options = Options(precision(RUN_PRECISIONS[self.weights], cache), overlap="off", operators=operators)
+        options = PlanOptions(precision(RUN_PRECISIONS[self.weights], cache), overlap="off", operators=operators)
         layout = parse_layout(self.mesh, 0, config)
         layout = dataclasses.replace(layout, fused=self.fuses)
         work = Workload(*lengths, concurrency=float(self.users))
