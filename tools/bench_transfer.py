@@ -4,7 +4,7 @@
     python tools/bench_transfer.py --part bytes --backends jax,nixl --rounds 9
     python tools/bench_transfer.py --part load --prompt-tokens 1500 --prompts 24
 
-Part `bytes`: a parcel is pulled from device to device in one process, and from another process by each of `--backends`, in turns, so
+Part `bytes`: a chunk is pulled from device to device in one process, and from another process by each of `--backends`, in turns, so
 that what else runs here meets all of them; beside it the programs that take pages off the cache and place them, and a decode step.
 Part `load`: requests decode all the time while prompts come one after another, on `dp=2`, and on `dp=1` for prompts and `dp=1` for
 decodes: time to the first token (TTFT) of the prompts and time between tokens (ITL) of the others. All must make the same tokens.
@@ -41,25 +41,25 @@ def seconds(run, repeats=REPEATS):
     return statistics.median(found)
 
 
-def serve_parcels(options: dict) -> None:
-    """In a process of its own: publish the same parcel again and again, under the number of each line, when the last one was pulled."""
+def serve_chunks(options: dict) -> None:
+    """In a process of its own: publish the same chunk again and again, under the number of each line, when the last one was pulled."""
     import jax
     import numpy as np
 
     from dsjax.engine.transfer.transport import open_transport
 
     transport = open_transport(options["backend"], jax.devices()[0], "127.0.0.1")
-    parcel = {name: jax.device_put(np.zeros(shape, dtype)) for name, (shape, dtype) in options["shapes"].items()}
+    chunk = {name: jax.device_put(np.zeros(shape, dtype)) for name, (shape, dtype) in options["shapes"].items()}
     print(transport.address, flush=True)
     for line in sys.stdin:
         number = int(line)
         if number > 1:
-            transport.withdraw(number - 1, parcel, pulled=True)
-        print(transport.publish(number, parcel).hex(), flush=True)
+            transport.withdraw(number - 1, chunk, pulled=True)
+        print(transport.publish(number, chunk).hex(), flush=True)
 
 
 class OtherProcess:
-    """A process from which parcels are pulled by a transport."""
+    """A process from which chunks are pulled by a transport."""
 
     def __init__(self, backend: str, shapes, device):
         from dsjax.engine.transfer.transport import open_transport
@@ -76,7 +76,7 @@ class OtherProcess:
         self._shapes, self._device = shapes, device
 
     def pull(self):
-        """Have a parcel published, and pull it."""
+        """Have a chunk published, and pull it."""
         number = next(self._numbers)
         self._process.stdin.write(f"{number}\n")
         self._process.stdin.flush()
@@ -90,7 +90,7 @@ class OtherProcess:
 
 
 def between_processes(args, shapes, device) -> dict[str, float]:
-    """Seconds in which a parcel is asked for, published and pulled, by transport."""
+    """Seconds in which a chunk is asked for, published and pulled, by transport."""
     others = {backend: OtherProcess(backend, shapes, device) for backend in args.backends.split(",")}
     rounds = {backend: [] for backend in others}
     for _ in range(args.rounds):
@@ -107,31 +107,31 @@ def measure_bytes(args, console: Console) -> None:
 
     from dsjax import LLM, SamplingParams
     from dsjax.engine.contract.commands import FetchPages, PlacePages, PullPages, SendPages, int32s
-    from dsjax.engine.transfer.page_parcels import move_parcel
-    from dsjax.engine.transfer.page_transfer import PARCEL_PAGES, ParcelPort
+    from dsjax.engine.transfer.messages import CHUNK_PAGES, ChunkPort
+    from dsjax.engine.transfer.page_chunks import move_chunk
 
     llm = LLM(args.model, prefill_mesh="dp=1", decode_mesh="dp=1", max_num_seqs=8, max_model_len=2048)
     executor = llm.executor
-    shapes = executor.extension(ParcelPort).parcel_shapes
+    shapes = executor.extension(ChunkPort).chunk_shapes
     size = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
     devices = jax.devices()
-    parcel = {name: jax.device_put(np.zeros(*own), devices[1]) for name, own in shapes.items()}
-    table = Table("what", "ms", "GB/s", title=f"a parcel of {PARCEL_PAGES} pages, {size / 1e6:.2f} MB ({args.model})")
+    chunk = {name: jax.device_put(np.zeros(*own), devices[1]) for name, own in shapes.items()}
+    table = Table("what", "ms", "GB/s", title=f"a chunk of {CHUNK_PAGES} pages, {size / 1e6:.2f} MB ({args.model})")
 
     def row(what, took, size=size):
         table.add_row(what, f"{1e3 * took:.3f}", f"{size / took / 1e9:.2f}")
 
-    row("from device to device", seconds(lambda: move_parcel(parcel, devices[0])))
-    large = {"latent": ((1, PARCEL_PAGES, round(args.chunk_mb * 1e6) // PARCEL_PAGES), np.dtype(np.uint8))}
+    row("from device to device", seconds(lambda: move_chunk(chunk, devices[0])))
+    large = {"latent": ((1, CHUNK_PAGES, round(args.chunk_mb * 1e6) // CHUNK_PAGES), np.dtype(np.uint8))}
     for own in (shapes, large):
         mb = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in own.values()) / 1e6
         for backend, took in between_processes(args, own, devices[0]).items():
             row(f"from another process by {backend}, {mb:.2f} MB", took, 1e6 * mb)
 
-    pages = range(1, 1 + PARCEL_PAGES)
+    pages = range(1, 1 + CHUNK_PAGES)
     kept = []
     sender = llm.engine.prefills[0].engine.core.executor
-    sender.extension(ParcelPort)._offer = lambda number, own: kept.append(own)
+    sender.extension(ChunkPort)._offer = lambda number, own: kept.append(own)
     gather = SendPages([int32s(value for page in pages for value in (1, page))])
 
     def take():
@@ -142,19 +142,19 @@ def measure_bytes(args, console: Console) -> None:
         sender.wait(pending) if not pending.done else None
 
     row("taken off the cache, until it can be offered", seconds(take))
-    landed = executor.extension(ParcelPort)
+    landed = executor.extension(ChunkPort)
     come = queue.SimpleQueue()
-    landed._pull, landed._report = lambda source, number, device: move_parcel(parcel, device), come.put
+    landed._pull, landed._report = lambda source, number, device: move_chunk(chunk, device), come.put
     counter = iter(range(1, 10**6))
 
     def land():
-        quadruples = int32s(value for place in range(PARCEL_PAGES) for value in (0, 1, place, place))
+        quadruples = int32s(value for place in range(CHUNK_PAGES) for value in (0, 1, place, place))
         executor.launch(PullPages([quadruples], [(0, "")]))
         come.get()
 
     def place():
         number = next(counter)
-        executor.launch(FetchPages([int32s(range(PARCEL_PAGES))], number))
+        executor.launch(FetchPages([int32s(range(CHUNK_PAGES))], number))
         executor.launch(PlacePages([int32s(pages)], number))
         jax.block_until_ready(executor.state.start)
 
@@ -263,11 +263,11 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=5, help="times that each transport has its turn; the median is shown"
     )
-    parser.add_argument("--chunk-mb", type=float, default=18.3, help="size of a second parcel; default: V3's")
+    parser.add_argument("--chunk-mb", type=float, default=18.3, help="size of a second chunk; default: V3's")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve_parcels(json.loads(args.serve))
+        serve_chunks(json.loads(args.serve))
         return
     from sharding.emulation import emulate_devices
 

@@ -22,8 +22,8 @@ from dsjax.engine.setup.layout import Layout
 from dsjax.engine.setup.loading import LoadedModel, PrefillSizes, load_model
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.engine.transfer.chunk_network import ChunkServer
+from dsjax.engine.transfer.page_chunks import move_chunk
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink
-from dsjax.engine.transfer.page_parcels import move_parcel
 from dsjax.engine.transfer.prefill_links import LocalLink
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -67,7 +67,7 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
     )
     engine.start()
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
-    return Separated(replace(loaded, facts=facts), LocalLink(engine, move_parcel))
+    return Separated(replace(loaded, facts=facts), LocalLink(engine, move_chunk))
 
 
 def _check_prefill(args: EngineArgs, mesh: Mesh) -> None:
@@ -106,7 +106,7 @@ def load_prefill(
     args, library = replace(args, disaggregation_mode="prefill"), ProgramLibrary()
     model = load_model(args, group, library=library, show_progress=show_progress)
     host, space = host_of(args, group), space_of(args, model)
-    parcels = ChunkServer(
+    chunks = ChunkServer(
         lambda number: engine.buffers.take(number), transport_of(args, host), space, host, args.transfer_timeout
     )
     config = args.scheduler_config(model.executor.limits)
@@ -116,19 +116,19 @@ def load_prefill(
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
         attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
-        keepers=keepers_of(parcels.address, group),
+        keepers=keepers_of(chunks.address, group),
     )
     if group is not None:
         engine.follow(Generations(args, group, model, library))
-    server = PrefillServer(engine, parcels, space, host, port)
+    server = PrefillServer(engine, chunks, space, host, port)
     engine.start()
     return server
 
 
 def remote_links(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None = None) -> Callable[[str], RemoteLink]:
     """What gives the link to a prefill engine at an address, for a model that was loaded with ``transfers``."""
-    parcels, space = remote_chunks(args, loaded, group), space_of(args, loaded)
-    return lambda address: RemoteLink(address, parcels, space)
+    chunks, space = remote_chunks(args, loaded, group), space_of(args, loaded)
+    return lambda address: RemoteLink(address, chunks, space)
 
 
 def _devices(args: EngineArgs) -> list[jax.Device]:

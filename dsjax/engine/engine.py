@@ -21,7 +21,7 @@ from dsjax.engine.text.outputs import RequestOutput
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, PageEventStream
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
-from dsjax.engine.transfer.page_transfer import TRANSFER_SECONDS, PrefillLink
+from dsjax.engine.transfer.messages import TRANSFER_SECONDS, PrefillLink
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 

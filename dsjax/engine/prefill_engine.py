@@ -14,7 +14,7 @@ from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import StepStats
-from dsjax.engine.transfer.page_transfer import Ask, Failed, ToPrefill
+from dsjax.engine.transfer.messages import PrefillRequest, ToPrefill, TransferFailed
 from dsjax.engine.transfer.prefill_service import Keepers, PrefillCounts, PrefillService, Receive
 from dsjax.engine.transfer.send_buffers import SendBuffers
 
@@ -80,8 +80,8 @@ class PrefillEngine:
                 self._inbox.put((message, receive))
                 self._thread.call(self._take)
                 return
-        if isinstance(message, Ask) and receive is not None:
-            receive(Failed("", self.service.reason))
+        if isinstance(message, PrefillRequest) and receive is not None:
+            receive(TransferFailed("", self.service.reason))
 
     def leave(self, receive: Receive) -> None:
         """Cancel everything that was asked for with this `receive`: who asked is there no more."""
@@ -145,8 +145,8 @@ class PrefillEngine:
             self._ended = True
         while not self._inbox.empty():
             message, receive = self._inbox.get()
-            if isinstance(message, Ask) and receive is not None:
-                receive(Failed(message.transfer, self.service.reason))
+            if isinstance(message, PrefillRequest) and receive is not None:
+                receive(TransferFailed(message.transfer, self.service.reason))
 
 
 class _Listener:

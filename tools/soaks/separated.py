@@ -109,7 +109,7 @@ def serve_prefill(options: dict) -> None:
     for line in sys.stdin:
         tokens, engine = json.loads(line).get("tokens"), server.engine
         pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
-        kept = {"jobs": engine.num_jobs, "parcels": engine.buffers.num_kept, "pages": pages}
+        kept = {"jobs": engine.num_jobs, "chunks": engine.buffers.num_kept, "pages": pages}
         print(json.dumps(server.prefill(tokens) if tokens else kept), flush=True)
 
 
@@ -191,7 +191,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
     prefill.wait()
     deadline = time.monotonic() + 60
     kept = None
-    while time.monotonic() < deadline and kept != {"jobs": 0, "parcels": 0, "pages": 0}:
+    while time.monotonic() < deadline and kept != {"jobs": 0, "chunks": 0, "pages": 0}:
         llm.engine.step()
         kept = prefill.ask()
         time.sleep(0.1)
@@ -207,7 +207,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
         "transfers completed": (done := incoming.counts.completed, "> 0", done > 0),
         "pages in use on the decode side": (pages := sum(load.used_pages for load in loads), 0, pages == 0),
         "transfers under way": (incoming.num_under_way, 0, incoming.num_under_way == 0),
-        "kept on the prefill side": (kept, "nothing", kept == {"jobs": 0, "parcels": 0, "pages": 0}),
+        "kept on the prefill side": (kept, "nothing", kept == {"jobs": 0, "chunks": 0, "pages": 0}),
         "growth of memory, last third over middle": (round(growth, 4), f"<= {args.growth}", growth <= args.growth),
         **{
             f"growth of the fewest {what}, last third over middle": (

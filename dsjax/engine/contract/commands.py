@@ -187,31 +187,31 @@ class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
 
 
 class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send_pages"):
-    """Copy pages into parcels, which other engines may pull when they are complete.
+    """Copy pages into chunks, which other engines may pull when they are complete.
 
     Attributes:
-        ranks: of each rank int32 pairs (number of the parcel, page). Pages of a parcel follow one another, and are no more than
-            `PARCEL_PAGES` of `dsjax/engine/transfer/page_transfer.py`.
+        ranks: of each rank int32 pairs (number of the chunk, page). Pages of a chunk follow one another, and are no more than
+            `CHUNK_PAGES` of `dsjax/engine/transfer/messages.py`.
     """
 
     ranks: list[bytes]
 
 
 class PullPages(msgspec.Struct, frozen=True, array_like=True, tag="pull_pages"):
-    """Begin to pull other engines' parcels; the executor reports later which pages have come (`Executor.page_reports`).
+    """Begin to pull other engines' chunks; the executor reports later which pages have come (`Executor.page_reports`).
 
     Attributes:
-        ranks: of each rank int32 quadruples (source, parcel, place in the parcel, number under which that page lands). Those of a parcel
+        ranks: of each rank int32 quadruples (source, chunk, place in the chunk, number under which that page lands). Those of a chunk
             follow one another. Numbers are as those of `ReadPages`.
-        sources: (number of the prefill side, address at which its parcels are pulled), which the quadruples name by their places.
+        sources: (number of the prefill side, address at which its chunks are pulled), which the quadruples name by their places.
     """
 
     ranks: list[bytes]
     sources: list[tuple[int, str]] = []
 
 
-class DropParcels(msgspec.Struct, frozen=True, array_like=True, tag="drop_parcels"):
-    """Keep parcels no longer that `SendPages` has made: int32 numbers. For those that other processes than the first one keep."""
+class DropChunks(msgspec.Struct, frozen=True, array_like=True, tag="drop_chunks"):
+    """Keep chunks no longer that `SendPages` has made: int32 numbers. For those that other processes than the first one keep."""
 
     numbers: bytes
 
@@ -306,7 +306,7 @@ Command = (
     | ReadPages
     | SendPages
     | PullPages
-    | DropParcels
+    | DropChunks
     | DropPages
     | PlacePages
     | Clear

@@ -153,7 +153,7 @@ class Executor(Protocol):
     def extension(self, kind: type[Kind]) -> Kind | None:
         """What the executor offers beside commands, by the type that a part of the engine knows it by; None: nothing of the kind.
 
-        `PageReporter` of the offload tiers, `ParcelPort` of transfers and `ExpertMover` of balancing are such types.
+        `PageReporter` of the offload tiers, `ChunkPort` of transfers and `ExpertMover` of balancing are such types.
         """
 
     def launch(self, command: Command) -> Any:

@@ -61,11 +61,11 @@ class Follower:
         from dsjax.engine.setup.loading import load_model
         from sharding.mesh import MeshSpec
 
-        parcels = None
+        chunks = None
         if args.is_side:
             from dsjax.engine.elastic.transfer_processes import FollowerTransfers
 
-            parcels = FollowerTransfers(args, self.group)
+            chunks = FollowerTransfers(args, self.group)
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
 
@@ -74,8 +74,8 @@ class Follower:
                 loaded = load_model(args, self.group, library=library)
             else:
                 loaded = load_generation(args, found, self.group, library)
-            if parcels is not None:
-                parcels.join(loaded)
+            if chunks is not None:
+                chunks.join(loaded)
             spec, wanted = (MeshSpec.parse(text) for text in (loaded.facts.mesh, found.wanted if found else args.mesh))
             self._on_warm = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
             return loaded.executor

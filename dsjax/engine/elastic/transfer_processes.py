@@ -16,7 +16,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import LoadedModel
 from dsjax.engine.stream.leader import pulled_stream
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
-from dsjax.engine.transfer.page_transfer import ParcelPort
+from dsjax.engine.transfer.messages import ChunkPort
 from dsjax.engine.transfer.prefill_service import Keepers
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.engine.transfer.transport import Transport, open_transport
@@ -30,15 +30,15 @@ _LOOK_SECONDS = 1.0
 class FollowerTransfers:
     """The part in transfers that a process other than the first of a side has, from generation to generation.
 
-    On the prefill side it keeps the parcels of its ranks, and others pull them from it. On the decode side it pulls, straight from the
-    processes that keep them, the parcels of the ranks that it has devices of, and tells process 0 what came of each.
+    On the prefill side it keeps the chunks of its ranks, and others pull them from it. On the decode side it pulls, straight from the
+    processes that keep them, the chunks of the ranks that it has devices of, and tells process 0 what came of each.
     """
 
     def __init__(self, args: EngineArgs, group: HostGroup):
         self._args, self._group = args, group
         self._kept = FollowerSendBuffers(args.transfer_timeout / 2)
         self._server: ChunkServer | None = None
-        self._parcels: RemoteChunks | None = None
+        self._chunks: RemoteChunks | None = None
 
     def join(self, loaded: LoadedModel) -> None:
         """Take part in the transfers of another generation, with its executor."""
@@ -52,26 +52,26 @@ class FollowerTransfers:
                 transport, space = transport_of(args, host), space_of(args, loaded)
                 self._server = ChunkServer(take, transport, space, host, args.transfer_timeout)
                 group.store.set(_address_key(own, os.getpid()), self._server.address.encode())
-            loaded.executor.extension(ParcelPort).send_parcels(kept.ready, kept.drop)
+            loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
             return
-        if self._parcels is None:
-            self._parcels = remote_chunks(args, loaded, group)
-        pull, writer = self._parcels.pull, StreamWriter(group, pulled_stream(own))
-        loaded.executor.extension(ParcelPort).pull_parcels(
+        if self._chunks is None:
+            self._chunks = remote_chunks(args, loaded, group)
+        pull, writer = self._chunks.pull, StreamWriter(group, pulled_stream(own))
+        loaded.executor.extension(ChunkPort).pull_chunks(
             lambda source, number, device: pull(source.address, number, device),
-            lambda parcel: writer.put(msgspec.msgpack.encode(parcel)) and None,
+            lambda chunk: writer.put(msgspec.msgpack.encode(chunk)) and None,
         )
 
 
 def keepers_of(own: str, group: HostGroup | None) -> Keepers:
-    """Which processes keep the parcels of an executor's ranks. own: the address of this one's."""
+    """Which processes keep the chunks of an executor's ranks. own: the address of this one's."""
 
     def keepers(executor: Executor) -> Sequence[Keeper]:
         if group is None:
             return [Keeper(own)] * executor.limits.num_ranks
         this = group.options.process_id
         members = {member.process_id: member for member in group.present}
-        firsts = [processes[0] for processes in executor.extension(ParcelPort).processes_of_ranks]
+        firsts = [processes[0] for processes in executor.extension(ChunkPort).processes_of_ranks]
         found = {first: own if first == this else _address_of(members[first], group) for first in set(firsts)}
         return [Keeper(found[first], first != this) for first in firsts]
 
@@ -79,7 +79,7 @@ def keepers_of(own: str, group: HostGroup | None) -> Keepers:
 
 
 def _address_of(member: JoinRequest, group: HostGroup) -> str:
-    """Where the parcels of another process are pulled from. It says so once its model is loaded."""
+    """Where the chunks of another process are pulled from. It says so once its model is loaded."""
     deadline = time.monotonic() + group.options.start_timeout
     while time.monotonic() < deadline:
         found = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
@@ -90,14 +90,14 @@ def _address_of(member: JoinRequest, group: HostGroup) -> str:
 
 
 def _address_key(process_id: int, pid: int) -> str:
-    return f"dsjax/parcels/{process_id}/{pid}"
+    return f"dsjax/chunks/{process_id}/{pid}"
 
 
 def remote_chunks(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteChunks:
     """What this process pulls chunks with, from whichever process of the prefill side keeps them."""
     transport = transport_of(args, host_of(args, group))
     return RemoteChunks(
-        transport, space_of(args, loaded), loaded.executor.extension(ParcelPort).parcel_shapes, args.transfer_timeout
+        transport, space_of(args, loaded), loaded.executor.extension(ChunkPort).chunk_shapes, args.transfer_timeout
     )
 
 

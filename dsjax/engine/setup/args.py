@@ -10,7 +10,7 @@ from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.side_options import PREFILLS_OWN, check_sides, check_sizes
 from dsjax.engine.tiers.event_publisher import KvEventsConfig
-from dsjax.engine.transfer.page_transfer import TRANSFER_SECONDS
+from dsjax.engine.transfer.messages import TRANSFER_SECONDS
 from dsjax.engine.transfer.transport import BACKENDS
 from dsjax.errors import UserError
 

@@ -22,7 +22,7 @@ from dsjax.engine.setup import tier_sizes
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.engine.setup.memory import beside_the_cache
-from dsjax.engine.transfer.page_transfer import MOST_KEPT, PARCEL_PAGES
+from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
@@ -75,7 +75,7 @@ class Layout:
         if mesh not in known:
             known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts)
         moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if self.per_exchange else 0
-        pool = Pool.of(self.step, known[mesh] + moving + parcel_bytes(args, self.step))
+        pool = Pool.of(self.step, known[mesh] + moving + chunk_bytes(args, self.step))
         return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
 
@@ -87,11 +87,11 @@ def _max_model_len(args: EngineArgs, config: ModelConfig) -> int:
     return args.max_model_len or config.max_position_embeddings
 
 
-def parcel_bytes(args: EngineArgs, step: ModelStep) -> int:
+def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
     """Bytes of a device for pages on their way to another engine, or from one, where there is such an engine: the most that are there
-    at once if parcels are full."""
+    at once if chunks are full."""
     landing = MOST_LANDED + MOST_LOADED  # what has come, and what is staged
-    pages = {"agg": 0, "prefill": MOST_KEPT + PARCEL_PAGES, "decode": landing}[args.disaggregation_mode]
+    pages = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": landing}[args.disaggregation_mode]
     return pages * device_cache.bytes_per_page(step)
 
 

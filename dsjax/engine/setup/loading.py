@@ -40,7 +40,7 @@ from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_w
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.host_pages import HostPages, Shapes
-from dsjax.engine.transfer.page_parcels import PageParcels
+from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import device_bytes, store
@@ -271,7 +271,7 @@ def _parts(
     """The optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
     parts: list[PartMaker] = []
     if limits.transfers:
-        parts.append(PageParcels)
+        parts.append(PageChunks)
     if limits.host_pages_per_rank or disk is not None:
         parts.append(partial(HostPages, disk=disk))
     if args.page_source is not None:

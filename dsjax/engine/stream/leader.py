@@ -11,7 +11,7 @@ import msgspec
 
 from dsjax.engine.contract.commands import Command, Flush, Score, Step
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper, Kind, Progress
-from dsjax.engine.transfer.page_transfer import Parcel, ParcelPort, Pull, PulledParcel
+from dsjax.engine.transfer.messages import Chunk, ChunkPort, Pull, PulledChunk
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.stream import StreamReader, StreamWriter
 
@@ -63,31 +63,31 @@ def is_collected(command: Command) -> bool:
 
 
 def pulled_stream(process_id: int) -> str:
-    """The name of the stream in which a process tells the leader what has come of the parcels that it pulls."""
+    """The name of the stream in which a process tells the leader what has come of the chunks that it pulls."""
     return f"pulled/{process_id}"
 
 
 class Landings:
-    """What has come of parcels that several processes pull, each for its own devices of a rank: reported when all of them have said it.
+    """What has come of chunks that several processes pull, each for its own devices of a rank: reported when all of them have said it.
 
     processes: of each rank, those that have devices of it.
     """
 
-    def __init__(self, processes: Sequence[Sequence[int]], report: Callable[[PulledParcel], None]):
+    def __init__(self, processes: Sequence[Sequence[int]], report: Callable[[PulledChunk], None]):
         self._processes, self._report = processes, report
         self._heard: dict[tuple[int, int, int], list[bool]] = {}
         self._lock = threading.Lock()
 
-    def enter(self, parcel: PulledParcel) -> None:
-        """One process has pulled a parcel, or could not. From any thread."""
-        key = parcel.rank, parcel.link, parcel.number
+    def enter(self, chunk: PulledChunk) -> None:
+        """One process has pulled a chunk, or could not. From any thread."""
+        key = chunk.rank, chunk.link, chunk.number
         with self._lock:
             heard = self._heard.setdefault(key, [])
-            heard.append(parcel.ok)
-            if len(heard) < len(self._processes[parcel.rank]):
+            heard.append(chunk.ok)
+            if len(heard) < len(self._processes[chunk.rank]):
                 return
             del self._heard[key]
-        self._report(parcel._replace(ok=all(heard)))
+        self._report(chunk._replace(ok=all(heard)))
 
 
 class LeaderExecutor(ExecutorWrapper):
@@ -144,9 +144,9 @@ class LeaderExecutor(ExecutorWrapper):
         self.inner.set_recording(on)
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """What the inner executor offers. Parcels are pulled by all processes, so what is reported of them is put together."""
+        """What the inner executor offers. Chunks are pulled by all processes, so what is reported of them is put together."""
         port = self.inner.extension(kind)
-        return _LeaderPort(port, self) if kind is ParcelPort and port is not None else port
+        return _LeaderPort(port, self) if kind is ChunkPort and port is not None else port
 
     def listen(self, landings: Landings, process_ids: Iterable[int]) -> None:
         """Hear what these processes have pulled, each in a thread."""
@@ -200,32 +200,32 @@ class LeaderExecutor(ExecutorWrapper):
 class _LeaderPort:
     """The way to other engines of an executor that leads other processes."""
 
-    def __init__(self, port: ParcelPort, leader: LeaderExecutor):
+    def __init__(self, port: ChunkPort, leader: LeaderExecutor):
         self._port, self._leader = port, leader
 
     @property
-    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of a parcel's arrays, by name."""
-        return self._port.parcel_shapes
+    def chunk_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of a chunk's arrays, by name."""
+        return self._port.chunk_shapes
 
     @property
     def processes_of_ranks(self) -> Sequence[Sequence[int]]:
         """The processes that have devices of each DP rank."""
         return self._port.processes_of_ranks
 
-    def send_parcels(
+    def send_chunks(
         self,
-        offer: Callable[[int, Parcel | None], None],
+        offer: Callable[[int, Chunk | None], None],
         drop: Callable[[Sequence[int]], None] = lambda numbers: None,
     ) -> None:
-        """Have parcels offered, and dropped."""
-        self._port.send_parcels(offer, drop)
+        """Have chunks offered, and dropped."""
+        self._port.send_chunks(offer, drop)
 
-    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
-        """Report a parcel when every process with devices of its rank has said what came of it there."""
+    def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
+        """Report a chunk when every process with devices of its rank has said what came of it there."""
         processes = self._port.processes_of_ranks
         landings = Landings(processes, report)
-        self._port.pull_parcels(pull, landings.enter)
+        self._port.pull_chunks(pull, landings.enter)
         self._leader.listen(landings, (each for own in processes for each in own))
 
 
@@ -233,7 +233,7 @@ def _read_pulled(reader: StreamReader, landings: Landings) -> None:
     try:
         while (data := reader.next()) is not None:
             if not reader.closed.is_set():
-                landings.enter(msgspec.msgpack.decode(data, type=PulledParcel))
+                landings.enter(msgspec.msgpack.decode(data, type=PulledChunk))
     except ConnectionError:  # the group knows
         return
 

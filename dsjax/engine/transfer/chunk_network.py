@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PullDone, PullRequest, PullResponse
 from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
-from dsjax.engine.transfer.page_transfer import Parcel, ParcelGoneError, PullDone, PullRequest, PullResponse
 from dsjax.engine.transfer.transport import Shapes, Transport
 
 _log = logging.getLogger(__name__)
@@ -30,14 +30,14 @@ class FollowerSendBuffers:
 
     def __init__(self, timeout: float):
         self._timeout = timeout
-        self._chunks: dict[int, Parcel] = {}
+        self._chunks: dict[int, Chunk] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def ready(self, number: int, chunk: Parcel | None) -> None:
+    def ready(self, number: int, chunk: Chunk | None) -> None:
         """Hold a chunk that is complete. None: another process holds it."""
         if chunk is not None:
             with self._changed:
@@ -54,16 +54,16 @@ class FollowerSendBuffers:
                 self._dropped.popitem(last=False)
             self._changed.notify_all()
 
-    def take(self, number: int) -> Parcel:
+    def take(self, number: int) -> Chunk:
         """Return a chunk that was offered.
 
         Raises:
-            ParcelGoneError: it is not held any more.
+            ChunkGoneError: it is not held any more.
         """
         with self._changed:
             self._changed.wait_for(lambda: number in self._chunks or number in self._dropped, self._timeout)
             if number not in self._chunks:
-                raise ParcelGoneError(f"parcel {number} is not kept any more")
+                raise ChunkGoneError(f"chunk {number} is not kept any more")
             return self._chunks[number]
 
 
@@ -71,14 +71,14 @@ class ChunkServer:
     """Lets other processes pull this one's chunks.
 
     Args:
-        take: returns a chunk, or raises `ParcelGoneError`.
+        take: returns a chunk, or raises `ChunkGoneError`.
         space: what both sides must have alike (`Greeting.space`).
         timeout: seconds after which a chunk that was published and not pulled is withdrawn.
     """
 
     def __init__(
         self,
-        take: Callable[[int], Parcel],
+        take: Callable[[int], Chunk],
         transport: Transport,
         space: dict[str, Any],
         host: str,
@@ -105,7 +105,7 @@ class _ClientConnection:
 
     def __init__(self, server: ChunkServer, connection: socket.socket):
         self._server = server
-        self._published: dict[int, tuple[float, Parcel]] = {}
+        self._published: dict[int, tuple[float, Chunk]] = {}
         self.channel = TransferChannel(connection, self._receive, self._leave)
 
     def _receive(self, message: Any) -> None:
@@ -120,13 +120,13 @@ class _ClientConnection:
         server = self._server
         try:
             chunk = server.take(number)
-        except ParcelGoneError:
+        except ChunkGoneError:
             return PullResponse(number, 0)
         pull = next(server.pull_numbers)
         try:
             ticket = server.transport.publish(pull, chunk)
         except Exception:  # the transport's; the other side computes these pages by itself
-            _log.exception("A parcel of pages could not be published.")
+            _log.exception("A chunk of pages could not be published.")
             return PullResponse(number, 0)
         self._published[pull] = time.monotonic(), chunk
         return PullResponse(number, pull, ticket)
@@ -157,23 +157,23 @@ class RemoteChunks:
         self._connections: dict[str, Future[_ServerConnection]] = {}
         self._lock = threading.Lock()
 
-    def pull(self, address: str, number: int, device: Any) -> Parcel:
+    def pull(self, address: str, number: int, device: Any) -> Chunk:
         """Return a chunk on this device, complete.
 
         Raises:
-            ParcelGoneError: it is not held any more, or its process cannot be reached.
+            ChunkGoneError: it is not held any more, or its process cannot be reached.
         """
         connection = self._connection(address)
         response = connection.request(number, self._timeout)
-        pulled: Future[Parcel] = Future()
+        pulled: Future[Chunk] = Future()
         arguments = connection.transport, response, device, pulled
         threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
         try:
             chunk = pulled.result(self._timeout)
         except FutureTimeoutError:
-            raise ParcelGoneError(f"{address} does not send parcel {number}") from None
+            raise ChunkGoneError(f"{address} does not send chunk {number}") from None
         except Exception as error:  # the transport's
-            raise ParcelGoneError(f"parcel {number} could not be pulled from {address}: {error}") from error
+            raise ChunkGoneError(f"chunk {number} could not be pulled from {address}: {error}") from error
         connection.channel.send(PullDone(response.pull))
         return chunk
 
@@ -197,7 +197,7 @@ class RemoteChunks:
                 made.set_result(_ServerConnection(address, self._space, lost))
             except Exception as error:  # whatever it is: others may wait for this
                 self._forget(address, made)
-                made.set_exception(ParcelGoneError(f"{address} cannot be reached: {error}"))
+                made.set_exception(ChunkGoneError(f"{address} cannot be reached: {error}"))
         return made.result()
 
     def _forget(
@@ -210,7 +210,7 @@ class RemoteChunks:
         if connection is not None:
             self._transport.disconnect(connection.transport)
 
-    def _pull(self, peer: str, response: PullResponse, device: Any, pulled: Future[Parcel]) -> None:
+    def _pull(self, peer: str, response: PullResponse, device: Any, pulled: Future[Chunk]) -> None:
         try:
             pulled.set_result(self._transport.pull(peer, response.pull, response.ticket, self._shapes, device))
         except BaseException as error:
@@ -237,18 +237,18 @@ class _ServerConnection:
         """Have a chunk published.
 
         Raises:
-            ParcelGoneError: it is not held any more, or nothing is answered in time.
+            ChunkGoneError: it is not held any more, or nothing is answered in time.
         """
         answer = self._requested[number] = Future()
         self.channel.send(PullRequest(number))
         try:
             response = PullResponse(number, 0) if self.is_lost else answer.result(timeout)
         except FutureTimeoutError:
-            raise ParcelGoneError(f"{self._address} does not answer") from None
+            raise ChunkGoneError(f"{self._address} does not answer") from None
         finally:
             self._requested.pop(number, None)
         if not response.pull:
-            raise ParcelGoneError(f"parcel {number} is not kept any more at {self._address}")
+            raise ChunkGoneError(f"chunk {number} is not kept any more at {self._address}")
         return response
 
     def _receive(self, message: Any) -> None:

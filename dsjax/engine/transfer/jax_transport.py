@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from dsjax.engine.transfer.page_transfer import Parcel
+from dsjax.engine.transfer.messages import Chunk
 from dsjax.engine.transfer.transport import Shapes
 
 
@@ -25,12 +25,12 @@ class JaxTransport:
         self._connections: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def publish(self, number: int, chunk: Parcel) -> bytes:
+    def publish(self, number: int, chunk: Chunk) -> bytes:
         """Let a chunk be pulled, once. The number is all that a puller needs."""
         self._server.await_pull(number, chunk)
         return b""
 
-    def withdraw(self, number: int, chunk: Parcel, *, pulled: bool) -> None:
+    def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
         """Pull a chunk here that nobody has pulled, in a thread: should another process pull it at this moment, one of the two hangs."""
         if pulled:
             return
@@ -38,7 +38,7 @@ class JaxTransport:
         pull = lambda: self.pull(self.address, number, b"", shapes, self._device)  # noqa: E731
         threading.Thread(target=pull, name="dsjax-drain", daemon=True).start()
 
-    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Parcel:
+    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
         """Return a chunk that was published."""
         import jax
 

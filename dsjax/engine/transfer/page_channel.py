@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
-from dsjax.engine.transfer.page_transfer import (
-    Ask,
-    Cancel,
-    Failed,
-    Forget,
-    Offer,
+from dsjax.engine.transfer.messages import (
+    CancelTransfer,
+    ChunkReady,
+    FlushPages,
+    PrefillRequest,
     PullDone,
     PullRequest,
     PullResponse,
-    Release,
-    UnderWay,
+    ReleaseChunk,
+    TransferFailed,
+    TransfersUnderWay,
 )
 from dsjax.errors import UserError
 from dsjax.hosts.wire import keep_alive, receive_frame, send_frame, split_address
@@ -66,13 +66,13 @@ _decoder = msgspec.msgpack.Decoder(
     | PullRequest
     | PullResponse
     | PullDone
-    | Ask
-    | Cancel
-    | Release
-    | Forget
-    | Offer
-    | UnderWay
-    | Failed
+    | PrefillRequest
+    | CancelTransfer
+    | ReleaseChunk
+    | FlushPages
+    | ChunkReady
+    | TransfersUnderWay
+    | TransferFailed
 )
 
 

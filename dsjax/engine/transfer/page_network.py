@@ -11,8 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
+from dsjax.engine.transfer.messages import (
+    CancelTransfer,
+    Chunk,
+    ChunkReady,
+    FlushPages,
+    PrefillRequest,
+    ReleaseChunk,
+    ToPrefill,
+    TransferFailed,
+    TransfersUnderWay,
+)
 from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
-from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill, UnderWay
 from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
 from dsjax.hosts.wire import split_address
 
@@ -23,13 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillServer:
-    """A prefill engine that decode engines of other processes reach at an address. Parcels are pulled elsewhere.
+    """A prefill engine that decode engines of other processes reach at an address. Chunks are pulled elsewhere.
 
-    space: as in `Greeting`. parcels: this process's, which ends with the engine.
+    space: as in `Greeting`. chunks: this process's, which ends with the engine.
     """
 
-    def __init__(self, engine: PrefillEndpoint, parcels: ChunkServer, space: dict[str, Any], host: str, port: int = 0):
-        self.engine, self._parcels = engine, parcels
+    def __init__(self, engine: PrefillEndpoint, chunks: ChunkServer, space: dict[str, Any], host: str, port: int = 0):
+        self.engine, self._chunks = engine, chunks
         self.listener = TransferListener(lambda connection: _Client(self, connection), space, host, port)
 
     @property
@@ -49,12 +59,12 @@ class PrefillServer:
         end = (len(token_ids) - 1) // page_size
         if end:
             tokens = int32s(token_ids[: end * page_size + 1])
-            self.engine.post(Ask(params["transfer"], tokens, 0, end, salt, priority), None)
+            self.engine.post(PrefillRequest(params["transfer"], tokens, 0, end, salt, priority), None)
         return params
 
     def cancel(self, transfer: str) -> None:
         """Nobody wants a prompt any more; the name as `prefill` gave it."""
-        self.engine.post(Cancel(transfer), None)
+        self.engine.post(CancelTransfer(transfer), None)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first prompt, in all processes."""
@@ -64,7 +74,7 @@ class PrefillServer:
         """End the connections and the engine."""
         self.listener.close()
         self.engine.shutdown()
-        self._parcels.close()
+        self._chunks.close()
 
 
 class _Client:
@@ -75,7 +85,7 @@ class _Client:
         self.channel = TransferChannel(connection, self._take, self._leave)
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Ask | Cancel | Release | Forget):
+        if isinstance(message, PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages):
             self._server.engine.post(message, self.channel.send)
 
     def _leave(self) -> None:
@@ -87,12 +97,12 @@ class _Client:
 class RemoteLink:
     """A prefill engine of another process, as of `PrefillLink`. It connects when it is asked for something, and again after a loss.
 
-    parcels: by which its parcels are pulled, from whichever process keeps them. space: as in `Greeting`.
+    chunks: by which its chunks are pulled, from whichever process keeps them. space: as in `Greeting`.
     """
 
-    def __init__(self, address: str, parcels: RemoteChunks, space: dict[str, Any]):
+    def __init__(self, address: str, chunks: RemoteChunks, space: dict[str, Any]):
         split_address(address)
-        self.address, self._parcels, self._space = address, parcels, space
+        self.address, self._chunks, self._space = address, chunks, space
         self._receive: Receive = lambda message: None
         self._lock = threading.Lock()
         self._outbox: list[ToPrefill] = []  # until it is connected
@@ -108,16 +118,16 @@ class RemoteLink:
         with self._lock:
             if self._channel is not None:
                 self._channel.send(message)
-            elif isinstance(message, Ask | Cancel) and not self._closed:
+            elif isinstance(message, PrefillRequest | CancelTransfer) and not self._closed:
                 # Of all other messages the prefill side has forgotten what they are about.
                 self._outbox.append(message)
                 if not self._connecting:
                     self._connecting = True
                     threading.Thread(target=self._connect, name="dsjax-transfer", daemon=True).start()
 
-    def pull(self, number: int, device: Any, address: str = "") -> Parcel:
-        """A parcel on this device."""
-        return self._parcels.pull(address, number, device)
+    def pull(self, number: int, device: Any, address: str = "") -> Chunk:
+        """A chunk on this device."""
+        return self._chunks.pull(address, number, device)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Its own process does that."""
@@ -128,7 +138,7 @@ class RemoteLink:
             self._closed, channel, self._channel = True, self._channel, None
         if channel is not None:
             channel.close()
-        self._parcels.close()
+        self._chunks.close()
 
     def _connect(self) -> None:
         channel, reason = None, ""
@@ -150,17 +160,17 @@ class RemoteLink:
         if reason:
             # What was asked for until now is given up; what is asked for from now on has another connection tried.
             _log.warning("%s. Prompts are computed where they are decoded.", reason)
-            self._receive(Failed("", reason))
+            self._receive(TransferFailed("", reason))
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Offer | UnderWay | Failed):
+        if isinstance(message, ChunkReady | TransfersUnderWay | TransferFailed):
             self._receive(message)
 
     def _lost(self, channel: TransferChannel) -> None:
         with self._lock:
             if self._channel is channel:
                 self._channel = None
-        self._receive(Failed("", f"the connection to the prefill engine at {self.address} is lost"))
+        self._receive(TransferFailed("", f"the connection to the prefill engine at {self.address} is lost"))
 
 
 def handoff(address: str, room: int | None = None) -> dict[str, str]:

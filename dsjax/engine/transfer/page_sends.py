@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dsjax.engine.contract.commands import Command, SendPages, int32s
 from dsjax.engine.schedule.page_source import PageSource, RankPages, Turn
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.transfer.page_transfer import PARCEL_PAGES, SentPages
+from dsjax.engine.transfer.messages import CHUNK_PAGES, SentPages
 from dsjax.engine.transfer.send_buffers import PageSend, SendBuffers
 
 
 class PageSends(PageSource):
-    """Holds pages from when they are sealed until the plan that has them copied into a parcel.
+    """Holds pages from when they are sealed until the plan that has them copied into a chunk.
 
     Attributes:
         waiting: of each rank (the transfer, the first page's number in it, pages), in the order of their sealing.
@@ -43,7 +43,7 @@ class PageSends(PageSource):
         self._sends.pop(request, None)
 
     def has_work(self) -> bool:
-        """Whether pages wait, and there is room for them in parcels."""
+        """Whether pages wait, and there is room for them in chunks."""
         return any(waiting and self._buffers.room(rank) > 0 for rank, waiting in enumerate(self.waiting))
 
     def has_waiting(self, send: PageSend) -> bool:
@@ -69,11 +69,11 @@ class PageSends(PageSource):
             send.next = end
 
     def begin_rank(self, rank: int, now: float) -> None:
-        """Put pages into parcels, as far as there is room. They are copied before anything else of this plan happens to them."""
+        """Put pages into chunks, as far as there is room. They are copied before anything else of this plan happens to them."""
         waiting, pool = self.waiting[rank], self.ranks[rank].pool
         while waiting and (room := self._buffers.room(rank)) > 0:
             send, first, pages = waiting.popleft()
-            most = min(PARCEL_PAGES, room)
+            most = min(CHUNK_PAGES, room)
             some, rest = pages[:most], pages[most:]
             if rest:
                 waiting.appendleft((send, first + len(some), rest))
@@ -81,10 +81,10 @@ class PageSends(PageSource):
             pool.release(some)
 
     def commands(self) -> Iterable[tuple[Turn, Command]]:
-        """Copy pages into parcels."""
+        """Copy pages into chunks."""
         sent, self._sent = self._sent, [[] for _ in self.ranks]
         if any(sent):
-            pairs = [[(parcel.number, page) for parcel in own for page in parcel.pages] for own in sent]
+            pairs = [[(chunk.number, page) for chunk in own for page in chunk.pages] for own in sent]
             yield Turn.SEND, SendPages([int32s(value for pair in own for value in pair) for own in pairs])
 
     def drop(self, send: PageSend) -> None:

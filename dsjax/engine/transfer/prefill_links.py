@@ -13,14 +13,14 @@ from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.transfer.page_transfer import (
+from dsjax.engine.transfer.messages import (
     TRANSFER_SECONDS,
-    Forget,
-    Parcel,
-    ParcelPort,
+    Chunk,
+    ChunkPort,
+    FlushPages,
     PrefillLink,
-    PulledParcel,
-    Release,
+    PulledChunk,
+    ReleaseChunk,
     Source,
     ToDecode,
     ToPrefill,
@@ -62,7 +62,7 @@ class PrefillLinks(Attachment):
         self._scheduler: Scheduler | None = None
         self._addresses: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
-        self._pulled: queue.SimpleQueue[PulledParcel] = queue.SimpleQueue()
+        self._pulled: queue.SimpleQueue[PulledChunk] = queue.SimpleQueue()
         self.links: list[PrefillLink] = []
         self.wake = threading.Event()
         for link in links:
@@ -79,7 +79,7 @@ class PrefillLinks(Attachment):
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Have this executor pull what is ready."""
         self.take_pulled()  # by the executor before
-        executor.extension(ParcelPort).pull_parcels(self.pull, self.report)
+        executor.extension(ChunkPort).pull_chunks(self.pull, self.report)
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """Enter what has come into this scheduler."""
@@ -104,21 +104,21 @@ class PrefillLinks(Attachment):
         """What has come of transfers so far."""
         return self.source.transfer_counts
 
-    def pull(self, source: Source, number: int, device: Any) -> Parcel:
-        """For the executor, from any thread: a parcel on this device."""
+    def pull(self, source: Source, number: int, device: Any) -> Chunk:
+        """For the executor, from any thread: a chunk on this device."""
         return self.links[source.link].pull(number, device, source.address)
 
-    def report(self, parcel: PulledParcel) -> None:
-        """For the executor, from any thread: what has come of a parcel."""
-        self._pulled.put(parcel)
+    def report(self, chunk: PulledChunk) -> None:
+        """For the executor, from any thread: what has come of a chunk."""
+        self._pulled.put(chunk)
         self.wake.set()
 
-    def take_pulled(self) -> list[PulledParcel]:
-        """Parcels that have come, or could not, since the last time; their prefill engines need not keep them any more."""
+    def take_pulled(self) -> list[PulledChunk]:
+        """Chunks that have come, or could not, since the last time; their prefill engines need not keep them any more."""
         found = []
         while not self._pulled.empty():
             found.append(self._pulled.get())
-            self.links[found[-1].link].send(Release(found[-1].number))
+            self.links[found[-1].link].send(ReleaseChunk(found[-1].number))
         return found
 
     def send(self) -> None:
@@ -130,7 +130,7 @@ class PrefillLinks(Attachment):
         """Have all prefill engines let no page be found that they have computed."""
         self.send()
         for link in self.links:
-            link.send(Forget())
+            link.send(FlushPages())
 
     def close(self, failed: bool) -> None:
         """Ask and pull nothing more."""
@@ -149,10 +149,10 @@ class PrefillLinks(Attachment):
 class LocalLink:
     """The way to a prefill engine of this process.
 
-    move: gives a parcel on another device.
+    move: gives a chunk on another device.
     """
 
-    def __init__(self, engine: PrefillEndpoint, move: Callable[[Parcel, Any], Parcel] = lambda parcel, device: parcel):
+    def __init__(self, engine: PrefillEndpoint, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
         self.engine, self._move = engine, move
         self._receive: Callable[[ToDecode], None] = lambda message: None
 
@@ -164,8 +164,8 @@ class LocalLink:
         """Tell it something."""
         self.engine.post(message, self._receive)
 
-    def pull(self, number: int, device: Any, address: str = "") -> Parcel:
-        """A parcel on this device."""
+    def pull(self, number: int, device: Any, address: str = "") -> Chunk:
+        """A chunk on this device."""
         return self._move(self.engine.buffers.take(number), device)
 
     def warm_up(self, progress: Progress | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from dsjax.engine.contract.commands import DropParcels, from_int32s, int32s
+from dsjax.engine.contract.commands import DropChunks, from_int32s, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.attachment import Attachment
@@ -17,18 +17,18 @@ from dsjax.engine.schedule.plan import StepPlan
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status
 from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
-from dsjax.engine.transfer.page_sends import PageSends
-from dsjax.engine.transfer.page_transfer import (
-    Ask,
-    Cancel,
-    Failed,
-    Forget,
-    Offer,
-    ParcelPort,
+from dsjax.engine.transfer.messages import (
+    CancelTransfer,
+    ChunkPort,
+    ChunkReady,
+    FlushPages,
+    PrefillRequest,
     ToDecode,
     ToPrefill,
-    UnderWay,
+    TransferFailed,
+    TransfersUnderWay,
 )
+from dsjax.engine.transfer.page_sends import PageSends
 from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
 
 Receive = Callable[[ToDecode], None]
@@ -126,7 +126,7 @@ class PrefillService(Attachment):
         """Begin with empty buffers. What was computed and kept on the executor before is void."""
         self._executor = executor
         self.buffers.reset(self._keepers(executor))
-        executor.extension(ParcelPort).send_parcels(self.buffers.ready)
+        executor.extension(ChunkPort).send_chunks(self.buffers.ready)
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """Fail the transfers of the scheduler before."""
@@ -140,7 +140,7 @@ class PrefillService(Attachment):
             self._fail(send.transfer, "its pages were not pulled in time")
         gone = self.buffers.take_gone()
         if gone:
-            self._executor.launch(DropParcels(int32s(gone)))
+            self._executor.launch(DropChunks(int32s(gone)))
         self._tell_under_way(now)
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
@@ -161,11 +161,11 @@ class PrefillService(Attachment):
 
     def enter(self, message: ToPrefill, receive: Receive | None) -> None:
         """Carry out a message."""
-        if isinstance(message, Ask):
+        if isinstance(message, PrefillRequest):
             self._begin(message, receive)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, CancelTransfer):
             self._end(message.transfer)
-        elif isinstance(message, Forget):
+        elif isinstance(message, FlushPages):
             self.flush_core()
         else:
             self.buffers.release(message.number)
@@ -177,12 +177,12 @@ class PrefillService(Attachment):
         for name in [name for name, job in self._jobs.items() if job.receive == receive]:
             self._end(name)
 
-    def _offer(self, offer: Offer) -> None:
+    def _offer(self, offer: ChunkReady) -> None:
         job = self._jobs.get(offer.transfer)
         if job is not None:
             job.tell(offer)
 
-    def _begin(self, ask: Ask, receive: Receive | None) -> None:
+    def _begin(self, ask: PrefillRequest, receive: Receive | None) -> None:
         job = self._jobs.get(ask.transfer)
         if job is not None and receive is not None:
             job.receive = receive
@@ -194,7 +194,7 @@ class PrefillService(Attachment):
         objection = self._objection(ask, tokens)
         if objection:
             if receive is not None:
-                receive(Failed(ask.transfer, objection))
+                receive(TransferFailed(ask.transfer, objection))
             return
         send = PageSend(ask.transfer, ask.first, ask.end)
         params = SamplingParams(temperature=0, max_tokens=1)
@@ -217,7 +217,7 @@ class PrefillService(Attachment):
             self.source.ended(request)
             self._fail(ask.transfer, str(error))
 
-    def _objection(self, ask: Ask, tokens: list[int]) -> str:
+    def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
         """Why this cannot be computed: it may come from another process, and a device would take anything."""
         page_size, vocabulary = self._scheduler.config.page_size, self._executor.limits.vocab_size
         if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
@@ -237,7 +237,7 @@ class PrefillService(Attachment):
             if job.receive is not None and (not job.send.complete or name in waiting):
                 under_way.setdefault(job.receive, []).append(name)
         for receive, names in under_way.items():
-            receive(UnderWay(names))
+            receive(TransfersUnderWay(names))
 
     def _is_done(self, job: _Job) -> bool:
         return (
@@ -250,7 +250,7 @@ class PrefillService(Attachment):
         job = self._jobs.get(name)
         if job is not None:
             self._end(name, aborts)
-            job.tell(Failed(name, reason))
+            job.tell(TransferFailed(name, reason))
 
     def _end(self, name: str, aborts: bool = True) -> None:
         """Compute and keep nothing more of a transfer."""

@@ -13,17 +13,17 @@ from dsjax.engine.contract.backoff import Backoff
 from dsjax.engine.contract.commands import Command, PullPages, int32s
 from dsjax.engine.schedule.page_source import Lookup, PageSource, RankPages, Turn
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.transfer.page_transfer import (
-    Ask,
-    Cancel,
-    Failed,
-    Offer,
+from dsjax.engine.transfer.messages import (
+    CancelTransfer,
+    ChunkReady,
+    PrefillRequest,
     PulledPages,
-    Release,
+    ReleaseChunk,
     Source,
     ToDecode,
     ToPrefill,
-    UnderWay,
+    TransferFailed,
+    TransfersUnderWay,
 )
 
 TIER = "prefill"
@@ -57,7 +57,7 @@ class Transfer:
         owner: the request that it was asked for. requests: that wait for it; where there is none left it is cancelled. waiters: those of
             them that need not be looked at before something has come.
         since: when it was last heard of. began: when it was asked for.
-        cached: tokens that the prefill side had cached. seen: parcels that were offered; an offer may come twice.
+        cached: tokens that the prefill side had cached. seen: chunks that were offered; an offer may come twice.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Transfer:
     owner: Request
     requests: set[Request] = field(default_factory=set)
     waiters: set[Request] = field(default_factory=set)
-    offers: deque[Offer] = field(default_factory=deque)
+    offers: deque[ChunkReady] = field(default_factory=deque)
     pulling: dict[int, bytes] = field(default_factory=dict)
     cached: int = 0
     seen: set[int] = field(default_factory=set)
@@ -205,14 +205,15 @@ class RemotePrefills(PageSource):
 
     def receive(self, link: int, message: ToDecode, now: float) -> None:
         """Take in what a prefill engine has said."""
-        if isinstance(message, Failed):
-            gone = [one for one in self._transfers.values() if one.link == link and message.transfer in ("", one.name)]
+        if isinstance(message, TransferFailed):
+            own = [transfer for transfer in self._transfers.values() if transfer.link == link]
+            gone = [transfer for transfer in own if message.transfer in ("", transfer.name)]
             if not message.transfer:
                 self._backoffs[link].begin(now)
             for transfer in gone:
                 self._give_up(transfer, tells=False)
             return
-        if isinstance(message, UnderWay):
+        if isinstance(message, TransfersUnderWay):
             for name in message.transfers:
                 transfer = self._transfers.get(name)
                 if transfer is not None and not transfer.offers and not transfer.pulling:  # else it is this side's turn
@@ -223,7 +224,7 @@ class RemotePrefills(PageSource):
         if transfer is not None and message.number in transfer.seen:
             return
         if transfer is None or places.stop <= transfer.first or transfer.first + len(transfer.names) <= places.start:
-            self._messages.append((link, Release(message.number)))
+            self._messages.append((link, ReleaseChunk(message.number)))
             return
         self._backoffs[link].end()
         transfer.since = now
@@ -255,7 +256,7 @@ class RemotePrefills(PageSource):
         """Wait no longer on behalf of a request. What nobody else waits for is cancelled."""
         name = self._names_of.pop(request, None)
         if name is not None:  # it needs nothing of what is computed for it elsewhere
-            self._messages.append((self._links_of[request], Cancel(name)))
+            self._messages.append((self._links_of[request], CancelTransfer(name)))
         self._leave(request)
 
     def preempted(self, request: Request) -> None:
@@ -288,7 +289,7 @@ class RemotePrefills(PageSource):
         sources = list(dict.fromkeys(pulled.source for own in pulls for pulled in own))
         quadruples = (
             [
-                (sources.index(pulled.source), pulled.parcel, place, number)
+                (sources.index(pulled.source), pulled.chunk, place, number)
                 for pulled in own
                 for place, number in pulled.pages
             ]
@@ -322,7 +323,7 @@ class RemotePrefills(PageSource):
             self._expected.setdefault((rank, page_name), transfer)
         tokens = request.token_ids[: len(names) * self.ranks[rank].pool.page_size + 1]
         salt, priority = request.options.cache_salt, request.options.priority
-        ask = Ask(name, int32s(tokens), num_cached, len(names), salt, priority)
+        ask = PrefillRequest(name, int32s(tokens), num_cached, len(names), salt, priority)
         self._messages.append((link, ask))
         self._count(asked=1)
         self.awaits(rank, request, rest[0])
@@ -350,7 +351,7 @@ class RemotePrefills(PageSource):
         if not transfer.requests and transfer.name in self._transfers:
             self._end(transfer)
 
-    def _pull(self, transfer: Transfer, offer: Offer, now: float) -> bool:
+    def _pull(self, transfer: Transfer, offer: ChunkReady, now: float) -> bool:
         """Pull what an offer has; False where there is no room for it."""
         rank, (pool, landing, _) = transfer.rank, self.ranks[transfer.rank]
         wanted = []
@@ -365,7 +366,7 @@ class RemotePrefills(PageSource):
             else:
                 wanted.append((place, name))
         if not wanted:
-            self._messages.append((transfer.link, Release(offer.number)))
+            self._messages.append((transfer.link, ReleaseChunk(offer.number)))
             return True
         if not landing.make_room(len(wanted), self._names_on_their_way(rank), now):
             return False
@@ -397,7 +398,7 @@ class RemotePrefills(PageSource):
         self._count(completed=1)
         self._waits.append((TIER, now - transfer.began))
         for offer in transfer.offers:
-            self._messages.append((transfer.link, Release(offer.number)))
+            self._messages.append((transfer.link, ReleaseChunk(offer.number)))
         del self._transfers[transfer.name]
         transfer.wake()
 
@@ -417,7 +418,7 @@ class RemotePrefills(PageSource):
         self.ranks[transfer.rank].landing.give_up(transfer.pulling)
         transfer.pulling = {}
         if tells:
-            self._messages.append((transfer.link, Cancel(transfer.name)))
+            self._messages.append((transfer.link, CancelTransfer(transfer.name)))
         transfer.wake()
 
     def _count(self, **more: int) -> None:

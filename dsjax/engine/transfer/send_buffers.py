@@ -1,4 +1,4 @@
-"""`SendBuffers`: the parcels that a prefill engine keeps for others, each until it was pulled, nobody wants it, or its time is over."""
+"""`SendBuffers`: the chunks that a prefill engine keeps for others, each until it was pulled, nobody wants it, or its time is over."""
 
 import itertools
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dsjax.engine.transfer.page_transfer import MOST_KEPT, Offer, Parcel, ParcelGoneError, SentPages
+from dsjax.engine.transfer.messages import MOST_KEPT, Chunk, ChunkGoneError, ChunkReady, SentPages
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class PageSend:
 
 
 class Keeper(NamedTuple):
-    """Which process keeps the parcels of a rank.
+    """Which process keeps the chunks of a rank.
 
     Attributes:
         address: where others pull from it; empty in one process. elsewhere: whether it is another one than this.
@@ -44,27 +44,27 @@ class Keeper(NamedTuple):
 class _Buffer:
     rank: int
     sending: PageSend
-    offer: Offer
+    offer: ChunkReady
     until: float
-    parcel: Parcel | None = None
+    chunk: Chunk | None = None
     is_ready: bool = False
 
 
 class SendBuffers:
-    """Counts a rank's pages in parcels, from the plan that has them gathered until the parcel goes.
+    """Counts a rank's pages in chunks, from the plan that has them gathered until the chunk goes.
 
     The engine's thread begins, cancels and expires; the executor's thread says what is ready; those who pull take and release from threads
     of their own.
 
     Args:
-        keepers: of each rank. offer: told of each parcel that can be pulled. clock: seconds.
+        keepers: of each rank. offer: told of each chunk that can be pulled. clock: seconds.
     """
 
     def __init__(
         self,
         keepers: Sequence[Keeper],
         timeout: float,
-        offer: Callable[[Offer], None],
+        offer: Callable[[ChunkReady], None],
         clock: Callable[[], float],
         most_kept: int = MOST_KEPT,
     ):
@@ -79,7 +79,7 @@ class SendBuffers:
         self.reset(keepers)
 
     def reset(self, keepers: Sequence[Keeper]) -> None:
-        """Keep no parcel any longer: another executor is to make them, on ranks with these keepers."""
+        """Keep no chunk any longer: another executor is to make them, on ranks with these keepers."""
         with self._lock:
             self._keepers, self._room = list(keepers), [self._most_kept] * len(keepers)
             self._buffers.clear()
@@ -87,82 +87,82 @@ class SendBuffers:
 
     @property
     def num_kept(self) -> int:
-        """Parcels that have not gone."""
+        """Chunks that have not gone."""
         return len(self._buffers)
 
     @property
     def num_pages_kept(self) -> int:
-        """Pages of all ranks in parcels that have not gone."""
+        """Pages of all ranks in chunks that have not gone."""
         return self._most_kept * len(self._room) - sum(self._room)
 
     def room(self, rank: int) -> int:
-        """How many further pages of a rank may go into parcels now."""
+        """How many further pages of a rank may go into chunks now."""
         return self._room[rank]
 
     def begin(self, rank: int, sending: PageSend, first: int, pages: list[int]) -> SentPages:
-        """Pages go into a new parcel; the number by which it is known."""
+        """Pages go into a new chunk; the number by which it is known."""
         with self._lock:
             number = next(self._numbers) % 2**31
             self._room[rank] -= len(pages)
             address = self._keepers[rank].address
-            offer = Offer(sending.transfer, number, first, len(pages), sending.cached or 0, address)
+            offer = ChunkReady(sending.transfer, number, first, len(pages), sending.cached or 0, address)
             self._buffers[number] = _Buffer(rank, sending, offer, self._clock() + self.timeout)
         return SentPages(number, pages)
 
-    def ready(self, number: int, parcel: Parcel | None) -> None:
-        """A parcel is complete; it is offered, and its time begins, unless nobody wants it any more. None: another process keeps it."""
+    def ready(self, number: int, chunk: Chunk | None) -> None:
+        """A chunk is complete; it is offered, and its time begins, unless nobody wants it any more. None: another process keeps it."""
         with self._lock:
             buffer = self._buffers.get(number)
             if buffer is None:
                 return
-            buffer.parcel, buffer.is_ready, buffer.until = parcel, True, self._clock() + self.timeout
+            buffer.chunk, buffer.is_ready, buffer.until = chunk, True, self._clock() + self.timeout
             self.pages_sent += buffer.offer.count
         self._offer(buffer.offer)
 
-    def take(self, number: int) -> Parcel:
-        """A parcel that was offered. It is kept until it is released.
+    def take(self, number: int) -> Chunk:
+        """A chunk that was offered. It is kept until it is released.
 
         Raises:
-            ParcelGoneError: it is not kept any more.
+            ChunkGoneError: it is not kept any more.
         """
         with self._lock:
             buffer = self._buffers.get(number)
-            if buffer is None or buffer.parcel is None:
-                raise ParcelGoneError(f"parcel {number} is not kept any more")
-            return buffer.parcel
+            if buffer is None or buffer.chunk is None:
+                raise ChunkGoneError(f"chunk {number} is not kept any more")
+            return buffer.chunk
 
     def release(self, number: int) -> None:
-        """Keep a parcel no longer."""
+        """Keep a chunk no longer."""
         with self._lock:
             self._drop(number)
 
     def cancel(self, sending: PageSend) -> None:
-        """Keep no parcel of a transfer any longer."""
+        """Keep no chunk of a transfer any longer."""
         with self._lock:
             for number in [number for number, buffer in self._buffers.items() if buffer.sending is sending]:
                 self._drop(number)
 
     def expire(self) -> list[PageSend]:
-        """Transfers of which a parcel was not pulled in time. Whoever asks cancels them."""
+        """Transfers of which a chunk was not pulled in time. Whoever asks cancels them."""
         now = self._clock()
         with self._lock:
             late = [buffer for buffer in self._buffers.values() if buffer.until < now]
             self.expired += len(late)
         return list(dict.fromkeys(buffer.sending for buffer in late))
 
-    def offers(self, sending: PageSend) -> list[Offer]:
+    def offers(self, sending: PageSend) -> list[ChunkReady]:
         """Of a transfer, what can be pulled now."""
         with self._lock:
             return [buffer.offer for buffer in self._buffers.values() if buffer.sending is sending and buffer.is_ready]
 
     def take_gone(self) -> list[int]:
-        """Parcels that other processes keep and need not keep any more; each is told of once."""
+        """Chunks that other processes keep and need not keep any more; each is told of once."""
         with self._lock:
             gone, self._gone = self._gone, []
             return gone
 
     def kept_for(self, sending: PageSend) -> bool:
-        """Whether a parcel of a transfer is kept."""
+        """Whether a chunk of a transfer is kept."""
         with self._lock:
             return any(buffer.sending is sending for buffer in self._buffers.values())
 

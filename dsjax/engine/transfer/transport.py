@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from dsjax.engine.transfer.page_transfer import Parcel
+from dsjax.engine.transfer.messages import Chunk
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class Transport(Protocol):
 
     address: str
 
-    def publish(self, number: int, chunk: Parcel) -> bytes:
+    def publish(self, number: int, chunk: Chunk) -> bytes:
         """Let another process pull a complete chunk, once, under a positive number. Return the ticket that it pulls by."""
 
-    def withdraw(self, number: int, chunk: Parcel, *, pulled: bool) -> None:
+    def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
         """End what `publish` began, and free what it took: the chunk was pulled, or nobody will pull it any more."""
 
-    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Parcel:
+    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
         """Return a chunk that the process at this address has published, complete, on this device. It may raise anything, and may hang.
 
         A chunk that was withdrawn before it was here must never be returned.

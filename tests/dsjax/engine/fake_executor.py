@@ -10,8 +10,8 @@ from dsjax.engine.contract.commands import (
     Clear,
     Command,
     Copy,
+    DropChunks,
     DropPages,
-    DropParcels,
     FetchPages,
     Flush,
     PlacePages,
@@ -28,7 +28,7 @@ from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankR
 from dsjax.engine.schedule.plan import StepPlan
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
-from dsjax.engine.transfer.page_transfer import ParcelGoneError, ParcelPort, PulledParcel, Source
+from dsjax.engine.transfer.messages import ChunkGoneError, ChunkPort, PulledChunk, Source
 
 NAN = "not finite"
 """What a poisoned request writes. Whoever then has it in a page, read or not, fails too: 0 × NaN is NaN."""
@@ -72,7 +72,7 @@ class FakeExecutor:
         max_under_way: the most steps that were on their way at a time.
         disk: pages by their names, which the test may give to the next one. disk_takes: polls until a report comes; None: none ever does.
         disk_fails: whether reading and writing fail.
-        parcels_take: steps or polls until a parcel is offered or pulled; None: none ever is.
+        chunks_take: steps or polls until a chunk is offered or pulled; None: none ever is.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class FakeExecutor:
         self.disk = {} if disk is None else disk
         self.disk_takes: int | None = 1
         self.disk_fails = False
-        self.parcels_take: int | None = 0
-        self.dropped_parcels: list[int] = []
+        self.chunks_take: int | None = 0
+        self.dropped_chunks: list[int] = []
         self._offer = self._pull_by = self._report = None
-        self._parcel_work: deque[list] = deque()  # [polls left, "offer" or "pull", what]
+        self._chunk_work: deque[list] = deque()  # [polls left, "offer" or "pull", what]
         self._found: list[bytes] | None = list(self.disk) if disk_pages else None
         self._landed: dict[tuple[int, int], list] = {}
         self._disk_work: deque[list] = deque()  # [polls left, "read" or "written", report, what comes of it]
@@ -184,7 +184,7 @@ class FakeExecutor:
 
     def _run_what_nobody_waits_for(self) -> None:
         moving = (
-            DropParcels
+            DropChunks
             | Copy
             | Clear
             | StorePages
@@ -201,38 +201,38 @@ class FakeExecutor:
     def extension(self, kind):
         if kind is PageReporter:
             return self if self.limits.host_pages_per_rank or self.limits.disk_pages else None
-        return self if kind is ParcelPort and self.limits.transfers else None
+        return self if kind is ChunkPort and self.limits.transfers else None
 
     @property
     def processes_of_ranks(self):
         return [[0]] * self.limits.num_ranks
 
-    def send_parcels(self, offer, drop=None) -> None:
+    def send_chunks(self, offer, drop=None) -> None:
         self._offer = offer
 
-    def pull_parcels(self, pull, report) -> None:
+    def pull_chunks(self, pull, report) -> None:
         self._pull_by, self._report = pull, report
 
-    def move_parcels(self, *, pulls: bool = False) -> None:
+    def move_chunks(self, *, pulls: bool = False) -> None:
         """Offer what is ready; `pulls`: and pull what was asked for."""
-        work, self._parcel_work = self._parcel_work, deque()
+        work, self._chunk_work = self._chunk_work, deque()
         for polls, kind, what in work:
-            if self.parcels_take is None or polls < self.parcels_take or (kind == "pull" and not pulls):
-                self._parcel_work.append([polls + 1, kind, what])
+            if self.chunks_take is None or polls < self.chunks_take or (kind == "pull" and not pulls):
+                self._chunk_work.append([polls + 1, kind, what])
             elif kind == "offer":
                 self._offer(*what)
             else:
                 self._pull(*what)
 
-    def _pull(self, rank, source, parcel, pages) -> None:
+    def _pull(self, rank, source, chunk, pages) -> None:
         try:
-            found = self._pull_by(source, parcel, None)
-        except ParcelGoneError:
+            found = self._pull_by(source, chunk, None)
+        except ChunkGoneError:
             found = None
         for place, number in pages:
             if (rank, number) in self._landed and found is not None:
                 self._landed[rank, number] = found["tokens"][place]
-        self._report(PulledParcel(rank, source.link, parcel, [number for _, number in pages], found is not None))
+        self._report(PulledChunk(rank, source.link, chunk, [number for _, number in pages], found is not None))
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         found, self._found = self._found, None
@@ -324,27 +324,27 @@ class FakeExecutor:
                     self._disk_work.append([0, "read", (rank, number, name), None])
         elif isinstance(command, SendPages):
             for cache, own in zip(self._cache, command.ranks, strict=True):
-                parcels: dict[int, list] = {}
+                chunks: dict[int, list] = {}
                 for number, page in zip(*[iter(from_int32s(own))] * 2, strict=True):
                     assert None not in cache[page], "only full pages are sent"
-                    parcels.setdefault(number, []).append(list(cache[page]))
-                for number, pages in parcels.items():
+                    chunks.setdefault(number, []).append(list(cache[page]))
+                for number, pages in chunks.items():
                     assert len(pages) <= 16
-                    self._parcel_work.append([0, "offer", (number, {"tokens": pages})])
-            if self.parcels_take == 0:
-                self.move_parcels()
+                    self._chunk_work.append([0, "offer", (number, {"tokens": pages})])
+            if self.chunks_take == 0:
+                self.move_chunks()
         elif isinstance(command, PullPages):
             for rank, own in enumerate(command.ranks):
                 wanted: dict[tuple, list] = {}
-                for index, parcel, place, number in zip(*[iter(from_int32s(own))] * 4, strict=True):
+                for index, chunk, place, number in zip(*[iter(from_int32s(own))] * 4, strict=True):
                     source = Source(*command.sources[index])
                     assert (rank, number) not in self._landed, "no number is used twice at a time"
                     self._landed[rank, number] = None
-                    wanted.setdefault((source, parcel), []).append((place, number))
-                for (source, parcel), pages in wanted.items():
-                    self._parcel_work.append([0, "pull", (rank, source, parcel, pages)])
-        elif isinstance(command, DropParcels):
-            self.dropped_parcels += from_int32s(command.numbers)
+                    wanted.setdefault((source, chunk), []).append((place, number))
+                for (source, chunk), pages in wanted.items():
+                    self._chunk_work.append([0, "pull", (rank, source, chunk, pages)])
+        elif isinstance(command, DropChunks):
+            self.dropped_chunks += from_int32s(command.numbers)
         elif isinstance(command, DropPages):
             self._disk_work.append([0, "drop", (command.everything, names_of(command.names)), None])
         elif isinstance(command, PlacePages):

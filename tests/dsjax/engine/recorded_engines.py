@@ -2,7 +2,7 @@
 
 When a constructor of the engine changes, this file changes; the scenarios and the goldens do not.
 
-Everything is one thread on a virtual clock: time passes by what a step takes and between turns, and the disk, the parcels and the links are
+Everything is one thread on a virtual clock: time passes by what a step takes and between turns, and the disk, the chunks and the links are
 scripted (`recorded_executor.py`).
 """
 
@@ -29,7 +29,7 @@ from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules
-from dsjax.engine.transfer.page_transfer import Ask, Failed
+from dsjax.engine.transfer.messages import PrefillRequest, TransferFailed
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 
@@ -332,7 +332,7 @@ class Prefill:
     def hand(self, transfer: str, tokens: list[int]) -> None:
         """Have a prompt computed that its decode engine will name by this transfer."""
         pages = (len(tokens) - 1) // 4
-        self.engine.post(Ask(transfer, int32s(tokens[: pages * 4 + 1]), 0, pages), None)
+        self.engine.post(PrefillRequest(transfer, int32s(tokens[: pages * 4 + 1]), 0, pages), None)
 
     def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
         """Go on with another executor when a step fails."""
@@ -368,14 +368,14 @@ class ScriptedLink:
             self._link.send(message)
 
     def pull(self, number, device, address=""):
-        """A parcel; what another process keeps is always there."""
+        """A chunk; what another process keeps is always there."""
         if address:
             return {}
         return self._link.pull(number, device)
 
     def fail(self, transfer: str = "") -> None:
         """Tell decode that a transfer has failed; by default all have."""
-        self._receive(Failed(transfer, "scripted"))
+        self._receive(TransferFailed(transfer, "scripted"))
 
     def warm_up(self, progress=None) -> None:
         """Nothing is compiled."""
@@ -411,7 +411,7 @@ class Run:
         raise AssertionError("nothing moves any more")
 
     def pump(self) -> None:
-        """Move parcels that are due."""
+        """Move chunks that are due."""
         for executor in self.executors:
             executor.pump()
 

@@ -27,7 +27,7 @@ from dsjax.engine.contract.commands import (
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
-from dsjax.engine.transfer.page_transfer import ParcelPort, PulledParcel, Source
+from dsjax.engine.transfer.messages import ChunkPort, PulledChunk, Source
 
 LAYERS, EXPERTS, SLOTS_PER_RANK, EXPERT_RANKS = 3, 8, 3, 4
 
@@ -91,17 +91,17 @@ class ScriptedExecutor:
     """Its tokens depend on a request's seed and the token's position alone, so that they are the same however the engine's parts change.
 
     Pages have no content. What goes to the disk, comes from there, is offered or pulled is done when the virtual clock says so, however
-    often anybody asks; parcels move only in `pump`, which the script calls.
+    often anybody asks; chunks move only in `pump`, which the script calls.
 
     Attributes:
         stream: the lines of all commands so far, those of the executors before this one included.
-        disk_seconds, parcel_seconds: until a page is written or read, a parcel is offered or pulled. May be infinite.
+        disk_seconds, chunk_seconds: until a page is written or read, a chunk is offered or pulled. May be infinite.
         reads_fail, writes_fail, pulls_fail: whether they do now.
         non_finite: by seed the position from which a request's values are not finite.
         impossible: seeds of requests for which no token is allowed.
         lost_at_step: the step, counted from 0, that is never done. failing: kinds of commands whose next launch fails, once for each entry.
         failing_exchanges: numbers, counted from 0, of the commands that move experts and cannot.
-        keeps_elsewhere: ranks whose parcels another process keeps.
+        keeps_elsewhere: ranks whose chunks another process keeps.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ScriptedExecutor:
         self.limits, self.stream, self.max_in_flight = limits, stream, max_in_flight
         self._clock = clock
         self._step_seconds = 0.01
-        self.disk_seconds = self.parcel_seconds = 0.03
+        self.disk_seconds = self.chunk_seconds = 0.03
         self.reads_fail = self.writes_fail = self.pulls_fail = False
         self.non_finite: dict[int, int] = {}
         self.impossible: set[int] = set()
@@ -133,7 +133,7 @@ class ScriptedExecutor:
         self._found: list[bytes] | None = sorted(self.disk) if limits.disk_pages else None
         self._disk_work: list[tuple[float, str, tuple]] = []
         self._reading: set[tuple[int, int]] = set()
-        self._parcel_work: list[tuple[float, str, tuple]] = []
+        self._chunk_work: list[tuple[float, str, tuple]] = []
         self._offer = self._pull = self._report = None
         self._placement = np.arange(LAYERS * SLOTS_PER_RANK * EXPERT_RANKS).reshape(LAYERS, -1) % EXPERTS
         self._moves_experts = moves_experts
@@ -143,7 +143,7 @@ class ScriptedExecutor:
     def extension(self, kind):
         has = {
             PageReporter: bool(self.limits.host_pages_per_rank or self.limits.disk_pages),
-            ParcelPort: self.limits.transfers,
+            ChunkPort: self.limits.transfers,
             ExpertMover: self._moves_experts,
         }
         return self if has[kind] else None
@@ -157,7 +157,7 @@ class ScriptedExecutor:
         return [[rank if rank in self.keeps_elsewhere else 0] for rank in range(self.limits.num_ranks)]
 
     @property
-    def parcel_shapes(self):
+    def chunk_shapes(self):
         return {}
 
     def counts(self) -> ExecutorCounts:
@@ -175,10 +175,10 @@ class ScriptedExecutor:
     def shutdown(self) -> None:
         pass
 
-    def send_parcels(self, offer, drop=lambda numbers: None) -> None:
+    def send_chunks(self, offer, drop=lambda numbers: None) -> None:
         self._offer = offer
 
-    def pull_parcels(self, pull, report) -> None:
+    def pull_chunks(self, pull, report) -> None:
         self._pull, self._report = pull, report
 
     # Commands.
@@ -237,15 +237,15 @@ class ScriptedExecutor:
         elif isinstance(command, SendPages):
             for rank, own in enumerate(command.ranks):
                 for number in dict.fromkeys(from_int32s(own)[::2]):
-                    self._later(self._parcel_work, self.parcel_seconds, "offer", (rank, number))
+                    self._later(self._chunk_work, self.chunk_seconds, "offer", (rank, number))
         elif isinstance(command, PullPages):
             for rank, own in enumerate(command.ranks):
-                parcels: dict[tuple[int, int], list[int]] = {}
-                for index, parcel, _, number in zip(*[iter(from_int32s(own))] * 4, strict=True):
-                    parcels.setdefault((index, parcel), []).append(number)
-                for (index, parcel), numbers in parcels.items():
-                    what = rank, Source(*command.sources[index]), parcel, numbers
-                    self._later(self._parcel_work, self.parcel_seconds, "pull", what)
+                chunks: dict[tuple[int, int], list[int]] = {}
+                for index, chunk, _, number in zip(*[iter(from_int32s(own))] * 4, strict=True):
+                    chunks.setdefault((index, chunk), []).append(number)
+                for (index, chunk), numbers in chunks.items():
+                    what = rank, Source(*command.sources[index]), chunk, numbers
+                    self._later(self._chunk_work, self.chunk_seconds, "pull", what)
         elif isinstance(command, Flush):
             self._slots = [{} for _ in self._slots]
         elif isinstance(command, ReadLoads):
@@ -289,20 +289,20 @@ class ScriptedExecutor:
 
     def pump(self) -> None:
         """Offer and pull what is due."""
-        for kind, what in self._take_due(self._parcel_work):
+        for kind, what in self._take_due(self._chunk_work):
             if kind == "offer":
                 rank, number = what
                 self._offer(number, None if rank in self.keeps_elsewhere else {})
                 continue
-            rank, source, parcel, numbers = what
+            rank, source, chunk, numbers = what
             try:
                 if self.pulls_fail:
                     raise ConnectionError
-                self._pull(source, parcel, None)
+                self._pull(source, chunk, None)
                 ok = True
             except Exception:
                 ok = False
-            self._report(PulledParcel(rank, source.link, parcel, numbers, ok))
+            self._report(PulledChunk(rank, source.link, chunk, numbers, ok))
 
     # Experts.
 

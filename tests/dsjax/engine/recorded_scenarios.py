@@ -23,7 +23,7 @@ from recorded_executor import ScriptedExecutor
 from dsjax.engine.contract.commands import Copy, FetchPages, PlacePages, PullPages, ReadPages, Step, StorePages
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.transfer.page_transfer import Ask
+from dsjax.engine.transfer.messages import PrefillRequest
 
 KINDS = ("greedy", "sampled", "penalised", "biased", "logprobs", "prompt_logprobs", "structured", "open")
 MOVING = (Copy, StorePages, FetchPages, PlacePages, ReadPages, PullPages)
@@ -253,12 +253,12 @@ def separated(run: Run, *, lost: bool = True) -> None:
         {
             40: [put(executor, pulls_fail=True)],
             50: [put(executor, pulls_fail=False)],
-            80: [put(executor, parcel_seconds=float("inf"))],
-            98: [put(executor, parcel_seconds=0.03), lambda: run.clock.advance(0.5)],
-            120: [put(links[0], lost=(Ask,))],
+            80: [put(executor, chunk_seconds=float("inf"))],
+            98: [put(executor, chunk_seconds=0.03), lambda: run.clock.advance(0.5)],
+            120: [put(links[0], lost=(PrefillRequest,))],
             136: [put(links[0], lost=()), lambda: run.clock.advance(0.5)],
-            160: [put(first_executor, parcel_seconds=float("inf"))],
-            178: [put(first_executor, parcel_seconds=0.03), lambda: run.clock.advance(0.5)],
+            160: [put(first_executor, chunk_seconds=float("inf"))],
+            178: [put(first_executor, chunk_seconds=0.03), lambda: run.clock.advance(0.5)],
             200: [engine.flush],
             220: [links[0].fail],
             222: [lambda: run.clock.advance(70.0)],
@@ -288,7 +288,7 @@ def two_prefills(run: Run) -> None:
         crowd.arrivals(engine, 80, every=3, kinds=("greedy", "sampled", "penalised"), longest_output=12),
         {turn: [links[turn // 20 % 2].fail] for turn in (40, 60, 120, 140)},
         {turn: [lambda: run.clock.advance(1.1)] for turn in (64, 144, 146)},
-        {180: [put(executor, parcel_seconds=0.2)]},
+        {180: [put(executor, chunk_seconds=0.2)]},
     ))  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def prefill(args: EngineArgs) -> None:
             tell(**server.prefill(request["tokens"], room=request.get("room")))
             continue
         pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
-        tell(jobs=engine.num_jobs, parcels=engine.buffers.num_kept, pages=pages, sent=engine.buffers.pages_sent)
+        tell(jobs=engine.num_jobs, chunks=engine.buffers.num_kept, pages=pages, sent=engine.buffers.pages_sent)
     server.shutdown()
 
 

@@ -60,7 +60,7 @@ every_command = st.one_of(
     st.builds(ReadPages, of_each_rank, of_each_rank, of_each_rank),
     st.builds(SendPages, of_each_rank),
     st.builds(PullPages, of_each_rank, st.lists(st.tuples(integer, st.text(max_size=9)), max_size=2)),
-    st.builds(commands.DropParcels, packed),
+    st.builds(commands.DropChunks, packed),
     st.builds(DropPages, st.booleans(), packed),
     st.builds(Clear, of_each_rank),
     st.builds(Score, packed, packed),
@@ -81,7 +81,7 @@ def test_decoding_gives_back_what_was_encoded(command):
 
 def test_every_command_of_the_union_is_generated():
     every = {Step, Copy, Clear, Score, Flush, ReadLoads, StageExperts, PlaceExperts}
-    every |= {StorePages, FetchPages, ReadPages, DropPages, PlacePages, SendPages, PullPages, commands.DropParcels}
+    every |= {StorePages, FetchPages, ReadPages, DropPages, PlacePages, SendPages, PullPages, commands.DropChunks}
     assert every == set(commands.Command.__args__)
 
 
@@ -103,7 +103,7 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
     )
     moving = (ReadLoads(), StageExperts(1, b""), PlaceExperts(1, b"", b""))
     moving += (StorePages([b""], [b""]), FetchPages([b""]), ReadPages([b""], [b""], [b""]), DropPages(False))
-    moving += (PlacePages([b""]), SendPages([b""]), PullPages([b""]), commands.DropParcels(b""))
+    moving += (PlacePages([b""]), SendPages([b""]), PullPages([b""]), commands.DropChunks(b""))
     assert [encode(command).hex() for command in (Copy([b""]), Clear([b""]), Score(b"", b""), Flush(), *moving)] == [
         "92a4636f707991c400",
         "92a5636c65617291c400",

@@ -25,8 +25,16 @@ from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stream.leader import Landings
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
+from dsjax.engine.transfer.messages import (
+    ChunkGoneError,
+    ChunkReady,
+    PrefillRequest,
+    PulledChunk,
+    ReleaseChunk,
+    TransferFailed,
+    TransfersUnderWay,
+)
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
-from dsjax.engine.transfer.page_transfer import Ask, Failed, Offer, ParcelGoneError, PulledParcel, Release, UnderWay
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
@@ -79,7 +87,7 @@ class PrefillProcess:
         """Whether it comes to keep nothing."""
         for _ in range(1200):
             counts = self.ask()
-            if counts["jobs"] == counts["parcels"] == counts["pages"] == 0:
+            if counts["jobs"] == counts["chunks"] == counts["pages"] == 0:
                 return True
             time.sleep(0.05)
         return counts
@@ -227,9 +235,9 @@ def served(**fields):
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=0.5)
     transport, space = FakeTransport(), {"page_size": 4, **fields}
-    parcels = ChunkServer(engine.buffers.take, transport, space, "127.0.0.1", 0.5)
-    server = PrefillServer(engine, parcels, space, "127.0.0.1")
-    engine.buffers.reset([Keeper(parcels.address)])
+    chunks = ChunkServer(engine.buffers.take, transport, space, "127.0.0.1", 0.5)
+    server = PrefillServer(engine, chunks, space, "127.0.0.1")
+    engine.buffers.reset([Keeper(chunks.address)])
     engine.start()
     return server, transport
 
@@ -238,7 +246,7 @@ def linked(server, transport, **space):
     """The way to a server, and what comes from it but for what is under way, which may be said any number of times."""
     link = RemoteLink(server.address, RemoteChunks(transport, space, {}, 5), space)
     found = []
-    link.connect(lambda message: None if isinstance(message, UnderWay) else found.append(message))
+    link.connect(lambda message: None if isinstance(message, TransfersUnderWay) else found.append(message))
     return link, found
 
 
@@ -261,26 +269,26 @@ def test_sides_that_move_pages_by_different_transports_are_told_so(decode, backe
 def test_sides_whose_pages_differ_are_told_in_what():
     server, transport = served(dtype="bfloat16")
     link, found = linked(server, transport, page_size=4, dtype="float32")
-    link.send(Ask("a", int32s(range(9)), 0, 2))
+    link.send(PrefillRequest("a", int32s(range(9)), 0, 2))
     until(lambda: found)
     assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in found[0].reason
-    assert isinstance(found[0], Failed)
+    assert isinstance(found[0], TransferFailed)
     link.close()
     server.shutdown()
 
 
-def test_a_parcel_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
+def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
     server, transport = served()
     link, found = linked(server, transport, page_size=4)
-    link.send(Ask("a", int32s(range(33)), 0, 8))
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
     until(lambda: sum(message.count for message in found) == 8)
     first, *others = found
     assert link.pull(first.number, None, first.address)["tokens"][0] == [0, 1, 2, 3]
-    link.send(Release(first.number))
-    with pytest.raises(ParcelGoneError, match="is not kept any more"):
+    link.send(ReleaseChunk(first.number))
+    with pytest.raises(ChunkGoneError, match="is not kept any more"):
         link.pull(12345, None, first.address)
     transport.pulls = False
-    with pytest.raises(ParcelGoneError, match="the link is down"):
+    with pytest.raises(ChunkGoneError, match="the link is down"):
         link.pull(others[0].number, None, others[0].address)
     link.close()
     until(lambda: (transport.pulled, transport.withdrawn, transport.published) == ([1], [2], {}))
@@ -288,17 +296,17 @@ def test_a_parcel_that_was_granted_and_not_taken_is_taken_back_when_decode_goes(
     server.shutdown()
 
 
-def test_what_finds_no_room_in_parcels_is_said_to_be_under_way_again_and_again():
+def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again():
     server, transport = served()
     buffers, told = server.engine.buffers, []
     buffers.room = lambda rank: 0
     link, _ = linked(server, transport, page_size=4)
     link.connect(told.append)
-    link.send(Ask("a", int32s(range(33)), 0, 8))
-    until(lambda: told.count(UnderWay(["a"])) > 4)  # half a second, which is all that leases have
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    until(lambda: told.count(TransfersUnderWay(["a"])) > 4)  # half a second, which is all that leases have
     del buffers.room
-    until(lambda: sum(message.count for message in told if isinstance(message, Offer)) == 8)
-    assert not any(isinstance(message, Failed) for message in told)
+    until(lambda: sum(message.count for message in told if isinstance(message, ChunkReady)) == 8)
+    assert not any(isinstance(message, TransferFailed) for message in told)
     link.close()
     server.shutdown()
 
@@ -323,13 +331,13 @@ def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_ke
     found = []
     link.connect(found.append)
     for name in "abc":
-        link.send(Ask(name, b"", 0, 1))
+        link.send(PrefillRequest(name, b"", 0, 1))
     nobody.close()
     until(lambda: found)
     assert "cannot be reached" in found[0].reason
     assert len(found) == len(caplog.records) == 1
     until(lambda: transfer_threads() <= before)
-    link.send(Ask("d", b"", 0, 1))
+    link.send(PrefillRequest("d", b"", 0, 1))
     until(lambda: len(found) == 2)
     link.close()
 
@@ -338,15 +346,15 @@ def test_nothing_is_kept_of_a_side_that_has_gone():
     before = transfer_threads()  # some of another test's may still be ending
     server, transport = served()
     link, found = linked(server, transport, page_size=4)
-    link.send(Ask("a", int32s(range(33)), 0, 8))
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
     until(lambda: sum(message.count for message in found) == 8)
     link.pull(found[0].number, None, found[0].address)
     assert transport.disconnected == []
     server.shutdown()
     until(lambda: transport.disconnected == ["here"])
     until(lambda: transfer_threads() <= before)
-    assert isinstance(found[-1], Failed)
-    with pytest.raises(ParcelGoneError, match="cannot be reached"):
+    assert isinstance(found[-1], TransferFailed)
+    with pytest.raises(ChunkGoneError, match="cannot be reached"):
         link.pull(found[0].number, None, found[0].address)
     link.close()
 
@@ -354,11 +362,11 @@ def test_nothing_is_kept_of_a_side_that_has_gone():
 def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
     server, transport = served()
     link, found = linked(server, transport, page_size=4)
-    link.send(Ask("a", int32s(range(33)), 0, 8))
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
     until(lambda: sum(message.count for message in found) == 8)
     link.pull(found[0].number, None, found[0].address)
-    [client], [puller] = server.listener._clients, server._parcels.listener._clients
-    for channel in (client.channel, puller.channel, link._channel, link._parcels._connection(found[0].address).channel):
+    [client], [puller] = server.listener._clients, server._chunks.listener._clients
+    for channel in (client.channel, puller.channel, link._channel, link._chunks._connection(found[0].address).channel):
         assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()
@@ -374,21 +382,21 @@ def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_ano
         raise OSError("no route")
 
     monkeypatch.setattr("dsjax.engine.transfer.chunk_network.connect_to", connect_to)
-    parcels = RemoteChunks(FakeTransport(), {}, {}, 5)
+    chunks = RemoteChunks(FakeTransport(), {}, {}, 5)
     with ThreadPoolExecutor(2) as threads:
-        pulls = [threads.submit(parcels.pull, "gone:1", number, None) for number in (1, 2)]
+        pulls = [threads.submit(chunks.pull, "gone:1", number, None) for number in (1, 2)]
         until(lambda: tried)
-        with pytest.raises(ParcelGoneError, match="other:1 cannot be reached: no route"):
-            parcels.pull("other:1", 3, None)
+        with pytest.raises(ChunkGoneError, match="other:1 cannot be reached: no route"):
+            chunks.pull("other:1", 3, None)
         assert not any(pull.done() for pull in pulls)
         limit.set()
         for pull in pulls:
-            with pytest.raises(ParcelGoneError, match=r"gone:1 .* reached"):
+            with pytest.raises(ChunkGoneError, match=r"gone:1 .* reached"):
                 pull.result()
     assert tried == ["gone:1", "other:1"]
 
 
-def test_a_parcel_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
+def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
     kept = FollowerSendBuffers(timeout=5)
     timer = threading.Timer(0.05, kept.ready, (3, {"tokens": []}))
     timer.start()
@@ -396,7 +404,7 @@ def test_a_parcel_that_another_process_keeps_is_waited_for_when_it_was_offered_e
     kept.ready(4, None)  # a third process has that one
     kept.drop([3, 4])
     for number in (3, 4):
-        with pytest.raises(ParcelGoneError):
+        with pytest.raises(ChunkGoneError):
             kept.take(number)
     assert len(kept) == 0
 
@@ -406,27 +414,27 @@ def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_wh
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
     offers = []
-    engine.post(Ask("a", int32s(range(9)), 0, 2), offers.append)
-    while not any(isinstance(message, Offer) for message in offers):
+    engine.post(PrefillRequest("a", int32s(range(9)), 0, 2), offers.append)
+    while not any(isinstance(message, ChunkReady) for message in offers):
         engine.turn(wait=False)
-    offers = [message for message in offers if isinstance(message, Offer)]
+    offers = [message for message in offers if isinstance(message, ChunkReady)]
     assert {offer.address for offer in offers} == {"there:1"}
     for offer in offers:
-        engine.post(Release(offer.number), offers.append)
+        engine.post(ReleaseChunk(offer.number), offers.append)
     engine.turn(wait=False)
     engine.turn(wait=False)
-    assert executor.dropped_parcels == [offer.number for offer in offers]
+    assert executor.dropped_chunks == [offer.number for offer in offers]
     assert engine.buffers.num_kept == engine.num_jobs == 0
 
 
-def test_a_parcel_has_come_when_it_has_come_in_every_process_of_its_rank():
+def test_a_chunk_has_come_when_it_has_come_in_every_process_of_its_rank():
     found = []
     landings = Landings([[0], [0, 1]], found.append)
-    landings.enter(PulledParcel(0, 0, 7, [1], True))
+    landings.enter(PulledChunk(0, 0, 7, [1], True))
     for ok in (True, False):
-        landings.enter(PulledParcel(1, 0, 8, [2, 3], ok))
-        landings.enter(PulledParcel(1, 0, 9, [4], True))
-    assert [(parcel.number, parcel.ok) for parcel in found] == [(7, True), (8, False), (9, True)]
+        landings.enter(PulledChunk(1, 0, 8, [2, 3], ok))
+        landings.enter(PulledChunk(1, 0, 9, [4], True))
+    assert [(chunk.number, chunk.ok) for chunk in found] == [(7, True), (8, False), (9, True)]
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:0", "host:x"])

@@ -19,7 +19,7 @@ from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Release
+from dsjax.engine.transfer.messages import CancelTransfer, PrefillRequest, ReleaseChunk, TransferFailed
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
 from dsjax.serve.metrics import Metrics
 
@@ -36,7 +36,7 @@ class PolledLinks(PrefillLinks):
         super().start(executor, config)
 
     def begin_step(self, now):
-        self.executor.move_parcels(pulls=True)
+        self.executor.move_chunks(pulls=True)
         super().begin_step(now)
 
 
@@ -90,7 +90,7 @@ class Pair:
         return sent
 
     def asked(self):
-        return [message for message in self.sent if isinstance(message, Ask)]
+        return [message for message in self.sent if isinstance(message, PrefillRequest)]
 
     def expire(self):
         """Let all time pass that leases have."""
@@ -112,7 +112,7 @@ class Pair:
     def turn(self):
         if self.prefill_runs:
             for engine in self.engines:
-                engine.core.executor.move_parcels()
+                engine.core.executor.move_chunks()
                 engine.turn(wait=False)
         self.decode.wake.set()  # nobody else runs: there is nothing to wait for
         updates = self.core.step()
@@ -128,8 +128,8 @@ class Pair:
         """Let everything that was given up come to its end, and see that nothing is left."""
         self.lost, self.prefill_runs = (), True
         for engine in self.engines:
-            engine.core.executor.parcels_take = 0
-        self.core.executor.parcels_take = 0
+            engine.core.executor.chunks_take = 0
+        self.core.executor.chunks_take = 0
         for _ in range(20):
             self.turn()
         self.expire()  # what is left because a message was lost
@@ -166,9 +166,9 @@ def prompts(count, seed=0, longest=80):
 @pytest.mark.parametrize("takes", [0, 3])
 def test_tokens_are_those_of_one_engine_and_decode_computes_no_whole_page(ranks, takes):
     pair = Pair(ranks=ranks, pages=(129, 129))
-    pair.core.executor.parcels_take = takes
+    pair.core.executor.chunks_take = takes
     for engine in pair.engines:
-        engine.core.executor.parcels_take = takes
+        engine.core.executor.chunks_take = takes
     pair.core.executor.keep_commands = True
     given = prompts(24)
     requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
@@ -239,7 +239,7 @@ def test_what_a_prefill_engine_has_and_did_is_shown():
         labels |= {"model_name": "tiny", "prefill_engine": str(engine)}
         return metrics.registry.get_sample_value(f"dsjax_prefill_engine_{name}", labels)
 
-    pair.core.executor.parcels_take = None
+    pair.core.executor.chunks_take = None
     for i in range(2 * prefills):
         pair.add(f"{i}", [i] * 50)
     pair.turn()
@@ -252,7 +252,7 @@ def test_what_a_prefill_engine_has_and_did_is_shown():
         assert 96 <= value("tokens_total", engine) <= 98
         assert value("step_seconds_total", engine) > 0
         assert value("prompts", engine, state="waiting") == 0
-    pair.core.executor.parcels_take = 0
+    pair.core.executor.chunks_take = 0
     pair.run()
     assert value("kept_pages") == 0
     pair.engines[0].error = RuntimeError()
@@ -266,7 +266,7 @@ def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_an
     first = Pair(prefills=prefills, pages=(65, 33))
     pairs = [first, Pair(engines=first.engines, pages=(65, 33))]
     for pair in pairs:
-        pair.core.executor.parcels_take = 2
+        pair.core.executor.chunks_take = 2
     given = prompts(18, seed=5)
     requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given) for pair in pairs]
     for turn in range(2000):
@@ -304,7 +304,7 @@ def test_a_prompt_goes_to_the_prefill_engine_of_which_fewest_pages_are_awaited()
 def test_a_decode_engine_that_dies_ends_the_prefill_engine_of_its_process():
     pair, deaths = Pair(decode={"max_rows_prefill": 1}), []
     [engine] = pair.engines
-    pair.core.executor.parcels_take, pair.core.executor.fail_at_step = None, 2
+    pair.core.executor.chunks_take, pair.core.executor.fail_at_step = None, 2
     listener = SimpleNamespace(
         wants_stats=lambda: False,
         on_done=lambda updates, stats: None,
@@ -316,8 +316,8 @@ def test_a_decode_engine_that_dies_ends_the_prefill_engine_of_its_process():
     thread.start()
     while not pair.incoming.num_under_way:
         time.sleep(0.0005)
-    for _ in range(8):  # until parcels are kept
-        engine.core.executor.move_parcels()
+    for _ in range(8):  # until chunks are kept
+        engine.core.executor.move_chunks()
         engine.turn(wait=False)
     assert engine.num_jobs
     assert engine.buffers.num_kept
@@ -333,7 +333,7 @@ def test_a_decode_engine_that_dies_ends_the_prefill_engine_of_its_process():
 @pytest.mark.parametrize("turns", range(14))
 def test_an_abort_at_each_moment_gives_everything_back(turns):
     pair = Pair(ranks=(1, 2))
-    pair.core.executor.parcels_take = pair.engines[0].core.executor.parcels_take = 1
+    pair.core.executor.chunks_take = pair.engines[0].core.executor.chunks_take = 1
     tokens = list(range(70))
     pair.add("gone", tokens)
     other = pair.add("other", tokens[:30]) if turns % 2 else None
@@ -371,7 +371,9 @@ def test_a_prefill_side_that_stops_costs_time_and_no_request(turns):
     pair.settle()
 
 
-@pytest.mark.parametrize("lost", [(Release,), (Cancel,), (Release, Cancel), (Ask,)])
+@pytest.mark.parametrize(
+    "lost", [(ReleaseChunk,), (CancelTransfer,), (ReleaseChunk, CancelTransfer), (PrefillRequest,)]
+)
 def test_lost_messages_cost_a_lease_and_no_page(lost):
     pair = Pair(timeout=0.03)
     pair.lost = lost
@@ -415,7 +417,7 @@ def test_an_engine_that_reaches_its_own_prefill_engines_alone_ignores_which_one_
 
 def test_a_link_that_stalls_is_given_up():
     pair = Pair(timeout=0.03)
-    pair.core.executor.parcels_take = None
+    pair.core.executor.chunks_take = None
     request = pair.add("a", list(range(50)))
     while pair.core.has_unfinished:
         pair.turn()
@@ -446,7 +448,7 @@ def test_a_prompt_in_a_queue_longer_than_the_time_limit_is_waited_for():
 def test_a_link_is_left_alone_for_what_it_does_not_send_and_not_for_what_finds_no_room_here(has_room):
     pair = Pair()
     if has_room:
-        pair.core.executor.parcels_take = None
+        pair.core.executor.chunks_take = None
     else:
         pair.core.scheduler.ranks[0].loads.landing.make_room = lambda *_: False
     request = pair.add("a", list(range(50)))
@@ -465,13 +467,13 @@ def test_a_link_is_left_alone_for_what_it_does_not_send_and_not_for_what_finds_n
     pair.settle()
 
 
-@pytest.mark.parametrize("wrong", ["no room", "not finite", "parcels lost"])
+@pytest.mark.parametrize("wrong", ["no room", "not finite", "chunks lost"])
 def test_what_prefill_cannot_compute_decode_does(wrong):
     pair = Pair(pages=(5, 33) if wrong == "no room" else (33, 33))
     if wrong == "not finite":
         pair.engines[0].core.executor.non_finite.add(0)
     request = pair.add("a", list(range(50)))
-    if wrong == "parcels lost":
+    if wrong == "chunks lost":
         for _ in range(3):
             pair.turn()
         assert pair.engines[0].buffers.num_kept
@@ -510,9 +512,9 @@ def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
 def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first, end):
     pair, found = Pair(), []
     for given in (int32s(tokens), int32s(tokens) + b"?"):
-        pair.engines[0].post(Ask("odd", given, first, end), found.append)
+        pair.engines[0].post(PrefillRequest("odd", given, first, end), found.append)
         pair.engines[0].turn(wait=False)
-        assert isinstance(found.pop(), Failed)
+        assert isinstance(found.pop(), TransferFailed)
     pair.settle()
 
 
@@ -526,20 +528,20 @@ def test_an_engine_that_ends_ends_its_prefill_threads():
     assert not pair.engines[0]._thread.alive
     assert pair.engines[0].core.executor.closed
     found = []
-    pair.engines[0].post(Ask("late", b"", 0, 1), found.append)
-    assert isinstance(found[0], Failed)
+    pair.engines[0].post(PrefillRequest("late", b"", 0, 1), found.append)
+    assert isinstance(found[0], TransferFailed)
 
 
 def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():
     pair = Pair(pages=(65, 129))
     pair.engines[0].buffers._room = [6]
-    pair.core.executor.parcels_take = None
+    pair.core.executor.chunks_take = None
     requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
     for _ in range(60):
         pair.turn()
     assert pair.engines[0].buffers.room(0) == 0
     assert sum(lease.offer.count for lease in pair.engines[0].buffers._buffers.values()) == 6
-    pair.core.executor.parcels_take = 0
+    pair.core.executor.chunks_take = 0
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
     pair.engines[0].buffers._room = [256]
@@ -549,7 +551,7 @@ def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():
 def test_a_prefill_engine_that_can_do_nothing_until_decode_takes_pages_waits_for_that():
     pair = Pair(pages=(17, 129))
     [engine] = pair.engines
-    engine.buffers._room, pair.core.executor.parcels_take = [6], None
+    engine.buffers._room, pair.core.executor.chunks_take = [6], None
     requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
     for _ in range(60):
         pair.turn()
@@ -559,10 +561,10 @@ def test_a_prefill_engine_that_can_do_nothing_until_decode_takes_pages_waits_for
     engine.start()
     time.sleep(0.1)
     assert len(turns) < 10
-    pair.core.executor.parcels_take, pair.prefill_runs = 0, False
+    pair.core.executor.chunks_take, pair.prefill_runs = 0, False
     began = time.monotonic()
     while pair.core.has_unfinished and time.monotonic() < began + 10:
-        engine.core.executor.move_parcels()
+        engine.core.executor.move_chunks()
         pair.turn()
         time.sleep(0.0005)
     assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
@@ -572,7 +574,7 @@ def test_a_prefill_engine_that_can_do_nothing_until_decode_takes_pages_waits_for
 
 def test_flushing_forgets_what_is_on_its_way():
     pair = Pair()
-    pair.core.executor.parcels_take = 2
+    pair.core.executor.chunks_take = 2
     tokens = list(range(50))
     request = pair.add("a", tokens)
     for _ in range(5):
@@ -589,7 +591,7 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
     before, after = sizes
     pair = Pair(ranks=(before, 1), pages=(33, 129))
     [engine] = pair.engines
-    pair.core.executor.parcels_take = 5  # some prompts are computed whole, and their parcels still kept
+    pair.core.executor.chunks_take = 5  # some prompts are computed whole, and their chunks still kept
     requests = [pair.add(f"{i}", [i] * (20 + i)) for i in range(6)]
     for _ in range(turns):
         pair.turn()
@@ -601,7 +603,7 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
     assert engine.turn(wait=False)
     changed.due = False
     assert engine.num_jobs == engine.buffers.num_kept == 0
-    pair.core.executor.parcels_take = 0
+    pair.core.executor.chunks_take = 0
     pair.run()
     assert [one.output_token_ids for one in requests] == [expected_tokens([i] * (20 + i), 6) for i in range(6)]
     later = pair.add("later", [9] * 60)
@@ -616,7 +618,7 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
 def test_decode_goes_on_with_more_or_fewer_ranks_and_has_the_rest_computed_there(sizes, turns):
     before, after = sizes
     pair = Pair(ranks=(1, before))
-    pair.core.executor.parcels_take = 2
+    pair.core.executor.chunks_take = 2
     given = prompts(9)
     requests = [pair.add(str(i), tokens) for i, tokens in enumerate(given)]
     for _ in range(turns):
@@ -665,7 +667,7 @@ class TransferMachine(RuleBasedStateMachine):
         for _ in range(turns):
             if who == "prefill":
                 for engine in self.pair.engines:
-                    engine.core.executor.move_parcels()
+                    engine.core.executor.move_chunks()
                     engine.turn(wait=False)
                 continue
             self.pair.prefill_runs = who == "both"
@@ -685,10 +687,10 @@ class TransferMachine(RuleBasedStateMachine):
     @rule(prefill=st.sampled_from([0, 2, None]), decode=st.sampled_from([0, 2, None]))
     def change_the_link(self, prefill, decode):
         for engine in self.pair.engines:
-            engine.core.executor.parcels_take = prefill
-        self.pair.core.executor.parcels_take = decode
+            engine.core.executor.chunks_take = prefill
+        self.pair.core.executor.chunks_take = decode
 
-    @rule(lost=st.sets(st.sampled_from([Ask, Cancel, Release])))
+    @rule(lost=st.sets(st.sampled_from([PrefillRequest, CancelTransfer, ReleaseChunk])))
     def lose(self, lost):
         self.pair.lost = tuple(lost)
 
@@ -744,7 +746,7 @@ class TransferMachine(RuleBasedStateMachine):
         for turn in range(3000):
             if not pair.core.has_unfinished:
                 break
-            if turn == 200:  # an `Ask` was lost
+            if turn == 200:  # an `PrefillRequest` was lost
                 self.decode_has_waited_too_long()
             self.enter(pair.turn())
         assert not self.alive, "every request ends"

@@ -79,7 +79,7 @@ class Side:
         """Whether a prefill side comes to keep nothing."""
         for _ in range(200):
             kept = self.ask()
-            if kept["jobs"] == kept["parcels"] == kept["pages"] == 0:
+            if kept["jobs"] == kept["chunks"] == kept["pages"] == 0:
                 return True
             time.sleep(0.05)
         return kept
@@ -140,7 +140,7 @@ def test_tokens_are_those_of_one_engine_and_a_lost_prefill_process_costs_no_requ
     expected, sides, backend
 ):
     prefill, decode, generate = sides(2, "dp=2", 2, "tp=2", backend)
-    # Each prefill process keeps the parcels of its rank, and each decode process pulls its copy of them.
+    # Each prefill process keeps the chunks of its rank, and each decode process pulls its copy of them.
     assert generate() == expected
     counts = decode.ask()
     assert (counts["completed"], counts["given_up"], counts["used"]) == (6, 0, 0)

@@ -7,9 +7,9 @@ import threading
 import jax
 import msgspec
 
+from dsjax.engine.transfer.messages import Chunk
 from dsjax.engine.transfer.nixl.agent import Agent, Memory
 from dsjax.engine.transfer.nixl.registered_buffer import BufferPool, RegisteredBuffer
-from dsjax.engine.transfer.page_transfer import Parcel
 from dsjax.engine.transfer.transport import FLAG, Shapes
 from dsjax.errors import UserError
 
@@ -56,7 +56,7 @@ class NixlTransport:
         self._published: dict[int, RegisteredBuffer] = {}
         self._lock = threading.Lock()
 
-    def publish(self, number: int, chunk: Parcel) -> bytes:
+    def publish(self, number: int, chunk: Chunk) -> bytes:
         """Copy a chunk into a buffer that others may read."""
         [device] = next(iter(chunk.values())).devices()
         buffer = self._sends.acquire({name: (array.shape, array.dtype) for name, array in chunk.items()}, device)
@@ -65,14 +65,14 @@ class NixlTransport:
             self._published[number] = buffer
         return msgspec.msgpack.encode(Ticket(buffer.number, buffer.descriptions, buffer.memory, buffer.mark_memory))
 
-    def withdraw(self, number: int, chunk: Parcel, *, pulled: bool) -> None:
+    def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
         """Let another chunk into the buffer."""
         with self._lock:
             buffer = self._published.pop(number)
         buffer.mark[0] = 0  # before anything else is written there
         self._sends.release(buffer)
 
-    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: jax.Device) -> Parcel:
+    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: jax.Device) -> Chunk:
         """Read a chunk, and return it on this device.
 
         Raises:

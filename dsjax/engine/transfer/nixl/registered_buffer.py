@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsjax.engine.transfer.messages import Chunk
 from dsjax.engine.transfer.nixl.agent import DEVICE, HOST, Agent, Memory, Region
-from dsjax.engine.transfer.page_transfer import Parcel
 from dsjax.engine.transfer.transport import Shapes
 
 
 @jax.jit
-def _copied(arrays: Parcel) -> Parcel:
+def _copied(arrays: Chunk) -> Chunk:
     return jax.tree.map(jnp.copy, arrays)
 
 
-def _overwritten(arrays: Parcel, chunk: Parcel) -> Parcel:
+def _overwritten(arrays: Chunk, chunk: Chunk) -> Chunk:
     return jax.tree.map(lambda array, new: array.at[...].set(new), arrays, chunk)
 
 
@@ -44,7 +44,7 @@ class RegisteredBuffer:
 
     def __init__(self, agent: Agent, number: int, shapes: Shapes, device: jax.Device):
         self.number, self._agent, self._device, self.key = number, agent, device, _key(shapes, device)
-        self.arrays: Parcel = jax.block_until_ready(
+        self.arrays: Chunk = jax.block_until_ready(
             {name: jnp.zeros(*own, device=device) for name, own in sorted(shapes.items())}
         )
         self.mark = np.zeros(1, np.uint64)
@@ -52,7 +52,7 @@ class RegisteredBuffer:
         self._registered = [agent.register(memory) for memory in (self.memory, self.mark_memory)]
         self.descriptions = [agent.describe(registered) for registered in self._registered]
 
-    def write(self, chunk: Parcel, mark: int) -> None:
+    def write(self, chunk: Chunk, mark: int) -> None:
         """Copy a chunk into the arrays, and mark them as that chunk's."""
         self.arrays = jax.block_until_ready(_overwrite(self.arrays, {name: chunk[name] for name in self.arrays}))
         if self._find() != self.memory:
@@ -61,7 +61,7 @@ class RegisteredBuffer:
             )
         self.mark[0] = mark
 
-    def copied(self) -> Parcel:
+    def copied(self) -> Chunk:
         """Copy the arrays; complete when this returns."""
         return jax.block_until_ready(_copied(self.arrays))
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 TRANSFER_SECONDS = 30
 """Default of `--transfer-timeout`: what was asked for or offered, and then not heard of, is given up after it."""
 MOST_KEPT = 256
-"""Pages of a prefill rank in parcels that decode has not taken. Further ones stay in the rank's cache until there is room."""
-PARCEL_PAGES = 16
-"""Pages of one transfer in a parcel, at most; as many as a program moves at once (`MOVED_PAGES`)."""
+"""Pages of a prefill rank in chunks that decode has not taken. Further ones stay in the rank's cache until there is room."""
+CHUNK_PAGES = 16
+"""Pages of one transfer in a chunk, at most; as many as a program moves at once (`MOVED_PAGES`)."""
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_request"):
     """Compute pages and send them.
 
     Attributes:
@@ -36,29 +36,29 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     priority: int = 0
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Nobody wants the rest of a transfer, nor its parcels."""
+class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel_transfer"):
+    """Nobody wants the rest of a transfer, nor its chunks."""
 
     transfer: str
 
 
-class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
-    """A parcel is not needed any more: it was pulled, or is not wanted."""
+class ReleaseChunk(msgspec.Struct, frozen=True, array_like=True, tag="release_chunk"):
+    """A chunk is not needed any more: it was pulled, or is not wanted."""
 
     number: int
 
 
-class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
+class FlushPages(msgspec.Struct, frozen=True, array_like=True, tag="flush_pages"):
     """Let no page be found any more that is computed now (`/flush_cache`)."""
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """A parcel can be pulled, as long as its lease runs.
+class ChunkReady(msgspec.Struct, frozen=True, array_like=True, tag="chunk_ready"):
+    """A chunk can be pulled, as long as its lease runs.
 
     Attributes:
         first, count: which pages of the transfer it has, in their order.
         cached: tokens, from the prompt's first one on, that prefill had cached and did not compute for this transfer.
-        address: of the process that keeps the parcel, as `ChunkServer` has it; empty in one process.
+        address: of the process that keeps the chunk, as `ChunkServer` has it; empty in one process.
     """
 
     transfer: str
@@ -69,13 +69,13 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     address: str = ""
 
 
-class UnderWay(msgspec.Struct, frozen=True, array_like=True, tag="under_way"):
+class TransfersUnderWay(msgspec.Struct, frozen=True, array_like=True, tag="transfers_under_way"):
     """These transfers are queued or being computed, however long that takes: what is left of them will be offered."""
 
     transfers: list[str]
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag="transfer_failed"):
     """A transfer ends without the rest of its pages. transfer: empty where every one does: the prefill side has ended."""
 
     transfer: str
@@ -83,16 +83,16 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class PullRequest(msgspec.Struct, frozen=True, array_like=True, tag="pull_request"):
-    """A process of the decode side is about to pull a parcel, from the process that keeps it."""
+    """A process of the decode side is about to pull a chunk, from the process that keeps it."""
 
     number: int
 
 
 class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_response"):
-    """The parcel can be pulled now, once, by the number of this pull.
+    """The chunk can be pulled now, once, by the number of this pull.
 
     Attributes:
-        pull: 0 where the parcel is not kept any more.
+        pull: 0 where the chunk is not kept any more.
         ticket: what the transport of the process that pulls needs beside the number (`Transport.publish`).
     """
 
@@ -102,29 +102,29 @@ class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_respo
 
 
 class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
-    """The pull of this number is over: the parcel has come."""
+    """The pull of this number is over: the chunk has come."""
 
     pull: int
 
 
-ToPrefill = Ask | Cancel | Release | Forget
-ToDecode = Offer | UnderWay | Failed
-Parcel = dict[str, Any]
-"""By array of the cache `[1, PARCEL_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
+ToPrefill = PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages
+ToDecode = ChunkReady | TransfersUnderWay | TransferFailed
+Chunk = dict[str, Any]
+"""By array of the cache `[1, CHUNK_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
 
 
 class Source(NamedTuple):
-    """Where a parcel is: which prefill side has it, by its number, and at which address it is pulled (`Offer.address`)."""
+    """Where a chunk is: which prefill side has it, by its number, and at which address it is pulled (`ChunkReady.address`)."""
 
     link: int
     address: str = ""
 
 
-class PulledParcel(NamedTuple):
-    """What has come of a parcel that a decode rank was to pull.
+class PulledChunk(NamedTuple):
+    """What has come of a chunk that a decode rank was to pull.
 
     Attributes:
-        link: which prefill side had it. number: of the parcel there. pages: numbers under which its pages land.
+        link: which prefill side had it. number: of the chunk there. pages: numbers under which its pages land.
         ok: whether it has come, on all devices of the rank.
     """
 
@@ -135,36 +135,36 @@ class PulledParcel(NamedTuple):
     ok: bool
 
 
-Pull = Callable[[Source, int, Any], Parcel]
-"""`pull(source, number, device)`: a parcel on this device, complete. Raises `ParcelGoneError`, or anything else."""
+Pull = Callable[[Source, int, Any], Chunk]
+"""`pull(source, number, device)`: a chunk on this device, complete. Raises `ChunkGoneError`, or anything else."""
 
 
-class ParcelPort(Protocol):
+class ChunkPort(Protocol):
     """What an executor offers that sends pages to other engines, or pulls theirs (`Executor.extension`)."""
 
     @property
-    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of a parcel's arrays, by name."""
+    def chunk_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of a chunk's arrays, by name."""
 
     @property
     def processes_of_ranks(self) -> Sequence[Sequence[int]]:
-        """The processes that have devices of each DP rank; the first one keeps the rank's parcels."""
+        """The processes that have devices of each DP rank; the first one keeps the rank's chunks."""
 
-    def send_parcels(
+    def send_chunks(
         self,
-        offer: Callable[[int, Parcel | None], None],
+        offer: Callable[[int, Chunk | None], None],
         drop: Callable[[Sequence[int]], None] = lambda numbers: None,
     ) -> None:
-        """Have what `SendPages` makes offered as `offer(number, parcel)` when it is complete, and `drop(numbers)` called at `DropParcels`,
-        from any thread and in the order of the commands. The parcel is None where another process keeps it.
+        """Have what `SendPages` makes offered as `offer(number, chunk)` when it is complete, and `drop(numbers)` called at `DropChunks`,
+        from any thread and in the order of the commands. The chunk is None where another process keeps it.
         """
 
-    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
-        """Have `PullPages` pull by this, and what came of each parcel reported, from any thread."""
+    def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
+        """Have `PullPages` pull by this, and what came of each chunk reported, from any thread."""
 
 
-class ParcelGoneError(Exception):
-    """A parcel that is to be pulled is not kept any more, or cannot be reached."""
+class ChunkGoneError(Exception):
+    """A chunk that is to be pulled is not kept any more, or cannot be reached."""
 
 
 class PrefillLink(Protocol):
@@ -179,11 +179,11 @@ class PrefillLink(Protocol):
     def connect(self, receive: Callable[[ToDecode], None]) -> None:
         """Have its messages handed to `receive`, in its own thread, from now on."""
 
-    def pull(self, number: int, device: Any, address: str = "") -> Parcel:
-        """A parcel that was offered, on this device, complete. address: that the offer has named.
+    def pull(self, number: int, device: Any, address: str = "") -> Chunk:
+        """A chunk that was offered, on this device, complete. address: that the offer has named.
 
         Raises:
-            ParcelGoneError: it is not kept any more, or its side cannot be reached.
+            ChunkGoneError: it is not kept any more, or its side cannot be reached.
         """
 
     def warm_up(self, progress: "Progress | None" = None) -> None:
@@ -194,10 +194,10 @@ class PrefillLink(Protocol):
 
 
 class SentPages(NamedTuple):
-    """Pages of a prefill rank that go into a parcel before a step.
+    """Pages of a prefill rank that go into a chunk before a step.
 
     Attributes:
-        number: of the parcel.
+        number: of the chunk.
     """
 
     number: int
@@ -205,12 +205,12 @@ class SentPages(NamedTuple):
 
 
 class PulledPages(NamedTuple):
-    """Pages of a parcel that land on a decode rank.
+    """Pages of a chunk that land on a decode rank.
 
     Attributes:
-        source: where it is. parcel: its number there. pages: (place in the parcel, number under which the page lands).
+        source: where it is. chunk: its number there. pages: (place in the chunk, number under which the page lands).
     """
 
     source: Source
-    parcel: int
+    chunk: int
     pages: list[tuple[int, int]]
