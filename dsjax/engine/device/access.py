@@ -13,7 +13,7 @@ from dsjax.engine.contract.commands import Command, Custom
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.programs import Programs
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding.arrays import put
 from sharding.layer_placement import LayerPlacements
 
@@ -31,7 +31,7 @@ class DeviceAccess:
         params: by path. placements: where experts are; None for a model without any.
     """
 
-    model: Step
+    model: ModelStep
     limits: ExecutorLimits
     programs: Programs
     params: dict[str, Array]

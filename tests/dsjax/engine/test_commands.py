@@ -10,6 +10,7 @@ from dsjax.engine.contract.commands import (
     Admission,
     Clear,
     Copy,
+    Custom,
     DropPages,
     FetchPages,
     Flush,
@@ -68,6 +69,7 @@ every_command = st.one_of(
     st.just(ReadLoads()),
     st.builds(StageExperts, natural, packed),
     st.builds(PlaceExperts, natural, packed, packed),
+    st.builds(Custom, st.text(), st.lists(packed), st.lists(packed)),
 )
 
 
@@ -80,7 +82,7 @@ def test_decoding_gives_back_what_was_encoded(command):
 
 
 def test_every_command_of_the_union_is_generated():
-    every = {Step, Copy, Clear, Score, Flush, ReadLoads, StageExperts, PlaceExperts}
+    every = {Step, Copy, Clear, Score, Flush, ReadLoads, StageExperts, PlaceExperts, Custom}
     every |= {StorePages, FetchPages, ReadPages, DropPages, PlacePages, SendPages, PullPages, commands.DropChunks}
     assert every == set(commands.Command.__args__)
 
